@@ -1,0 +1,5 @@
+"""`python -m jvarlen`."""
+
+from jvarlen.cli import run
+
+run()

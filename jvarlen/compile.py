@@ -1,0 +1,312 @@
+"""Compilation: in go a step function and buckets, out comes a callable that has every bucket's executable, and no more.
+
+Everything is compiled before the first step; what was not planned is refused, and `no_recompiles` proves that nothing
+is compiled afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tqdm import tqdm
+
+from jvarlen.buckets import Bucket, check_buckets
+from jvarlen.collate import token_batch_spec
+from jvarlen.distributed import batch_shardings
+
+__all__ = [
+    "CompiledBuckets",
+    "LedgerRow",
+    "RecompileCount",
+    "RecompileError",
+    "UnplannedShapeError",
+    "compile_buckets",
+    "no_recompiles",
+    "use_compilation_cache",
+]
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+class UnplannedShapeError(ValueError):
+    """A batch has a structure, shape or dtype that no bucket was compiled for."""
+
+
+class RecompileError(RuntimeError):
+    """Something was compiled inside `no_recompiles`."""
+
+
+class LedgerRow(NamedTuple):
+    """What a bucket's executable cost.
+
+    Attributes:
+      bucket: its shape.
+      lower_s: seconds of tracing and lowering.
+      compile_s: seconds in the compiler, or of reading from the persistent cache.
+      cache_hit: whether the executable came from the persistent cache.
+    """
+
+    bucket: Bucket
+    lower_s: float
+    compile_s: float
+    cache_hit: bool
+
+
+class CompiledBuckets:
+    """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
+
+    The state is donated: use the one that comes back.
+
+    Attributes:
+      ledger: a `LedgerRow` for each bucket, in the order of compilation.
+    """
+
+    def __init__(self, executables: dict[Any, Callable], specs: dict[Bucket, Any], ledger: tuple[LedgerRow, ...]):
+        self._executables = executables
+        self._specs = specs
+        self.ledger = ledger
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
+        try:
+            executable = self._executables[_signature(batch)]
+        except (KeyError, AttributeError):  # a Python number has no shape
+            raise UnplannedShapeError(_explain_unplanned(batch, self._specs)) from None
+        return executable(state, batch)
+
+
+def compile_buckets(
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    buckets: Sequence[tuple[int, int]],
+    *,
+    microbatches_per_step: int = 1,
+    mesh: Mesh | None = None,
+    batch_spec: Callable[[Bucket, int], Any] = token_batch_spec,
+    progress: bool = True,
+) -> CompiledBuckets:
+    """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
+
+    Args:
+      step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
+      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
+      buckets: (rows, length) pairs, lengths strictly ascending.
+      microbatches_per_step: M.
+      mesh: batches come spread over its axis "data"; state that is not placed on a mesh is replicated. None: one
+        device.
+      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      progress: whether to show a progress bar that names the bucket.
+
+    Returns:
+      `CompiledBuckets`.
+
+    Raises:
+      ValueError: buckets that are not as described, or shards of the mesh that do not divide M.
+
+    Example:
+      >>> def count(state, batch):
+      ...     return state + batch.num_sequences, {}
+      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> [row.bucket.length for row in compiled.ledger]
+      [4, 8]
+    """
+    state_spec = jax.tree.map(lambda leaf: _state_spec(leaf, mesh), state)
+    state_shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state_spec)
+    executables: dict[Any, Callable] = {}
+    specs: dict[Bucket, Any] = {}
+    ledger = []
+    largest_first = sorted(check_buckets(buckets), key=lambda bucket: -bucket.rows * bucket.length)
+    with tqdm(
+        largest_first, desc=f"compile {getattr(step_fn, '__name__', 'step')}", unit="bucket", disable=not progress
+    ) as bar:
+        for bucket in bar:
+            bar.set_postfix_str(f"{bucket.rows}×{bucket.length}")
+            specs[bucket] = spec = _placed(batch_spec(bucket, microbatches_per_step), mesh)
+            # A jitted function of its own for each bucket: only so can an executable be freed on its own.
+            jitted = jax.jit(step_fn, donate_argnums=0, out_shardings=(state_shardings, None))
+            start = time.perf_counter()
+            lowered = jitted.lower(state_spec, spec)
+            lowered_at = time.perf_counter()
+            with _counting() as count:
+                executables[_signature(spec)] = lowered.compile()
+            compile_s = time.perf_counter() - lowered_at
+            ledger.append(LedgerRow(bucket, lowered_at - start, compile_s, count.num_cache_hits > 0))
+    return CompiledBuckets(executables, specs, tuple(ledger))
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """Keeps compiled programs on disk, those that compile fast included, and takes them from there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+@dataclasses.dataclass
+class RecompileCount:
+    """What was compiled inside `no_recompiles`.
+
+    Attributes:
+      functions: the name of every function that was compiled, or taken from the persistent cache, in order.
+      num_cache_hits: how many of them came from the persistent cache.
+    """
+
+    functions: list[str] = dataclasses.field(default_factory=list)
+    num_cache_hits: int = 0
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that were compiled or taken from the persistent cache."""
+        return len(self.functions)
+
+
+@contextlib.contextmanager
+def no_recompiles(action: Literal["raise", "warn", "count"] = "raise") -> Iterator[RecompileCount]:
+    """Guards a region in which nothing may be compiled, eager operations and other threads included.
+
+    A program that comes from the persistent cache counts as well: whether it is there is chance, that it was not
+    planned is the mistake.
+
+    Args:
+      action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
+        thread); `"warn"` warns there; `"count"` only counts.
+
+    Yields:
+      A `RecompileCount` that goes on counting inside the region.
+
+    Raises:
+      RecompileError: under `"raise"`; it names the function.
+      ValueError: an unknown action.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> with no_recompiles("count") as count:
+      ...     _ = jax.jit(lambda x: x * 3)(jnp.ones(7))
+      >>> count.num_compilations > 0
+      True
+    """
+    if action not in ("raise", "warn", "count"):
+        raise ValueError(f'action must be "raise", "warn" or "count", not {action!r}')
+    with _counting(action) as count:
+        yield count
+    if action == "raise" and count.functions:
+        raise RecompileError(_explain_recompile(count.functions[0]))
+
+
+class _Guard(NamedTuple):
+    counter: RecompileCount
+    action: str
+
+
+_guards: list[_Guard] = []  # those of all threads: a data thread that compiles delays the step as well
+_guards_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _counting(action: str = "count") -> Iterator[RecompileCount]:
+    guard = _Guard(RecompileCount(), action)
+    with _guards_lock:
+        if not _guards:  # listeners stay only while they are needed
+            jax.monitoring.register_event_duration_secs_listener(_on_duration)
+            jax.monitoring.register_event_listener(_on_event)
+        _guards.append(guard)
+    try:
+        yield guard.counter
+    finally:
+        with _guards_lock:
+            _guards[:] = [other for other in _guards if other is not guard]
+            if not _guards:
+                jax.monitoring.unregister_event_duration_listener(_on_duration)
+                jax.monitoring.unregister_event_listener(_on_event)
+
+
+def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
+    if event != _COMPILE_EVENT:
+        return
+    function = str(details.get("fun_name", "an unnamed function"))
+    with _guards_lock:
+        actions = {guard.action for guard in _guards}
+        for guard in _guards:
+            guard.counter.functions.append(function)
+    if "warn" in actions:
+        warnings.warn(_explain_recompile(function), stacklevel=2)
+    if "raise" in actions:
+        raise RecompileError(_explain_recompile(function))
+
+
+def _on_event(event: str, **details: Any) -> None:
+    if event == _CACHE_HIT_EVENT:
+        with _guards_lock:
+            for guard in _guards:
+                guard.counter.num_cache_hits += 1
+
+
+def _explain_recompile(function: str) -> str:
+    return f"{function!r} was compiled inside no_recompiles(): its shapes or dtypes were not seen before"
+
+
+def _signature(batch: Any) -> Any:
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, tuple([(leaf.shape, leaf.dtype) for leaf in leaves])
+
+
+def _state_spec(leaf: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if mesh is not None and not isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(mesh, PartitionSpec())
+    elif mesh is None:
+        sharding = None
+    return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
+
+
+def _placed(spec: Any, mesh: Mesh | None) -> Any:
+    if mesh is None:
+        return spec
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        spec,
+        batch_shardings(spec, mesh),
+    )
+
+
+def _explain_unplanned(batch: Any, specs: dict[Bucket, Any]) -> str:
+    """Every leaf that differs from the nearest bucket: least leaves that differ, then least in their sizes."""
+    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
+    nearest, message = None, ""
+    for bucket, spec in specs.items():
+        planned = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(spec)}
+        differing = [name for name in planned | given if _describe(planned.get(name)) != _describe(given.get(name))]
+        distance = sum(abs(np.log(_size(planned.get(name)) / _size(given.get(name)))) for name in differing)
+        if nearest is None or (len(differing), distance) < nearest:
+            nearest = (len(differing), distance)
+            leaves = "; ".join(
+                f"{name} is {_describe(given.get(name))}, planned was {_describe(planned.get(name))}"
+                for name in differing
+            )
+            message = f"no bucket was compiled for this batch. Nearest is {bucket.rows}×{bucket.length}: "
+            message += leaves or "the containers of the leaves differ"
+    shapes = ", ".join(f"{bucket.rows}×{bucket.length}" for bucket in sorted(specs, key=lambda bucket: bucket.length))
+    return f"{message}. Buckets: {shapes}"
+
+
+def _describe(leaf: Any) -> str:
+    if leaf is None:
+        return "absent"
+    if not hasattr(leaf, "shape"):
+        return f"a Python {type(leaf).__name__}"
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+
+
+def _size(leaf: Any) -> int:
+    return max(1, int(np.prod(getattr(leaf, "shape", ()))))

@@ -1,0 +1,206 @@
+"""Configuration: frozen dataclasses, checked where they are made, and their JSON form.
+
+The fields are the settings of `jvarlen train`; their docstrings are its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import dacite
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen.buckets import Bucket, Strategy, make_buckets
+from jvarlen.datasets import default_cache_dir
+from jvarlen.lengths import Overlong
+from jvarlen.models import TransformerConfig
+from jvarlen.plan import Plan, make_plan
+
+__all__ = ["FitConfig", "OptimizerConfig", "Order", "PlanConfig", "differing_settings", "load_config", "save_config"]
+
+Order = Literal["dataset", "length", "length_descending", "shuffle"]
+
+
+def _check_at_least(config: object, limit: int, *names: str) -> None:
+    _check(config, names, lambda value: value is None or value >= limit, f"at least {limit}")
+
+
+def _check_above(config: object, limit: int, *names: str) -> None:
+    _check(config, names, lambda value: value > limit, f"above {limit}")
+
+
+def _check_fraction(config: object, *names: str) -> None:
+    _check(config, names, lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def _check(config: object, names: tuple[str, ...], holds: Any, wanted: str) -> None:
+    wrong = [f"{name} ({getattr(config, name)!r})" for name in names if not holds(getattr(config, name))]
+    if wrong:
+        raise ValueError(f"must be {wanted}: {', '.join(wrong)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How samples become steps."""
+
+    max_tokens: int = 4096
+    """Budget of one microbatch in tokens, padding included."""
+    max_shapes: int = 12
+    """The most buckets, that is compiled shapes."""
+    strategy: Strategy = "optimal"
+    """How the lengths of the buckets are chosen."""
+    max_length: int | None = 1024
+    """Longest bucket in tokens; None for the longest sample."""
+    overlong: Overlong = "truncate"
+    """What becomes of samples longer than that."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update, accumulated."""
+    row_multiple: int = 1
+    """Rows of a bucket are a multiple of it, where the budget allows one."""
+    length_multiple: int = 8
+    """Lengths of buckets are rounded up to a multiple of it."""
+    order: Order = "shuffle"
+    """The order in which samples come."""
+    shuffle_steps: bool = False
+    """Permute the steps at random, whatever the order of the samples."""
+    longest_first: bool = False
+    """Begin with a step of the longest bucket, so that running out of memory shows at once."""
+
+    def __post_init__(self):
+        _check_at_least(
+            self,
+            1,
+            "max_tokens",
+            "max_shapes",
+            "max_length",
+            "microbatches_per_step",
+            "row_multiple",
+            "length_multiple",
+        )
+
+    def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
+        """`make_buckets` with these settings, for the samples that will remain."""
+        drops = self.overlong == "drop" and self.max_length is not None
+        return make_buckets(
+            lengths[lengths <= self.max_length] if drops else lengths,
+            self.max_tokens,
+            strategy=self.strategy,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            microbatches_per_step=self.microbatches_per_step,
+            row_multiple=self.row_multiple,
+            length_multiple=self.length_multiple,
+        )
+
+    def make_plan(
+        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
+    ) -> Plan:
+        """`make_plan` with these settings."""
+        return make_plan(
+            lengths,
+            buckets,
+            microbatches_per_step=self.microbatches_per_step,
+            order=self.order,
+            seed=seed,
+            epoch=epoch,
+            shuffle_steps=self.shuffle_steps,
+            longest_first=self.longest_first,
+            overlong=self.overlong,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, warmed up linearly, decayed along a cosine, its rate scaled by the batch size."""
+
+    learning_rate: float = 3e-3
+    """Highest base rate."""
+    warmup_fraction: float = 0.1
+    """Share of the steps over which the base rate rises from 0."""
+    final_fraction: float = 0.05
+    """The last base rate as a share of the highest."""
+    batch_size_rule: Literal["linear", "sqrt", "none"] = "sqrt"
+    """How the rate grows with the sequences of a step."""
+    base_batch_size: float = 8
+    """Sequences of the step at which the rate is the base rate."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+    b1: float = 0.9
+    """Decay of the first moment."""
+    b2: float = 0.95
+    """Decay of the second moment."""
+    max_gradient_norm: float = 1.0
+    """Gradients of a larger global norm are scaled down to it."""
+
+    def __post_init__(self):
+        _check_above(self, 0, "learning_rate", "base_batch_size", "max_gradient_norm")
+        _check_at_least(self, 0, "weight_decay")
+        _check_fraction(self, "warmup_fraction", "final_fraction", "b1", "b2")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """Train a byte-level language model on the built-in corpus, every shape compiled ahead of time."""
+
+    max_steps: int | None = 360
+    """Stop after so many steps; None for all epochs."""
+    num_epochs: int = 1
+    """Passes over the corpus, unless max_steps ends training before."""
+    held_out_fraction: float = 0.02
+    """Share of the samples that is never trained on, chosen by the hash of their content."""
+    seed: int = 0
+    """Decides the initial weights and every shuffle."""
+    num_workers: int = 0
+    """Processes that read and collate; 0 for a thread of the main one."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints."""
+    runs_dir: Path = Path("runs")
+    """Where the directories of runs are made."""
+    resume: Path | None = None
+    """Directory of a run to continue, with its own settings where none are given."""
+    compilation_cache: Path | None = default_cache_dir() / "compiled"
+    """Where compiled programs are kept for the next run; None for nowhere."""
+    progress: bool = True
+    """Show progress bars."""
+    plan: PlanConfig = PlanConfig()
+    model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every")
+        _check_at_least(self, 0, "seed", "num_workers")
+        if not 0 < self.held_out_fraction < 1:
+            raise ValueError(f"held_out_fraction must lie between 0 and 1, not {self.held_out_fraction}")
+
+
+def save_config(config: FitConfig, path: Path) -> None:
+    """Writes the settings as JSON."""
+    path.write_text(json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+
+
+def load_config(path: Path) -> FitConfig:
+    """Reads what `save_config` wrote; raises FileNotFoundError or a ValueError that names what is wrong."""
+    try:
+        settings = json.loads(path.read_text())
+        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path], strict=True, check_types=True))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
+    except (dacite.DaciteError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no settings of a run: {error}") from error
+
+
+def differing_settings(one: FitConfig, other: FitConfig) -> list[str]:
+    """Names and values of the settings in which two configurations differ: `plan.max_tokens: 4096, 8192`."""
+    a, b = _flat(dataclasses.asdict(one)), _flat(dataclasses.asdict(other))
+    return [f"{name}: {a[name]}, {b[name]}" for name in a if a[name] != b[name]]
+
+
+def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat

@@ -1,0 +1,149 @@
+"""Course: in go settings and lengths, out comes what is known of every step of a training before it is taken.
+
+A plan is one epoch; a course is epoch after epoch, with the learning rates. Letters: S steps of an epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from jaxtyping import Float64, Int64
+
+from jvarlen.buckets import Bucket
+from jvarlen.checkpoint import Place
+from jvarlen.config import FitConfig
+from jvarlen.lr import base_rates, lr_scale, scale_by_batch_size
+from jvarlen.plan import Plan, make_plan
+
+__all__ = ["Course", "Rates"]
+
+_CACHED_EPOCHS = 2  # the one that trains, and the one whose steps are loaded ahead
+
+
+class Rates(NamedTuple):
+    """Learning rates of an epoch.
+
+    Attributes:
+      base: float64[S], as the schedule has it.
+      in_force: float64[S], scaled by the sequences of each step.
+    """
+
+    base: Float64[np.ndarray, " S"]
+    in_force: Float64[np.ndarray, " S"]
+
+
+class Course:
+    """All steps of a training.
+
+    Args:
+      config: the settings.
+      lengths: int64[N] of the samples to train on; the buckets are chosen for them.
+      held_out_lengths: int64[H] of the held-out samples, which get a plan of their own in the same buckets.
+
+    Attributes:
+      buckets: the static shapes.
+      held_out_plan: the steps of an evaluation.
+      held_out_buckets: the buckets that it uses.
+      num_steps: steps of the whole training.
+      steps_per_epoch: S.
+      plan_of_epoch: the plan of an epoch, from its number.
+      rates_of_epoch: the `Rates` of an epoch, from its number.
+      optimizer: AdamW on the schedule, its updates scaled by batch size.
+
+    Raises:
+      ValueError: settings that do not fit the lengths; samples at fault are listed.
+    """
+
+    def __init__(self, config: FitConfig, lengths: Int64[np.ndarray, " N"], held_out_lengths: Int64[np.ndarray, " H"]):
+        self.buckets = config.plan.make_buckets(lengths)
+        try:
+            self.held_out_plan = make_plan(
+                held_out_lengths,
+                self.buckets,
+                microbatches_per_step=config.plan.microbatches_per_step,
+                overlong=config.plan.overlong,
+            )
+        except ValueError as error:
+            raise ValueError(f"held-out samples: {error}") from None
+        self.held_out_buckets = [self.buckets[k] for k in np.unique(self.held_out_plan.step_bucket)]
+
+        @functools.lru_cache(maxsize=_CACHED_EPOCHS)
+        def plan_of_epoch(epoch: int) -> Plan:
+            return config.plan.make_plan(lengths, self.buckets, seed=config.seed, epoch=epoch)
+
+        self.plan_of_epoch = plan_of_epoch
+        self.steps_per_epoch = plan_of_epoch(0).num_steps  # no shuffle changes how many samples a bucket has
+        all_steps = self.steps_per_epoch * config.num_epochs
+        self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
+
+        settings = config.optimizer
+        rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
+        schedule = optax.warmup_cosine_decay_schedule(
+            init_value=settings.learning_rate * settings.final_fraction,
+            peak_value=settings.learning_rate,
+            warmup_steps=int(settings.warmup_fraction * self.num_steps),
+            decay_steps=self.num_steps,
+            end_value=settings.learning_rate * settings.final_fraction,
+        )
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(settings.max_gradient_norm),
+            optax.adamw(schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
+            scale_by_batch_size(settings.base_batch_size, rule=rule),
+        )
+        rates_of_all_steps = base_rates(schedule, self.num_steps)
+
+        @functools.lru_cache(maxsize=_CACHED_EPOCHS)
+        def rates_of_epoch(epoch: int) -> Rates:
+            start = epoch * self.steps_per_epoch
+            base = rates_of_all_steps[start : start + self.steps_per_epoch]
+            num_sequences = plan_of_epoch(epoch).num_sequences[: len(base)]  # training may end within the epoch
+            return Rates(base, base * lr_scale(num_sequences, settings.base_batch_size, rule))
+
+        self.rates_of_epoch = rates_of_epoch
+
+    def first_place(self) -> Place:
+        """The place before the first step."""
+        return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest)
+
+    def next_place(self, place: Place) -> Place:
+        """The place after the step at `place`."""
+        num_steps_done = place.num_steps_done + 1
+        epoch, step = divmod(num_steps_done, self.steps_per_epoch)
+        plan = self.plan_of_epoch(place.epoch)
+        return dataclasses.replace(
+            place,
+            num_steps_done=num_steps_done,
+            epoch=epoch,
+            step=step,
+            plan_digest=self.plan_of_epoch(epoch).digest,
+            num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
+            num_positions_done=place.num_positions_done + int(plan.positions_per_step[place.step]),
+        )
+
+    def check_place(self, place: Place) -> None:
+        """Raises ValueError where a checkpoint was made under another plan, or lies behind the end."""
+        planned = self.plan_of_epoch(place.epoch).digest
+        if place.plan_digest != planned:
+            raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
+        if place.num_steps_done > self.num_steps:
+            raise ValueError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
+
+    def record(self, place: Place) -> dict[str, Any]:
+        """What the plan tells of the step at `place`, for the log."""
+        plan, rates = self.plan_of_epoch(place.epoch), self.rates_of_epoch(place.epoch)
+        bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
+        return {
+            "step": place.num_steps_done,
+            "epoch": place.epoch,
+            "num_sequences": int(plan.num_sequences[place.step]),
+            "num_tokens": int(plan.num_tokens[place.step]),
+            "num_positions": int(plan.positions_per_step[place.step]),
+            "bucket_rows": bucket.rows,
+            "bucket_length": bucket.length,
+            "base_learning_rate": float(rates.base[place.step]),
+            "learning_rate": float(rates.in_force[place.step]),
+        }

@@ -1,0 +1,170 @@
+"""Built-in corpus: in goes the running interpreter's standard library, out comes a `TokenDataset` of bytes.
+
+The corpus holds the source text of every outermost function or method of the standard library: a real long-tailed
+distribution of lengths that is present on every machine, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import sysconfig
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import platformdirs
+from jaxtyping import Int, UInt8
+from tqdm import tqdm
+
+__all__ = ["TokenDataset", "Split", "default_cache_dir", "split_held_out", "stdlib_functions"]
+
+_CACHE_VERSION = 1
+_NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class TokenDataset:
+    """Samples of different lengths in one flat array: a random-access data source.
+
+    Args:
+      tokens: uint8[total], the samples one after the other.
+      offsets: int64[N+1], ascending; sample i is `tokens[offsets[i]:offsets[i+1]]`.
+
+    Example:
+      >>> dataset = TokenDataset(np.frombuffer(b"abcde", np.uint8), np.array([0, 2, 5]))
+      >>> len(dataset), dataset[1].tobytes()
+      (2, b'cde')
+    """
+
+    def __init__(self, tokens: UInt8[np.ndarray, " total"], offsets: Int[np.ndarray, " N_plus_1"]):
+        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+            raise ValueError(f"offsets must ascend from 0 to the number of tokens, {len(tokens)}")
+        self.tokens = tokens
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> UInt8[np.ndarray, " length"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @classmethod
+    def from_bytes(cls, samples: list[bytes]) -> TokenDataset:
+        """Joins byte strings into one dataset."""
+        lengths = np.fromiter(map(len, samples), np.int64, len(samples))
+        tokens = np.frombuffer(b"".join(samples), np.uint8)
+        return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+
+class Split(NamedTuple):
+    """Two datasets that share no sample."""
+
+    train: TokenDataset
+    held_out: TokenDataset
+
+
+def default_cache_dir() -> Path:
+    """The directory of this user's caches, as the platform has it (`XDG_CACHE_HOME` is honoured on Linux)."""
+    return platformdirs.user_cache_path("jvarlen")
+
+
+def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
+    """The source of every outermost function and method in the standard library of the running interpreter.
+
+    Decorators are left out, whole lines are kept, test directories are skipped, equal texts are kept once. The order is
+    by file path, then by line. The first scan takes some seconds and is cached.
+
+    Args:
+      cache_dir: where the scan is kept; `default_cache_dir()` if None.
+      progress: whether the scan shows a progress bar.
+
+    Returns:
+      A `TokenDataset` of about 15,000 samples of 15 to about 17,000 bytes.
+
+    Raises:
+      FileNotFoundError: the standard library of this interpreter has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    interpreter = hashlib.sha256(f"{_CACHE_VERSION} {sys.version} {root}".encode()).hexdigest()[:16]
+    cache = (cache_dir or default_cache_dir()) / f"stdlib-functions-{interpreter}.npz"
+    if cache.exists():
+        try:
+            with np.load(cache, allow_pickle=False) as stored:
+                return TokenDataset(stored["tokens"], stored["offsets"])
+        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+            warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)
+    dataset = TokenDataset.from_bytes(_scan(root, progress))
+    _write_atomically(cache, dataset)
+    return dataset
+
+
+def split_held_out(dataset: TokenDataset, fraction: float) -> Split:
+    """Holds samples out by the hash of their content, so that the same text is always on the same side.
+
+    Args:
+      dataset: the samples to split.
+      fraction: the share of samples to hold out, between 0 and 1.
+
+    Returns:
+      `Split(train, held_out)`; each keeps the order of the dataset.
+
+    Raises:
+      ValueError: `fraction` is not between 0 and 1, or one side would be empty.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
+    samples = [dataset[i].tobytes() for i in range(len(dataset))]
+    held_out = [_hash_fraction(sample) < fraction for sample in samples]
+    if all(held_out) or not any(held_out):
+        raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(samples)} samples empty")
+    return Split(
+        train=TokenDataset.from_bytes([s for s, out in zip(samples, held_out, strict=True) if not out]),
+        held_out=TokenDataset.from_bytes([s for s, out in zip(samples, held_out, strict=True) if out]),
+    )
+
+
+def _hash_fraction(sample: bytes) -> float:
+    return int.from_bytes(hashlib.sha256(sample).digest()[:8], "big") / 2**64
+
+
+def _scan(root: Path, progress: bool) -> list[bytes]:
+    files = sorted(p for p in root.rglob("*.py") if not _NOT_CORPUS & set(p.relative_to(root).parts[:-1]))
+    if not files:
+        raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
+    samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
+    for path in tqdm(files, desc="corpus", unit="file", disable=not progress):
+        source = path.read_bytes()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old sources hold invalid escapes
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue  # templates and deliberately broken files
+        lines = source.splitlines(keepends=True)
+        for function in _outermost_functions(tree):
+            samples[b"".join(lines[function.lineno - 1 : function.end_lineno])] = None
+    samples.pop(b"", None)
+    return list(samples)
+
+
+def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _outermost_functions(node)
+
+
+def _write_atomically(path: Path, dataset: TokenDataset) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+        np.savez_compressed(file, tokens=dataset.tokens, offsets=dataset.offsets)
+    os.replace(file.name, path)

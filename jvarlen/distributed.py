@@ -1,0 +1,60 @@
+"""Devices: in goes how many, out come a mesh and the shardings of a step's arrays over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["DATA_AXIS", "batch_shardings", "data_mesh"]
+
+DATA_AXIS = "data"
+
+
+def data_mesh(num_devices: int | None = None) -> Mesh:
+    """A mesh with one axis, `"data"`.
+
+    Args:
+      num_devices: how many of `jax.devices()`, from the first; all where None.
+
+    Raises:
+      ValueError: there are not so many devices.
+    """
+    devices = jax.devices()
+    if num_devices is not None and not 1 <= num_devices <= len(devices):
+        raise ValueError(f"num_devices must be between 1 and {len(devices)}, not {num_devices}")
+    devices = devices[:num_devices]
+    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
+    return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
+    """How a step's arrays lie on a mesh: microbatches spread over the data axis, scalars everywhere.
+
+    Args:
+      batch: a pytree of arrays or shapes; what is not a scalar has the microbatches, M, as leading axis.
+      mesh: has an axis `axis_name`.
+      axis_name: the data-parallel axis.
+
+    Returns:
+      A pytree of `NamedSharding`.
+
+    Raises:
+      ValueError: no such axis, or its size (the number of shards) does not divide M.
+    """
+    if axis_name not in mesh.shape:
+        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
+    num_shards = mesh.shape[axis_name]
+
+    def sharding(leaf: Any) -> NamedSharding:
+        if not leaf.shape:
+            return NamedSharding(mesh, PartitionSpec())
+        if leaf.shape[0] % num_shards:
+            raise ValueError(
+                f"{leaf.shape[0]} microbatches a step do not spread over {num_shards} shards of mesh axis "
+                f"{axis_name!r}: the shards must divide microbatches_per_step"
+            )
+        return NamedSharding(mesh, PartitionSpec(axis_name))
+
+    return jax.tree.map(sharding, batch)

@@ -1,0 +1,262 @@
+"""Fit: in goes a configuration, out come a trained model and a run directory.
+
+One host loop around one pure step, from the corpus to the summary, in the order in which a run shows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
+from jvarlen.compile import CompiledBuckets, compile_buckets, no_recompiles, use_compilation_cache
+from jvarlen.config import FitConfig
+from jvarlen.course import Course
+from jvarlen.datasets import Split, TokenDataset, split_held_out, stdlib_functions
+from jvarlen.lengths import measure_lengths
+from jvarlen.loader import load
+from jvarlen.models import init_params, make_loss_fn
+from jvarlen.plan import Plan
+from jvarlen.report import length_histogram, plot_curves, read_metrics
+from jvarlen.run_dir import MetricsLog, new_run_dir, resumed_run_dir
+from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
+
+__all__ = ["FitResult", "Summary", "fit"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to; `summary.json` holds the same.
+
+    Attributes:
+      held_out_bits_per_byte_before: on held-out samples, before the first step.
+      held_out_bits_per_byte_after: the same after the last step; None where the run was interrupted.
+      num_steps: steps done.
+      num_tokens: real tokens trained on.
+      real_tokens_per_s: real tokens over `train_s`.
+      padding: share of the trained positions that held no token.
+      num_shapes: buckets compiled for training.
+      compile_s: seconds of lowering and compiling, for training and evaluation.
+      num_cache_hits: executables that came from the persistent cache.
+      train_s: seconds from the first step to the last, interruptions left out.
+      compilations_after_first_step: programs compiled since; 0, or the run would have stopped.
+      interrupted: whether the run was stopped before its end.
+    """
+
+    held_out_bits_per_byte_before: float
+    held_out_bits_per_byte_after: float | None
+    num_steps: int
+    num_tokens: int
+    real_tokens_per_s: float
+    padding: float
+    num_shapes: int
+    compile_s: float
+    num_cache_hits: int
+    train_s: float
+    compilations_after_first_step: int
+    interrupted: bool
+
+
+class FitResult(NamedTuple):
+    """What `fit` gives back.
+
+    Attributes:
+      summary: figures of the run.
+      run_dir: where plan, metrics, settings, checkpoints, curves and summary lie.
+      state: parameters and optimizer state after the last step.
+    """
+
+    summary: Summary
+    run_dir: Path
+    state: TrainState
+
+
+def fit(config: FitConfig, data: Split | None = None) -> FitResult:
+    """Trains a small language model, every shape compiled before the first step and none afterwards.
+
+    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C), it ends after the step in flight
+    with everything saved; `config.resume` then goes on with exactly the steps that were left.
+
+    Args:
+      config: the settings.
+      data: bytes to train on and to hold out; the built-in corpus where None.
+
+    Returns:
+      `FitResult`.
+
+    Raises:
+      ValueError: settings that fit neither each other nor the data; resuming with another plan or model.
+      FileNotFoundError: there is no run to resume.
+      RecompileError: something was compiled after the first step.
+    """
+    data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
+    lengths = measure_lengths(data.train, progress=config.progress)
+    _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
+
+    course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
+    first_plan = course.plan_of_epoch(0)
+    _say("Plan", first_plan.report(course.rates_of_epoch(0).in_force), f"training takes {course.num_steps:,} steps")
+    run_dir = resumed_run_dir(config, config.resume, first_plan) if config.resume else new_run_dir(config, first_plan)
+
+    if config.compilation_cache is not None:
+        use_compilation_cache(config.compilation_cache)
+    loss_fn = make_loss_fn(config.model)
+    state = init_train_state(init_params(config.model, config.seed), course.optimizer)
+    compile_for = functools.partial(
+        compile_buckets, microbatches_per_step=config.plan.microbatches_per_step, progress=config.progress
+    )
+    train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
+    eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
+
+    log = MetricsLog(run_dir / "metrics.jsonl")
+    with open_checkpoints(run_dir / "checkpoints") as checkpoints, log:
+        place = course.first_place()
+        if config.resume is not None:
+            state, place = checkpoints.restore_latest(state)
+            course.check_place(place)
+        log.cut_to(place.num_steps_done)
+        # The first evaluation and the first save come before the guard: both compile small things once.
+        params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
+        state = state._replace(params=params)
+        if place.num_steps_done == 0:
+            log.write({"step": 0, "held_out_bits_per_byte": bits_per_byte})
+        checkpoints.save(state, place)
+        before, after = log.first("held_out_bits_per_byte"), None
+
+        with no_recompiles() as compilations, _interrupt_sets_event() as stop:
+            state, place = _train(config, course, data.train, train_step, state, place, checkpoints, log, stop)
+            checkpoints.save(state, place)
+            if interrupted := place.num_steps_done < course.num_steps:
+                _say("Interrupted", f"continue with: jvarlen train --resume {run_dir}")
+            else:
+                params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
+                state = state._replace(params=params)
+                log.write({"step": place.num_steps_done, "held_out_bits_per_byte": after})
+
+    ledger = (*train_step.ledger, *eval_step.ledger)
+    summary = Summary(
+        held_out_bits_per_byte_before=before,
+        held_out_bits_per_byte_after=after,
+        num_steps=place.num_steps_done,
+        num_tokens=place.num_tokens_done,
+        real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
+        padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
+        num_shapes=len(train_step.ledger),
+        compile_s=sum(row.lower_s + row.compile_s for row in ledger),
+        num_cache_hits=sum(row.cache_hit for row in ledger),
+        train_s=place.train_s,
+        compilations_after_first_step=compilations.num_compilations,
+        interrupted=interrupted,
+    )
+    (run_dir / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+    _say("Summary", _format_summary(summary))
+    print(run_dir, flush=True)
+    return FitResult(summary, run_dir, state)
+
+
+def _train(
+    config: FitConfig,
+    course: Course,
+    dataset: TokenDataset,
+    train_step: CompiledBuckets,
+    state: TrainState,
+    place: Place,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    stop: threading.Event,
+) -> tuple[TrainState, Place]:
+    """Takes the steps that are left; metrics are read a step late, so that no step waits for them."""
+    batches = load(
+        course.plan_of_epoch, dataset, epoch=place.epoch, start_step=place.step, num_workers=config.num_workers
+    )
+    start = time.perf_counter() - place.train_s
+    running: tuple[dict[str, Any], Metrics] | None = None
+    with tqdm(
+        total=course.num_steps, initial=place.num_steps_done, desc="train", unit="step", disable=not config.progress
+    ) as bar:
+
+        def finish(record: dict[str, Any], metrics: Metrics) -> None:
+            record["loss"] = float(metrics.loss_sum) / float(metrics.weight_sum)
+            record["time_s"] = seconds = time.perf_counter() - start
+            log.write(record)
+            bar.update()
+            bar.set_postfix_str(
+                f"loss {record['loss'] / np.log(2):.3f} bits/byte, {place.num_tokens_done / seconds:,.0f} tokens/s, "
+                f"lr {record['learning_rate']:.2e}, bucket {record['bucket_rows']}×{record['bucket_length']}"
+            )
+
+        while place.num_steps_done < course.num_steps and not stop.is_set():
+            state, metrics = train_step(state, next(batches))
+            if running is not None:
+                finish(*running)
+            running = course.record(place), metrics
+            place = course.next_place(place)
+            if place.num_steps_done % config.checkpoint_every == 0:
+                finish(*running)
+                running = None
+                checkpoints.save(state, dataclasses.replace(place, train_s=time.perf_counter() - start))
+        if running is not None:
+            finish(*running)
+    return state, dataclasses.replace(place, train_s=time.perf_counter() - start)
+
+
+def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: TokenDataset) -> tuple[Any, float]:
+    """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
+    steps = []
+    for batch in load(plan, dataset):
+        params, metrics = eval_step(params, batch)
+        steps.append(metrics)
+    nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)
+    return params, nats / float(np.log(2))
+
+
+@contextmanager
+def _interrupt_sets_event() -> Iterator[threading.Event]:
+    """The first Ctrl-C sets the event, so that no step is cut in two; the second interrupts as usual."""
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def on_interrupt(signum: int, frame: object) -> None:
+        stop.set()
+        signal.signal(signal.SIGINT, previous)
+
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _say(title: str, *texts: str) -> None:
+    print(f"\n{title}", *texts, sep="\n", flush=True)
+
+
+def _format_summary(summary: Summary) -> str:
+    after = summary.held_out_bits_per_byte_after
+    lines = {
+        "held-out bits per byte before": f"{summary.held_out_bits_per_byte_before:.3f}",
+        "held-out bits per byte after": "– (interrupted)" if after is None else f"{after:.3f}",
+        "steps": f"{summary.num_steps:,}",
+        "real tokens": f"{summary.num_tokens:,}",
+        "real tokens per second": f"{summary.real_tokens_per_s:,.0f}",
+        "padding": f"{summary.padding:.2%}",
+        "shapes": f"{summary.num_shapes}",
+        "compile seconds": f"{summary.compile_s:.1f} ({summary.num_cache_hits} programs from the cache)",
+        "train seconds": f"{summary.train_s:.1f}",
+        "compilations after the first step": f"{summary.compilations_after_first_step}",
+    }
+    return "\n".join(f"{name:<34} {value}" for name, value in lines.items())

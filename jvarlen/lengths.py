@@ -1,0 +1,187 @@
+"""Lengths: in goes a dataset or an array, out comes a checked int64[N] of tokens a sample.
+
+NumPy only. Nothing here knows of buckets or batches.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any, Literal, NamedTuple, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Int64, Integer, Shaped
+from tqdm import tqdm
+
+__all__ = ["DataSource", "LimitedSamples", "Overlong", "check_lengths", "limit_lengths", "measure_lengths"]
+
+Overlong = Literal["error", "drop", "truncate"]
+
+_MAX_LISTED = 5
+_SAMPLES_PER_TASK = 4096
+
+
+def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
+    """Checks that `lengths` is what every planner needs.
+
+    Args:
+      lengths: integers[N], tokens a sample; N ≥ 1, every length ≥ 1.
+
+    Returns:
+      int64[N]; the same array where it was int64 already.
+
+    Raises:
+      ValueError: not 1-D, empty, not integers, or lengths below 1; the first offenders are listed as id and value.
+
+    Example:
+      >>> check_lengths([3, 1, 2])
+      array([3, 1, 2])
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 1:
+        raise ValueError(f"lengths must be 1-D, one integer a sample, not of shape {array.shape}")
+    if array.size == 0:
+        raise ValueError("lengths are empty: at least one sample is needed")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"lengths must be integers, not {array.dtype}")
+    if array.min() < 1:
+        raise ValueError(f"lengths must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
+    if array.max() > np.iinfo(np.int64).max:
+        limit = np.iinfo(np.int64).max
+        raise ValueError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
+    return array.astype(np.int64, copy=False)
+
+
+class DataSource(Protocol):
+    """Random access to samples by id, 0 to N − 1."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class LimitedSamples(NamedTuple):
+    """An order of samples after the rule for those that are too long.
+
+    Attributes:
+      ids: int64[n], the samples that remain, in order.
+      lengths: int64[n], their lengths, cut at the limit under `"truncate"`.
+      num_dropped: how many samples were left out.
+      num_truncated: how many lengths were cut.
+    """
+
+    ids: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n"]
+    num_dropped: int
+    num_truncated: int
+
+
+def limit_lengths(
+    ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " N"], max_length: int, overlong: Overlong
+) -> LimitedSamples:
+    """Applies the rule for samples longer than `max_length` tokens to an order of samples.
+
+    Args:
+      ids: int64[n], the order.
+      lengths: int64[N], the lengths of all samples, by id.
+      max_length: the most tokens a sample may keep.
+      overlong: `"error"` refuses longer samples, `"drop"` leaves them out, `"truncate"` cuts them.
+
+    Returns:
+      `LimitedSamples`.
+
+    Raises:
+      ValueError: an unknown rule; longer samples under `"error"` (the first are listed as id, value, limit); no sample
+        left under `"drop"`.
+    """
+    if overlong not in get_args(Overlong):
+        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
+    lengths_in_order = lengths[ids]
+    too_long = lengths_in_order > max_length
+    num_too_long = int(np.count_nonzero(too_long))
+    if not num_too_long:
+        return LimitedSamples(ids, lengths_in_order, 0, 0)
+    if overlong == "truncate":
+        return LimitedSamples(ids, np.minimum(lengths_in_order, max_length), 0, num_too_long)
+    if overlong == "drop" and num_too_long < len(ids):
+        return LimitedSamples(ids[~too_long], lengths_in_order[~too_long], num_too_long, 0)
+    offending = np.sort(ids[too_long])
+    offenders = list_offenders(offending, lengths[offending], max_length)
+    if overlong == "drop":
+        raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+    raise ValueError(f'samples longer than the longest bucket (overlong="drop" or "truncate" allows them): {offenders}')
+
+
+def measure_lengths(
+    dataset: DataSource,
+    length_fn: Callable[[Any], int] = len,
+    *,
+    num_workers: int = 0,
+    progress: bool = True,
+) -> Int64[np.ndarray, " N"]:
+    """Measures every sample of a random-access dataset.
+
+    Args:
+      dataset: has `len()` and integer indexing.
+      length_fn: gives the tokens of a sample, an integer.
+      num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
+        `length_fn` must pickle.
+      progress: whether to show a progress bar.
+
+    Returns:
+      int64[N], checked by `check_lengths`.
+
+    Raises:
+      ValueError: what `check_lengths` refuses, or a negative `num_workers`.
+
+    Example:
+      >>> measure_lengths(["a", "bcd"], progress=False)
+      array([1, 3])
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be at least 0, not {num_workers}")
+    num_samples = len(dataset)
+    with tqdm(total=num_samples, desc="lengths", unit="sample", disable=not progress) as bar:
+        if num_workers == 0:
+            measured = [bar.update() or length_fn(dataset[i]) for i in range(num_samples)]
+            return check_lengths(np.array(measured) if measured else measured)
+        starts = range(0, num_samples, _SAMPLES_PER_TASK)
+        with ProcessPoolExecutor(
+            num_workers, multiprocessing.get_context("spawn"), _init_worker, (dataset, length_fn)
+        ) as pool:
+            parts = []
+            for part in pool.map(_measure_range, starts):
+                parts.append(part)
+                bar.update(len(part))
+    return check_lengths(np.concatenate(parts) if parts else [])
+
+
+_worker: dict[str, Any] = {}  # what a measuring process keeps between tasks
+
+
+def _init_worker(dataset: DataSource, length_fn: Callable[[Any], int]) -> None:
+    _worker.update(dataset=dataset, length_fn=length_fn)
+
+
+def _measure_range(start: int) -> np.ndarray:
+    dataset, length_fn = _worker["dataset"], _worker["length_fn"]
+    return np.array([length_fn(dataset[i]) for i in range(start, min(start + _SAMPLES_PER_TASK, len(dataset)))])
+
+
+def list_offenders(
+    ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n"] | None = None, limit: object = None
+) -> str:
+    """The first few offenders, as id or as id and value, how many more there are, and the limit they break."""
+    first = ids[:_MAX_LISTED].tolist()
+    listed = [f"id {i}" if values is None else f"id {i}: {values[place]}" for place, i in enumerate(first)]
+    more = f" and {len(ids) - _MAX_LISTED:,} more" if len(ids) > _MAX_LISTED else ""
+    return ", ".join(listed) + more + ("" if limit is None else f" (limit {limit})")
+
+
+def offenders_where(
+    is_offender: Bool[np.ndarray, " N"], values: Shaped[np.ndarray, " N"]
+) -> tuple[Int64[np.ndarray, " n"], Shaped[np.ndarray, " n"]]:
+    """Ids and values of the offenders, for `list_offenders`."""
+    return np.flatnonzero(is_offender), values[is_offender]

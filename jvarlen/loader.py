@@ -1,0 +1,138 @@
+"""Loader: in go a plan and a dataset, out comes an iterator of device arrays, one step at a time.
+
+The only module that moves data to devices. Collation and transfer run ahead of the step that is computed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jvarlen.collate import StepSamples, pad_to_bucket
+from jvarlen.distributed import batch_shardings
+from jvarlen.lengths import DataSource
+from jvarlen.plan import Plan
+
+__all__ = ["PlanSource", "load"]
+
+CollateFn = Callable[[StepSamples], Any]
+
+_HOST_BUFFER = 4  # collated steps that wait on the host
+_DEVICE_BUFFER = 2  # steps that wait on the device
+
+
+class PlanSource:
+    """A Grain data source whose element t is the collated step t of a plan."""
+
+    def __init__(self, plan: Plan, dataset: DataSource, collate: CollateFn = pad_to_bucket):
+        if plan.sample_ids.max() >= len(dataset):
+            raise ValueError(f"the plan holds sample {plan.sample_ids.max()}, the dataset only {len(dataset)} samples")
+        self._plan = plan
+        self._dataset = dataset
+        self._collate = collate
+
+    def __len__(self) -> int:
+        return self._plan.num_steps
+
+    def __getitem__(self, step: int) -> Any:
+        plan = self._plan
+        ids_MxB = plan.rows(step)
+        return self._collate(
+            StepSamples(
+                bucket=plan.buckets[plan.step_bucket[step]],
+                ids=ids_MxB,
+                samples=[[self._read(i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in ids_MxB],
+                num_tokens=int(plan.num_tokens[step]),
+                truncate=plan.overlong == "truncate",
+            )
+        )
+
+    def _read(self, sample_id: int) -> Any:
+        try:
+            return self._dataset[sample_id]
+        except Exception as error:
+            error.add_note(f"while reading sample {sample_id}")
+            raise
+
+    def __repr__(self) -> str:
+        return f"PlanSource({self._plan.digest[:12]}, {len(self)} steps)"
+
+
+def load(
+    plan: Plan | Callable[[int], Plan],
+    dataset: DataSource,
+    *,
+    mesh: Mesh | None = None,
+    epoch: int = 0,
+    start_step: int = 0,
+    num_workers: int = 0,
+    collate: CollateFn = pad_to_bucket,
+) -> Iterator[Any]:
+    """The steps of a plan as device arrays, in the plan's order.
+
+    Args:
+      plan: the plan of one epoch, or a function from the epoch to its plan, for training over epochs without end.
+      dataset: random access by sample id: `len()` and integer indexing. Its items are what `collate` takes; 1-D integer
+        arrays for the default.
+      mesh: spreads the microbatches of a step over the mesh axis "data"; None puts them on the default device.
+      epoch: the epoch to start in, where `plan` is a function.
+      start_step: the first step to give; no step before it is read.
+      num_workers: processes that read and collate; 0 does it in a thread of this process. The order is the plan's
+        whatever their number. Workers are spawned, so that `dataset` and `collate` must pickle.
+      collate: makes the arrays of one step from its `StepSamples`. What is not a scalar has leading axis M.
+
+    Returns:
+      An iterator over S − start_step pytrees (without end where `plan` is a function), `Batch` for the default
+      `collate`.
+
+    Raises:
+      ValueError: start_step out of range; the dataset is smaller than the plan; shards that do not divide M; and, when
+        a step comes, what `collate` refuses.
+    """
+    if num_workers < 0:
+        raise ValueError(f"num_workers must be at least 0, not {num_workers}")
+    plan_of_epoch = plan if callable(plan) else None
+    first = plan if isinstance(plan, Plan) else plan(epoch)
+    if not 0 <= start_step <= first.num_steps:
+        raise ValueError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
+    if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
+        batch_shardings(np.empty(first.microbatches_per_step), mesh)
+    epochs = _iterate_epoch(PlanSource(first, dataset, collate), mesh, start_step, num_workers)
+    if plan_of_epoch is None:
+        return epochs
+    later = (
+        _iterate_epoch(PlanSource(plan_of_epoch(later_epoch), dataset, collate), mesh, 0, num_workers)
+        for later_epoch in itertools.count(epoch + 1)
+    )
+    return itertools.chain(epochs, itertools.chain.from_iterable(later))
+
+
+def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_workers: int) -> Iterator[Any]:
+    # Imported here: planning, compiling and training do without Grain.
+    import grain
+
+    steps = grain.MapDataset.source(source)[start_step:]
+    # The only thread that collates; several would only compete with the device's own threads on a small machine.
+    batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_HOST_BUFFER))
+    if num_workers:
+        _mark_absl_flags_as_parsed()
+        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER))
+    on_device = batches.map(lambda batch: _put(batch, mesh))
+    return iter(grain.experimental.ThreadPrefetchIterDataset(on_device, prefetch_buffer_size=_DEVICE_BUFFER))
+
+
+def _put(batch: Any, mesh: Mesh | None) -> Any:
+    return jax.device_put(batch, None if mesh is None else batch_shardings(batch, mesh))
+
+
+def _mark_absl_flags_as_parsed() -> None:
+    """Grain's workers read absl flags, which refuse in a program that never parsed its command line with absl."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()

@@ -1,0 +1,190 @@
+"""Digest and file of a plan: in go its arrays, out comes a hash or an `.npz`, and the same arrays back, verified.
+
+NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from jaxtyping import Int32, Int64, Shaped
+
+from jvarlen.buckets import check_buckets
+from jvarlen.lengths import Overlong
+
+__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
+
+Fields = dict[str, Shaped[np.ndarray, "..."]]
+
+_FORMAT_VERSION = 1
+_DIGEST_NAME = b"jvarlen-plan-1\0"
+_DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
+
+# The type and the number of dimensions of every array in the file.
+_FIELDS: dict[str, tuple[type, int]] = {
+    "format_version": (np.int64, 0),
+    "microbatches_per_step": (np.int64, 0),
+    "buckets": (np.int64, 2),
+    "step_bucket": (np.int32, 1),
+    "step_offsets": (np.int64, 1),
+    "sample_ids": (np.int64, 1),
+    "num_tokens": (np.int64, 1),
+    "num_dropped": (np.int64, 0),
+    "num_truncated": (np.int64, 0),
+    "overlong": (np.str_, 0),
+    "digest": (np.str_, 0),
+    "checksum": (np.str_, 0),
+}
+
+# What NumPy and zipfile raise for files that are damaged, cut off, or something else altogether.
+_UNREADABLE = (
+    ValueError,
+    OSError,
+    EOFError,
+    AttributeError,
+    KeyError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def plan_digest(
+    microbatches_per_step: int,
+    buckets: Sequence[tuple[int, int]],
+    step_bucket: Int32[np.ndarray, " S"],
+    step_offsets: Int64[np.ndarray, " S_plus_1"],
+    sample_ids: Int64[np.ndarray, " n"],
+) -> str:
+    """SHA-256 in hex of everything that decides the batches, as 64 hex digits."""
+    sha = hashlib.sha256(_DIGEST_NAME)
+    sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), len(sample_ids)], "<i8").tobytes())
+    sha.update(np.array(buckets, "<i8").tobytes())
+    sha.update(step_bucket.astype("<i4", copy=False).tobytes())
+    sha.update(step_offsets.astype("<i8", copy=False).tobytes())
+    ids = sample_ids.astype("<i8", copy=False)
+    for start in range(0, len(ids), _DIGEST_CHUNK):
+        sha.update(hashlib.sha256(ids[start : start + _DIGEST_CHUNK].tobytes()).digest())
+    return sha.hexdigest()
+
+
+def write_plan_file(path: Path, fields: Fields) -> None:
+    """Writes a plan's arrays and their digest to one uncompressed `.npz` file, in one piece or not at all."""
+    sealed = fields | {
+        "format_version": np.array(_FORMAT_VERSION, np.int64),
+        "checksum": np.array(_checksum(fields)),
+    }
+    arrays: dict[str, np.ndarray] = {
+        name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _FIELDS.items()
+    }
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            np.savez(file, allow_pickle=False, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def read_plan_file(path: Path) -> Fields:
+    """Reads what `write_plan_file` wrote.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            fields = {name: file[name] for name in file.files}
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no plan file {path}") from None
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is not a readable plan file: {error}") from error
+    try:
+        _check_fields(fields)
+        _check_structure(fields)
+        _check_seals(fields)
+    except ValueError as error:
+        raise ValueError(f"{path} is refused: {error}") from None
+    return fields
+
+
+def _check_fields(fields: Fields) -> None:
+    if "format_version" not in fields:
+        raise ValueError("it holds no plan (no format_version)")
+    version = fields["format_version"]
+    if version.shape != () or version != _FORMAT_VERSION:
+        raise ValueError(f"its format_version is {version}, this version of the library reads {_FORMAT_VERSION}")
+    if fields.keys() != _FIELDS.keys():
+        raise ValueError(
+            f"its fields are not those of a plan; at fault: {', '.join(sorted(fields.keys() ^ _FIELDS.keys()))}"
+        )
+    mistyped = [
+        f"{name} is {fields[name].dtype}{list(fields[name].shape)}"
+        for name, (dtype, ndim) in _FIELDS.items()
+        if not np.issubdtype(fields[name].dtype, dtype) or fields[name].ndim != ndim
+    ]
+    if mistyped:
+        raise ValueError(f"wrong dtype or number of dimensions: {', '.join(mistyped)}")
+
+
+def _check_structure(fields: Fields) -> None:
+    """Raises ValueError that lists all that no plan can be like."""
+    microbatches = int(fields["microbatches_per_step"])
+    step_bucket, offsets, ids = fields["step_bucket"], fields["step_offsets"], fields["sample_ids"]
+    rows = np.array([bucket.rows for bucket in check_buckets(fields["buckets"].tolist())])
+    wrong = []
+    if microbatches < 1:
+        wrong.append("microbatches_per_step is below 1")
+    if str(fields["overlong"]) not in get_args(Overlong):
+        wrong.append(f"overlong is {str(fields['overlong'])!r}")
+    if len(step_bucket) == 0 or len(offsets) != len(step_bucket) + 1 or len(fields["num_tokens"]) != len(step_bucket):
+        wrong.append("step_bucket, step_offsets and num_tokens do not agree on the number of steps")
+    elif step_bucket.min() < 0 or step_bucket.max() >= len(rows):
+        wrong.append("step_bucket names buckets that do not exist")
+    else:
+        sizes = np.diff(offsets)
+        if offsets[0] != 0 or offsets[-1] != len(ids):
+            wrong.append("step_offsets do not span sample_ids")
+        if (sizes < 1).any() or (sizes > microbatches * rows[step_bucket]).any():
+            wrong.append("step_offsets give steps without samples, or with more than they have rows")
+    if len(ids) and ids.min() < 0:
+        wrong.append("sample_ids are negative")
+    if len(np.unique(ids)) != len(ids):
+        wrong.append("sample_ids repeat")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _check_seals(fields: Fields) -> None:
+    buckets = [(rows, length) for rows, length in fields["buckets"].tolist()]
+    digest = plan_digest(
+        int(fields["microbatches_per_step"]),
+        buckets,
+        fields["step_bucket"],
+        fields["step_offsets"],
+        fields["sample_ids"],
+    )
+    if digest != str(fields["digest"]):
+        raise ValueError(f"its digest is {digest}, but it says {fields['digest']}: it was damaged or edited")
+    if _checksum(fields) != str(fields["checksum"]):
+        raise ValueError("num_tokens, num_dropped, num_truncated or overlong were damaged or edited")
+
+
+def _checksum(fields: Fields) -> str:
+    """SHA-256 in hex of the digest and of what the digest leaves out."""
+    sha = hashlib.sha256(str(fields["digest"]).encode())
+    sha.update(fields["num_tokens"].astype("<i8", copy=False).tobytes())
+    sha.update(np.array([fields["num_dropped"], fields["num_truncated"]], "<i8").tobytes())
+    sha.update(str(fields["overlong"]).encode())
+    return sha.hexdigest()

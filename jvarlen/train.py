@@ -1,0 +1,138 @@
+"""Training step: in go a loss and an optimizer, out comes a pure function (state, batch) -> (state, metrics).
+
+The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so that every split of a step over
+shards and accumulation gives the same gradient. Letters: M microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+__all__ = ["LossFn", "Metrics", "StepFn", "TrainState", "init_train_state", "make_eval_step", "make_train_step"]
+
+LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
+StepFn = Callable[[Any, Any], tuple[Any, "Metrics"]]
+
+
+class TrainState(NamedTuple):
+    """What a step changes.
+
+    Attributes:
+      params: pytree of arrays.
+      opt_state: the optimizer's.
+    """
+
+    params: Any
+    opt_state: Any
+
+
+class Metrics(NamedTuple):
+    """What a step measures, before the division, so that sums over steps are exact.
+
+    Attributes:
+      loss_sum: float32[], Σ loss × weight.
+      weight_sum: float32[], Σ weight: real tokens, for a language model.
+    """
+
+    loss_sum: jax.Array
+    weight_sum: jax.Array
+
+    @property
+    def loss(self) -> jax.Array:
+        """Σ loss / Σ weight, and 0 where Σ weight is 0."""
+        return divide_once(self.loss_sum, self.weight_sum)
+
+
+def init_train_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(params, optimizer.init(params))
+
+
+def make_train_step(
+    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, mesh: Mesh | None = None, axis_name: str = "data"
+) -> StepFn:
+    """A train step with exact normalisation and accumulation over microbatches.
+
+    Args:
+      loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, two float scalars; the microbatch is the batch
+        without its leading axis.
+      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` is passed to its update.
+      mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. None: one device.
+      axis_name: the data-parallel axis of the mesh; its size must divide M.
+
+    Returns:
+      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. Every leaf
+      of the batch that is not a scalar has leading axis M, and `batch.num_sequences` counts its real samples.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        metrics, grads = _sums(jax.value_and_grad(loss_fn, has_aux=True), state.params, batch, mesh, axis_name)
+        grads = jax.tree.map(lambda grad: divide_once(grad, metrics.weight_sum), grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, batch_size=batch.num_sequences)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+
+    return train_step
+
+
+def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data") -> StepFn:
+    """`eval_step(params, batch) -> (params, Metrics)`: the sums of a step without a gradient; arguments as above."""
+
+    def without_gradient(params: Any, microbatch: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
+        return loss_fn(params, microbatch), None
+
+    def eval_step(params: Any, batch: Any) -> tuple[Any, Metrics]:
+        metrics, _ = _sums(without_gradient, params, batch, mesh, axis_name)
+        return params, metrics
+
+    return eval_step
+
+
+def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
+    """Total / weight_sum, and 0 where the weight is 0."""
+    return jnp.where(weight_sum > 0, total / jnp.where(weight_sum > 0, weight_sum, 1), 0).astype(total.dtype)
+
+
+def _sums(value_fn: Callable, params: Any, batch: Any, mesh: Mesh | None, axis_name: str) -> tuple[Metrics, Any]:
+    """Metrics and gradients summed over all microbatches, on all shards."""
+    num_microbatches = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+    microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
+    if mesh is None:
+        return _accumulate(value_fn, params, microbatches)
+    if num_microbatches % mesh.shape[axis_name]:
+        raise ValueError(
+            f"{num_microbatches} microbatches a step do not spread over {mesh.shape[axis_name]} shards of "
+            f"mesh axis {axis_name!r}: the shards must divide them"
+        )
+
+    def on_shard(params: Any, microbatches: Any) -> tuple[Metrics, Any]:
+        # Replicated parameters would put the gradients' all-reduce inside the loop; as varying ones they are reduced
+        # after.
+        params = jax.lax.pcast(params, axis_name, to="varying")
+        return jax.lax.psum(_accumulate(value_fn, params, microbatches, varying_over=axis_name), axis_name)
+
+    split, whole = PartitionSpec(axis_name), PartitionSpec()
+    return jax.shard_map(on_shard, mesh=mesh, in_specs=(whole, split), out_specs=whole)(params, microbatches)
+
+
+def _accumulate(
+    value_fn: Callable, params: Any, microbatches: Any, *, varying_over: str | None = None
+) -> tuple[Metrics, Any]:
+    def one(microbatch: Any) -> tuple[Metrics, Any]:
+        (loss_sum, weight_sum), grads = value_fn(params, microbatch)
+        return Metrics(loss_sum, weight_sum), grads
+
+    def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, one(microbatch)), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
+    if varying_over is not None:
+        zeros = jax.lax.pcast(zeros, varying_over, to="varying")
+    return jax.lax.scan(add, zeros, microbatches)[0]
