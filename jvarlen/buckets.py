@@ -82,7 +82,7 @@ def make_buckets(
     lengths = check_lengths(lengths)
     values, counts = _histogram(lengths if max_length is None else np.minimum(lengths, max_length))
     rounded, counts_of_rounded = _round_up(values, counts, length_multiple)
-    _check_budget(lengths, int(rounded[-1]), max_tokens, max_length)
+    _check_budget(lengths, int(rounded[-1]), max_tokens, max_length, length_multiple)
     budget = _Budget(max_tokens, microbatches_per_step, row_multiple)
     if strategy == "optimal":
         edges = _optimal_edges(rounded, counts_of_rounded, max_shapes, budget, cost, compile_seconds)
@@ -295,15 +295,17 @@ def _check_options(
         raise ValueError(f"must be integers of at least 1: {', '.join(wrong)}")
 
 
-def _check_budget(lengths: np.ndarray, longest_edge: int, max_tokens: int, max_length: int | None) -> None:
+def _check_budget(
+    lengths: Int64[np.ndarray, " N"], longest_edge: int, max_tokens: int, max_length: int | None, multiple: int
+) -> None:
     if max_length is not None and longest_edge > max_length:
         raise ValueError(
             f"max_length {max_length} would be rounded up to {longest_edge}: make it a multiple of length_multiple"
         )
     if longest_edge > max_tokens:
-        ids, values = offenders_where(np.minimum(lengths, longest_edge) > max_tokens, lengths)
-        offenders = list_offenders(ids, values, max_tokens) if len(ids) else f"no sample is above {max_tokens}"
+        # Rounded lengths exceed the budget where lengths exceed the last multiple within it.
+        ids, values = offenders_where(lengths > max_tokens // multiple * multiple, lengths)
         raise ValueError(
             f"max_tokens {max_tokens} is below the longest bucket, {longest_edge} tokens, so that not one row fits: "
-            f"{offenders}"
+            f"{list_offenders(ids, values, max_tokens)}"
         )

@@ -52,11 +52,10 @@ class Checkpoints:
         """Saves in the background; nothing happens where this place is saved already."""
         if self._manager.latest_step() == place.num_steps_done:
             return
+        about = {"place": dataclasses.asdict(place), "leaves": _describe(state)}
         self._manager.save(
             place.num_steps_done,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(dataclasses.asdict(place))
-            ),
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)),
         )
 
     def wait(self) -> None:
@@ -71,19 +70,30 @@ class Checkpoints:
 
         Raises:
           FileNotFoundError: no checkpoint is there.
-          ValueError: the checkpoint is of another state, or damaged.
+          ValueError: the checkpoint is damaged, or of another state; every leaf that differs is named.
         """
         step = self._manager.latest_step()
         if step is None:
             raise FileNotFoundError(f"{self._manager.directory} holds no checkpoint to resume from")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), place=ocp.args.JsonRestore())
-            )
-            return restored["state"], Place(**restored["place"])
+            about = self._manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))["about"]
+            place, saved, given = Place(**about["place"]), about["leaves"], _describe(state)
+            if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
+                leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
+                raise ValueError(f"it is of another model or optimizer: {leaves}")
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            return self._manager.restore(step, args=args)["state"], place
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"checkpoint {step} in {self._manager.directory} cannot be resumed: {error}") from error
+
+
+def _describe(state: Any) -> dict[str, str]:
+    """Type and shape of every leaf, by its path."""
+    return {
+        jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
 
 
 @contextlib.contextmanager

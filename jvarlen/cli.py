@@ -98,10 +98,11 @@ def _parse(args: list[str]) -> PlanCommand | FitConfig:
 
 def _train_defaults(args: list[str]) -> FitConfig:
     """Those of the run to resume, where one is named."""
-    for name, value in zip(args, [*args[1:], ""], strict=True):
-        if name.startswith("--resume"):
-            run_dir = Path(name.partition("=")[2] or value)
-            return dataclasses.replace(load_config(run_dir / "config.json"), resume=run_dir)
+    for place, name in enumerate(args):
+        given, _, value = name.partition("=")
+        run_dir = value or "".join(args[place + 1 : place + 2])
+        if given == "--resume" and run_dir:
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
     return FitConfig()
 
 

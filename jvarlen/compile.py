@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import threading
 import time
 import warnings
@@ -281,23 +282,38 @@ def _placed(spec: Any, mesh: Mesh | None) -> Any:
 
 
 def _explain_unplanned(batch: Any, specs: dict[Bucket, Any]) -> str:
-    """Every leaf that differs from the nearest bucket: least leaves that differ, then least in their sizes."""
-    given = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)}
-    nearest, message = None, ""
-    for bucket, spec in specs.items():
-        planned = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(spec)}
-        differing = [name for name in planned | given if _describe(planned.get(name)) != _describe(given.get(name))]
-        distance = sum(abs(np.log(_size(planned.get(name)) / _size(given.get(name)))) for name in differing)
-        if nearest is None or (len(differing), distance) < nearest:
-            nearest = (len(differing), distance)
-            leaves = "; ".join(
-                f"{name} is {_describe(given.get(name))}, planned was {_describe(planned.get(name))}"
-                for name in differing
-            )
-            message = f"no bucket was compiled for this batch. Nearest is {bucket.rows}×{bucket.length}: "
-            message += leaves or "the containers of the leaves differ"
-    shapes = ", ".join(f"{bucket.rows}×{bucket.length}" for bucket in sorted(specs, key=lambda bucket: bucket.length))
-    return f"{message}. Buckets: {shapes}"
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio."""
+    given = _leaves_by_name(batch)
+    planned_by_bucket = {bucket: _leaves_by_name(spec) for bucket, spec in specs.items()}
+
+    def distance(bucket: Bucket) -> float:
+        planned = planned_by_bucket[bucket]
+        return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
+
+    nearest = min(specs, key=distance)
+    planned = planned_by_bucket[nearest]
+    differing = [
+        f"{name} is {_describe(given.get(name))}, planned was {_describe(planned.get(name))}"
+        for name in planned | given
+        if _describe(given.get(name)) != _describe(planned.get(name))
+    ]
+    buckets = ", ".join(f"{bucket.rows}×{bucket.length}" for bucket in sorted(specs, key=lambda bucket: bucket.length))
+    return (
+        f"no bucket was compiled for this batch. Nearest is {nearest.rows}×{nearest.length}: "
+        f"{'; '.join(differing) or 'the containers of the leaves differ'}. Buckets: {buckets}"
+    )
+
+
+def _leaves_by_name(tree: Any) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _distance(planned: Any, given: Any) -> float:
+    """How far two leaves' shapes lie apart; the same for all leaves that cannot be compared."""
+    planned_shape, given_shape = np.shape(planned), np.shape(given)
+    if planned is None or given is None or len(planned_shape) != len(given_shape):
+        return 1.0
+    return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
 
 
 def _describe(leaf: Any) -> str:
@@ -306,7 +322,3 @@ def _describe(leaf: Any) -> str:
     if not hasattr(leaf, "shape"):
         return f"a Python {type(leaf).__name__}"
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-
-
-def _size(leaf: Any) -> int:
-    return max(1, int(np.prod(getattr(leaf, "shape", ()))))

@@ -189,7 +189,7 @@ def load_config(path: Path) -> FitConfig:
         return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path], strict=True, check_types=True))
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
-    except (dacite.DaciteError, json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+    except (dacite.DaciteError, ValueError, AttributeError) as error:  # AttributeError: JSON, but no object
         raise ValueError(f"{path} holds no settings of a run: {error}") from error
 
 

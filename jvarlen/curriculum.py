@@ -53,6 +53,7 @@ def sample_order(
       al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
     """
     lengths = check_lengths(lengths)
+    check_seed(seed, epoch)
     num_samples = len(lengths)
     if not isinstance(order, str):
         return check_order_array(order, num_samples)
@@ -84,9 +85,7 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[
     Raises:
       ValueError: seed or epoch out of range.
     """
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if not 0 <= value < 2**63:
-            raise ValueError(f"{name} must be at least 0 and below 2**63, not {value}")
+    check_seed(seed, epoch)
     stream = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
     stream.advance(blocks)
@@ -114,6 +113,13 @@ def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
             packed &= np.uint64(2**index_bits - 1)
             return packed.view(np.int64)
     return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+
+
+def check_seed(seed: int, epoch: int) -> None:
+    """Raises ValueError where seed or epoch is not in [0, 2**63)."""
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not 0 <= value < 2**63:
+            raise ValueError(f"{name} must be at least 0 and below 2**63, not {value}")
 
 
 def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:

@@ -23,6 +23,8 @@ import platformdirs
 from jaxtyping import Int, UInt8
 from tqdm import tqdm
 
+from jvarlen.lengths import DataSource
+
 __all__ = ["TokenDataset", "Split", "default_cache_dir", "split_held_out", "stdlib_functions"]
 
 _CACHE_VERSION = 1
@@ -67,8 +69,8 @@ class TokenDataset:
 class Split(NamedTuple):
     """Two datasets that share no sample."""
 
-    train: TokenDataset
-    held_out: TokenDataset
+    train: DataSource
+    held_out: DataSource
 
 
 def default_cache_dir() -> Path:
@@ -97,7 +99,8 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
     cache = (cache_dir or default_cache_dir()) / f"stdlib-functions-{interpreter}.npz"
     if cache.exists():
         try:
-            with np.load(cache, allow_pickle=False) as stored:
+            # NumPy leaves a file that it opened itself open when the file is damaged.
+            with cache.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 return TokenDataset(stored["tokens"], stored["offsets"])
         except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
             warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)

@@ -23,8 +23,8 @@ from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.compile import CompiledBuckets, compile_buckets, no_recompiles, use_compilation_cache
 from jvarlen.config import FitConfig
 from jvarlen.course import Course
-from jvarlen.datasets import Split, TokenDataset, split_held_out, stdlib_functions
-from jvarlen.lengths import measure_lengths
+from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.lengths import DataSource, measure_lengths
 from jvarlen.loader import load
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
@@ -169,7 +169,7 @@ def fit(config: FitConfig, data: Split | None = None) -> FitResult:
 def _train(
     config: FitConfig,
     course: Course,
-    dataset: TokenDataset,
+    dataset: DataSource,
     train_step: CompiledBuckets,
     state: TrainState,
     place: Place,
@@ -212,7 +212,7 @@ def _train(
     return state, dataclasses.replace(place, train_s=time.perf_counter() - start)
 
 
-def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: TokenDataset) -> tuple[Any, float]:
+def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: DataSource) -> tuple[Any, float]:
     """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
     steps = []
     for batch in load(plan, dataset):

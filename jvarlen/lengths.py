@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +54,7 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     return array.astype(np.int64, copy=False)
 
 
+@runtime_checkable
 class DataSource(Protocol):
     """Random access to samples by id, 0 to N − 1."""
 

@@ -5,6 +5,7 @@ The rate of step t is base(t) × s(n_t / n_ref): s is the identity (linear scali
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
+from jvarlen.lengths import list_offenders
 from jvarlen.plan import Plan
 
 __all__ = ["Rule", "lr_scale", "lr_sequence", "scale_by_batch_size"]
@@ -46,9 +48,9 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
       for Adam Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
     """
     sizes = np.asarray(batch_size, np.float64)
-    wrong = ~(sizes >= 0)
-    if wrong.any():
-        raise ValueError(f"batch sizes must be numbers of at least 0, not {sizes[wrong].ravel()[:5].tolist()}")
+    wrong = np.flatnonzero(~(np.isfinite(sizes) & (sizes >= 0)))
+    if len(wrong):
+        raise ValueError(f"batch sizes must be finite and at least 0: {list_offenders(wrong, sizes.ravel()[wrong], 0)}")
     return np.asarray(_apply_rule(np, sizes / _check_base(base_batch_size), rule), np.float64)[()]
 
 
@@ -153,6 +155,6 @@ def _apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
 
 
 def _check_base(base_batch_size: float) -> float:
-    if not base_batch_size > 0:
-        raise ValueError(f"base_batch_size must be above 0, not {base_batch_size}")
+    if not 0 < base_batch_size < math.inf:
+        raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
     return float(base_batch_size)

@@ -104,8 +104,13 @@ def read_plan_file(path: Path) -> Fields:
       ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            fields = {name: file[name] for name in file.files}
+        # NumPy leaves a file that it opened itself open when the file is damaged.
+        with path.open("rb") as file:
+            arrays = np.load(file, allow_pickle=False)
+            if isinstance(arrays, np.ndarray):
+                raise ValueError("it holds a single array")
+            with arrays:
+                fields = {name: arrays[name] for name in arrays.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None
     except _UNREADABLE as error:

@@ -96,11 +96,11 @@ def rotate_positions(x_BxTxHxK: Float[Array, "B T H K"], theta: float = 10_000.0
     """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864)."""
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles_Tx1xK = jnp.arange(seq_length, dtype=jnp.float32)[:, None, None] * frequencies
-    cos, sin = jnp.cos(angles_Tx1xK), jnp.sin(angles_Tx1xK)
+    # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
+    angles_Tx1xK = np.arange(seq_length)[:, None, None] * theta ** (-np.arange(half) / half)
+    cos, sin = (jnp.asarray(f(angles_Tx1xK), x_BxTxHxK.dtype) for f in (np.cos, np.sin))
     x1, x2 = x_BxTxHxK[..., :half], x_BxTxHxK[..., half:]
-    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1).astype(x_BxTxHxK.dtype)
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
 def init_params(config: TransformerConfig, seed: int) -> nnx.State:

@@ -1,0 +1,30 @@
+"""What all tests share: four host devices, small data, and marks that follow from the machine."""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import jax
+import numpy as np
+import pytest
+
+from jvarlen.datasets import Split, TokenDataset
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if all(device.platform != "gpu" for device in jax.devices()):
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def random_dataset(num_samples: int, longest: int, seed: int = 0) -> TokenDataset:
+    """Random printable bytes of random lengths, 1 to `longest`."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, longest + 1, num_samples)
+    return TokenDataset.from_bytes([rng.integers(32, 127, n, np.uint8).tobytes() for n in lengths])
+
+
+@pytest.fixture
+def split() -> Split:
+    return Split(train=random_dataset(120, 40), held_out=random_dataset(15, 40, seed=1))

@@ -1,0 +1,107 @@
+"""Hypothesis strategies for the arguments of the contract's functions, and what the tests say about results."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from . import slow
+
+moderate = settings(deadline=None, max_examples=100)
+few = settings(deadline=None, max_examples=30)
+many = settings(deadline=None, max_examples=250)
+
+ORDERS = ("dataset", "length", "length_descending", "shuffle")
+CLOSED_FORMS = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens")
+
+seeds = st.one_of(st.integers(0, 3), st.integers(0, 2**63 - 1))
+lengths = st.lists(st.integers(1, 40), min_size=1, max_size=40)
+
+
+@st.composite
+def difficulties(draw: st.DrawFn, given_lengths: list[int]) -> list[Any] | None:
+    """Draw None, the lengths themselves, or numbers of one kind with many ties."""
+    size = len(given_lengths)
+    kinds = [
+        st.integers(-2, 2),
+        st.integers(2**53 - 1, 2**53 + 3),
+        st.integers(-(2**63), 2**63 - 1),
+        st.sampled_from([-np.inf, -1.5, -0.0, 0.0, 0.25, 1e300, np.inf]).map(float),
+    ]
+    kind = draw(st.sampled_from(kinds))
+    return draw(st.one_of(st.none(), st.just(given_lengths), st.lists(kind, min_size=size, max_size=size)))
+
+
+@st.composite
+def bucket_arguments(draw: st.DrawFn, *, strategy: str, max_samples: int = 40, longest: int = 40) -> dict[str, Any]:
+    """Draw valid arguments of `make_buckets` without a cost."""
+    given_lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=max_samples))
+    multiple = draw(st.sampled_from([1, 1, 2, 3, 8]))
+    max_length = draw(st.one_of(st.none(), st.integers(1, longest).map(lambda n: slow.round_up(n, multiple))))
+    top = slow.round_up(max(given_lengths) if max_length is None else min(max(given_lengths), max_length), multiple)
+    return {
+        "lengths": given_lengths,
+        "max_tokens": draw(st.integers(top, 4 * top + 20)),
+        "strategy": strategy,
+        "max_shapes": draw(st.integers(1, 6)),
+        "max_length": max_length,
+        "microbatches_per_step": draw(st.integers(1, 4)),
+        "row_multiple": draw(st.sampled_from([1, 1, 2, 3])),
+        "length_multiple": multiple,
+    }
+
+
+@st.composite
+def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw valid arguments of `make_plan`, for which at least one sample remains."""
+    given_lengths = draw(lengths)
+    overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
+    edges = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True).map(sorted))
+    if overlong == "error" and edges[-1] < max(given_lengths):
+        edges.append(max(given_lengths))
+    edges[-1] = max(edges[-1], min(given_lengths))
+    edges = sorted(set(edges))
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    if draw(st.integers(0, 4)) == 0:
+        permuted = draw(st.permutations(range(len(given_lengths))))
+        order = permuted[: draw(st.integers(1, len(permuted)))]
+        if overlong == "drop" and all(given_lengths[i] > edges[-1] for i in order):
+            order = permuted
+    return {
+        "lengths": given_lengths,
+        "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
+        "microbatches_per_step": draw(st.integers(1, 4)),
+        "order": order,
+        "difficulty": draw(difficulties(given_lengths)),
+        "seed": draw(seeds),
+        "epoch": draw(seeds),
+        "shuffle_steps": draw(st.booleans()),
+        "longest_first": draw(st.booleans()),
+        "overlong": overlong,
+    }
+
+
+def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments with number lists as NumPy arrays, as callers pass them."""
+    names = ("lengths", "order", "difficulty")
+    return {k: np.array(v) if k in names and isinstance(v, list) else v for k, v in arguments.items()}
+
+
+def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
+    """Make the package's plan from drawn arguments."""
+    return package.make_plan(**as_arrays(arguments))
+
+
+def steps_of(plan: Any) -> list[slow.Step]:
+    """Return a plan's steps as (bucket, sample ids)."""
+    bounds = plan.step_offsets.tolist()
+    ids = plan.sample_ids.tolist()
+    return [(int(k), ids[bounds[s] : bounds[s + 1]]) for s, k in enumerate(plan.step_bucket)]
+
+
+def offenders(*pairs: tuple[int, int], limit: int) -> str:
+    """Return the pattern of a message that lists (id, value) pairs in this order, and anywhere the limit."""
+    listed = r".*".join(rf"\b{number}\D+?{value}\b" for number, value in pairs)
+    return rf"(?s)(?=.*(?<!-)\b{limit}\b).*{listed}"

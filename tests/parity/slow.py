@@ -1,0 +1,257 @@
+"""The planning contract transcribed into plain Python: loops over samples, Python integers, no arrays."""
+
+import hashlib
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+Step = tuple[int, list[int]]  # (bucket, sample ids)
+_WORD = 2**64
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return the quotient rounded up."""
+    return -(-numerator // denominator)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple that is at least the value."""
+    return ceil_div(value, multiple) * multiple
+
+
+def philox_words(seed: int, epoch: int, count: int) -> list[int]:
+    """Return the raw 64-bit words of Philox 4x64 with ten rounds, whose counter starts at 1."""
+    words: list[int] = []
+    block = 0
+    while len(words) < count:
+        block += 1
+        c0, c1, c2, c3, k0, k1 = block, 0, 0, 0, seed, epoch
+        for _ in range(10):
+            high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, _WORD)
+            high1, low1 = divmod(0xCA5A826395121157 * c2, _WORD)
+            c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+            k0, k1 = (k0 + 0x9E3779B97F4A7C15) % _WORD, (k1 + 0xBB67AE8584CAA73B) % _WORD
+        words += [c0, c1, c2, c3]
+    return words[:count]
+
+
+def random_order(seed: int, epoch: int, start: int, count: int) -> list[int]:
+    """Return 0..count-1 ascending by (key, i), where i has the key at `start + i` of the stream."""
+    keys = [word >> 32 for word in philox_words(seed, epoch, start + count)[start:]]
+    return sorted(range(count), key=lambda i: (keys[i], i))
+
+
+def sample_order(
+    lengths: Sequence[int],
+    order: str | Sequence[int] = "length",
+    *,
+    difficulty: Sequence[Any] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[int]:
+    """Return the ids of the samples in order."""
+    values = lengths if difficulty is None else difficulty
+    ids = range(len(lengths))
+    if order == "dataset":
+        return list(ids)
+    if order == "shuffle":
+        return random_order(seed, epoch, 0, len(lengths))
+    if order == "length":
+        return sorted(ids, key=lambda i: (values[i], i))
+    if order == "length_descending":
+        # Ascending by (value, -id), read backwards: descending values, ascending ids.
+        return sorted(ids, key=lambda i: (values[i], -i))[::-1]
+    return [int(i) for i in order]
+
+
+def rows_and_steps(
+    num_samples: int, length: int, max_tokens: int, num_microbatches: int, row_multiple: int
+) -> tuple[int, int]:
+    """Return the rows of a microbatch and the number of steps of a bucket."""
+    cap = max_tokens // length
+    if cap >= row_multiple:
+        cap = cap // row_multiple * row_multiple
+    assert cap >= 1
+    if num_samples == 0:
+        return cap, 0
+    steps = ceil_div(num_samples, num_microbatches * cap)
+    return min(cap, round_up(ceil_div(num_samples, num_microbatches * steps), row_multiple)), steps
+
+
+def samples_per_edge(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
+    """Return how many samples have each edge as the smallest that holds them."""
+    owners = [next(k for k, edge in enumerate(edges) if length <= edge) for length in lengths]
+    return [owners.count(k) for k in range(len(edges))]
+
+
+def raw_edges(strategy: str, lengths: Sequence[int], max_shapes: int) -> list[int]:
+    """Return the edges of a closed-form strategy, before rounding."""
+    ordered, shortest, longest = sorted(lengths), min(lengths), max(lengths)
+    shapes = range(1, max_shapes + 1)
+    if strategy == "pad_to_max":
+        return [longest]
+    if strategy == "powers_of_two":
+        first = next(2**i for i in range(64) if 2**i >= shortest)
+        edges = [first]
+        while edges[-1] < longest:
+            edges.append(2 * edges[-1])
+        return [*edges[:-1], longest]
+    if strategy == "geometric":
+        targets = [shortest ** (max_shapes - k) * longest**k for k in shapes]
+        return [next(e for e in range(1, longest + 1) if e**max_shapes >= target) for target in targets]
+    if strategy == "quantile":
+        return [ordered[ceil_div(k * len(ordered), max_shapes) - 1] for k in shapes]
+    assert strategy == "equal_tokens"
+    cumulative = [sum(ordered[: i + 1]) for i in range(len(ordered))]
+    return [
+        next(ordered[i] for i, tokens in enumerate(cumulative) if tokens * max_shapes >= k * cumulative[-1])
+        for k in shapes
+    ]
+
+
+def edge_sets(
+    lengths: Sequence[int], max_shapes: int, max_length: int | None, length_multiple: int
+) -> Iterator[list[int]]:
+    """Yield every set of rounded lengths that "optimal" chooses among."""
+    clipped = [length if max_length is None else min(length, max_length) for length in lengths]
+    distinct = sorted({round_up(length, length_multiple) for length in clipped})
+    for size in range(min(max_shapes, len(distinct))):
+        for chosen in combinations(distinct[:-1], size):
+            yield [*chosen, distinct[-1]]
+
+
+def total_cost(
+    lengths: Sequence[int],
+    edges: Sequence[int],
+    max_tokens: int,
+    num_microbatches: int,
+    row_multiple: int,
+    cost: Callable[[Any, Any], Any] | None,
+    compile_seconds: float | None,
+) -> float:
+    """Return the total that "optimal" minimises, summed from the shortest bucket upwards."""
+    longest = edges[-1]
+    counts = samples_per_edge([min(length, longest) for length in lengths], edges)
+    total: float = 0
+    for num_samples, length in zip(counts, edges, strict=True):
+        rows, steps = rows_and_steps(num_samples, length, max_tokens, num_microbatches, row_multiple)
+        if cost is None:
+            total += steps * num_microbatches * rows * length
+        else:
+            total += float(steps * num_microbatches) * float(cost(rows, length)) + (compile_seconds or 0.0)
+    return total
+
+
+def make_buckets(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    strategy: str = "optimal",
+    max_shapes: int = 16,
+    max_length: int | None = None,
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: Callable[[Any, Any], Any] | None = None,
+    compile_seconds: float | None = None,
+) -> list[tuple[int, int]]:
+    """Return the buckets; "optimal" by trying every set."""
+    clipped = [length if max_length is None else min(length, max_length) for length in lengths]
+    if strategy == "optimal":
+
+        def rank(edges: list[int]) -> tuple[float, int, list[int]]:
+            total = total_cost(clipped, edges, max_tokens, microbatches_per_step, row_multiple, cost, compile_seconds)
+            return total, len(edges), edges[::-1]
+
+        edges = min(edge_sets(lengths, max_shapes, max_length, length_multiple), key=rank)
+    else:
+        edges = sorted({round_up(edge, length_multiple) for edge in raw_edges(strategy, clipped, max_shapes)})
+    return [
+        (rows_and_steps(count, edge, max_tokens, microbatches_per_step, row_multiple)[0], edge)
+        for count, edge in zip(samples_per_edge(clipped, edges), edges, strict=True)
+    ]
+
+
+def make_steps(
+    lengths: Sequence[int],
+    buckets: Sequence[tuple[int, int]],
+    *,
+    microbatches_per_step: int = 1,
+    order: str | Sequence[int] = "length",
+    difficulty: Sequence[Any] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle_steps: bool = False,
+    longest_first: bool = False,
+    overlong: str = "error",
+) -> list[Step]:
+    """Return the steps in the order in which they are emitted."""
+    longest = buckets[-1][1]
+    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    if overlong == "drop":
+        ids = [i for i in ids if lengths[i] <= longest]
+    bucket_of = [next(k for k, b in enumerate(buckets) if min(n, longest) <= b[1]) for n in lengths]
+    by_arrival = (
+        not isinstance(order, str)
+        or order == "dataset"
+        or (difficulty is not None and list(difficulty) != list(lengths))
+    )
+    open_steps: list[list[int]] = [[] for _ in buckets]
+    arrived: list[Step] = []
+    for i in ids:
+        k = bucket_of[i]
+        open_steps[k].append(i)
+        if len(open_steps[k]) == microbatches_per_step * buckets[k][0]:
+            arrived.append((k, open_steps[k]))
+            open_steps[k] = []
+    arrived += [(k, step) for k, step in enumerate(open_steps) if step]
+    # Within a bucket steps arrive by position, and Python's sort is stable.
+    steps = arrived if by_arrival else sorted(arrived, key=lambda s: -s[0] if order == "length_descending" else s[0])
+    if shuffle_steps or (order == "shuffle" and not by_arrival):
+        steps = [steps[i] for i in random_order(seed, epoch, len(lengths), len(steps))]
+    if longest_first:
+        top = max(k for k, _ in steps)
+        place = next(i for i, (k, _) in enumerate(steps) if k == top)
+        steps[0], steps[place] = steps[place], steps[0]
+    return steps
+
+
+def step_rows(ids: Sequence[int], rows: int, num_microbatches: int) -> list[list[int]]:
+    """Return the [M, B] sample ids of a step, -1 for a dummy row."""
+    microbatches = [[-1] * rows for _ in range(num_microbatches)]
+    for j, sample_id in enumerate(ids):
+        microbatches[j % num_microbatches][j // num_microbatches] = sample_id
+    return microbatches
+
+
+def offsets(steps: Sequence[Step]) -> list[int]:
+    """Return where each step starts among the real samples, and their number."""
+    result = [0]
+    for _, ids in steps:
+        result.append(result[-1] + len(ids))
+    return result
+
+
+def digest(steps: Sequence[Step], buckets: Sequence[tuple[int, int]], num_microbatches: int) -> str:
+    """Return the plan's digest."""
+    ids = [i for _, step in steps for i in step]
+    total = hashlib.sha256(b"jvarlen-plan-1\0")
+    total.update(pack([num_microbatches, len(buckets), len(steps), len(ids)]))
+    total.update(pack([number for bucket in buckets for number in bucket]))
+    total.update(struct.pack(f"<{len(steps)}i", *(k for k, _ in steps)))
+    total.update(pack(offsets(steps)))
+    for start in range(0, len(ids), 2**20):
+        total.update(hashlib.sha256(pack(ids[start : start + 2**20])).digest())
+    return total.hexdigest()
+
+
+def checksum(plan_digest: str, num_tokens: Sequence[int], num_dropped: int, num_truncated: int, overlong: str) -> str:
+    """Return the plan file's checksum over what the digest leaves out."""
+    content = plan_digest.encode() + pack(num_tokens) + pack([num_dropped, num_truncated]) + overlong.encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+def pack(numbers: Sequence[int]) -> bytes:
+    """Return the numbers as little-endian int64."""
+    return struct.pack(f"<{len(numbers)}q", *numbers)

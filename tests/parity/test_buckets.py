@@ -1,0 +1,228 @@
+"""Buckets: every strategy against a slow transcription, "optimal" against all sets of edges."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow
+from .inputs import CLOSED_FORMS, as_arrays, bucket_arguments, moderate, offenders
+
+STRATEGIES = (*CLOSED_FORMS, "optimal")
+
+
+def dyadic_cost(rows: Any, length: Any) -> Any:
+    """Cost a microbatch so that every float sum is exact."""
+    return (3 * rows * length + 7 * length + 5) / 64
+
+
+def seconds_cost(rows: Any, length: Any) -> Any:
+    """Cost a microbatch in sums and products that round."""
+    return 15.3e-6 + rows * length * (0.219e-6 * length + 1.7e-6)
+
+
+def as_pairs(buckets: Any) -> list[tuple[int, int]]:
+    """Return buckets as plain pairs, checking that they are what the contract says."""
+    assert isinstance(buckets, tuple)
+    assert all(bucket == (bucket.rows, bucket.length) for bucket in buckets)
+    return [(int(rows), int(length)) for rows, length in buckets]
+
+
+@pytest.mark.parametrize("strategy", CLOSED_FORMS)
+@moderate
+@given(data=st.data())
+def test_closed_form_strategies_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
+    """Edges in Python integers, rows by the row rule."""
+    arguments = data.draw(bucket_arguments(strategy=strategy))
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+
+
+@moderate
+@given(data=st.data())
+def test_optimal_is_the_best_of_all_edge_sets(package: ModuleType, data: st.DataObject) -> None:
+    """Least positions; ties as the contract settles them."""
+    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+
+
+@moderate
+@given(data=st.data(), compile_seconds=st.sampled_from([None, 0.0, 0.25, 1.5, 40.0]))
+def test_optimal_with_an_exact_cost_is_the_best_of_all_edge_sets(
+    package: ModuleType, data: st.DataObject, compile_seconds: float | None
+) -> None:
+    """A float cost without rounding: totals and ties agree to the last bit."""
+    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
+    arguments |= {"cost": dyadic_cost, "compile_seconds": compile_seconds}
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+
+
+@moderate
+@given(data=st.data(), compile_seconds=st.sampled_from([None, 1e-5, 3e-4]))
+def test_optimal_with_any_cost_reaches_the_least_total(
+    package: ModuleType, data: st.DataObject, compile_seconds: float | None
+) -> None:
+    """Sums that round, from the shortest bucket up: rounding is monotone, so the least total is reached exactly."""
+    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
+    arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds}
+    found = [length for _, length in as_pairs(package.make_buckets(**as_arrays(arguments)))]
+
+    def total(edges: list[int]) -> float:
+        names = ("lengths", "max_tokens", "microbatches_per_step", "row_multiple", "cost", "compile_seconds")
+        lengths, *rest = (arguments[name] for name in names)
+        return slow.total_cost([min(n, edges[-1]) for n in lengths], edges, *rest)
+
+    choices = ("lengths", "max_shapes", "max_length", "length_multiple")
+    assert total(found) == min(map(total, slow.edge_sets(*(arguments[name] for name in choices))))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@moderate
+@given(data=st.data())
+def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
+    package: ModuleType, strategy: str, data: st.DataObject
+) -> None:
+    """What a plan relies on, whatever the strategy."""
+    arguments = data.draw(bucket_arguments(strategy=strategy))
+    buckets = as_pairs(package.make_buckets(**as_arrays(arguments)))
+    edges = [length for _, length in buckets]
+    assert all(rows >= 1 and rows * length <= arguments["max_tokens"] for rows, length in buckets)
+    assert edges == sorted(set(edges))
+    assert all(edge % arguments["length_multiple"] == 0 for edge in edges)
+    top = max(arguments["lengths"])
+    assert edges[-1] >= (top if arguments["max_length"] is None else min(top, arguments["max_length"]))
+    if arguments["max_length"] is not None:
+        assert edges[-1] <= arguments["max_length"]
+    if strategy != "powers_of_two":
+        assert len(buckets) <= arguments["max_shapes"]
+
+
+def test_buckets_are_named_tuples_of_rows_and_length(package: ModuleType) -> None:
+    """`Bucket(rows, length)`."""
+    bucket = package.make_buckets([3, 5], 12, strategy="pad_to_max")[0]
+    assert isinstance(bucket, package.Bucket)
+    assert (bucket.rows, bucket.length) == bucket == (2, 5)
+    assert package.Bucket(rows=4, length=8) == (4, 8)
+
+
+def test_equal_totals_take_the_fewest_buckets(package: ModuleType) -> None:
+    """One row a step either way: a second shape gains nothing."""
+    assert as_pairs(package.make_buckets([4, 4, 4], 12, max_shapes=3)) == [(3, 4)]
+    assert as_pairs(package.make_buckets([2, 2], 8, max_shapes=8, cost=lambda b, t: 0.0 * b * t)) == [(2, 2)]
+
+
+def test_equal_totals_take_the_smaller_second_longest_edge(package: ModuleType) -> None:
+    """With lengths 1, 2, 3 and budget for one row, merging 1 into 2 or 2 into 3 costs the same."""
+    assert as_pairs(package.make_buckets([1, 2, 3], 3, max_shapes=2)) == [(1, 1), (1, 3)]
+
+
+def test_a_bucket_without_samples_takes_the_whole_budget(package: ModuleType) -> None:
+    """Powers of two between 3 and 33 keep 8 and 16 though no sample needs them."""
+    buckets = as_pairs(package.make_buckets([3, 33], 70, strategy="powers_of_two", row_multiple=4))
+    assert buckets == [(4, 4), (8, 8), (4, 16), (2, 32), (2, 33)]
+
+
+def test_powers_of_two_ignores_max_shapes(package: ModuleType) -> None:
+    """From the first power that is at least the minimum, the last one replaced by the maximum."""
+    buckets = package.make_buckets([5, 100], 100, strategy="powers_of_two", max_shapes=1)
+    assert [length for _, length in buckets] == [8, 16, 32, 64, 100]
+
+
+def test_geometric_edges_are_exact_for_huge_lengths(package: ModuleType) -> None:
+    """1, 3**10, 3**20, 3**30: a float root misses by one."""
+    for shift in (-1, 0, 1):
+        lengths = [1, 3**36 + shift]
+        buckets = package.make_buckets(lengths, 2**60, strategy="geometric", max_shapes=3)
+        edges = [length for _, length in buckets]
+        for k, edge in enumerate(edges, start=1):
+            assert edge**3 >= lengths[1] ** k > (edge - 1) ** 3
+
+
+def test_trimmed_rows_fill_the_last_step(package: ModuleType) -> None:
+    """Eleven samples at a cap of ten take two steps of six rows, not of ten."""
+    assert as_pairs(package.make_buckets([7] * 11, 70)) == [(6, 7)]
+    assert as_pairs(package.make_buckets([7] * 11, 70, row_multiple=4)) == [(8, 7)]
+    assert as_pairs(package.make_buckets([7] * 11, 70, microbatches_per_step=4)) == [(3, 7)]
+
+
+def test_a_row_multiple_above_the_cap_is_waived(package: ModuleType) -> None:
+    """Rounded down only where at least one multiple remains."""
+    assert as_pairs(package.make_buckets([10] * 100, 70, row_multiple=8)) == [(7, 10)]
+
+
+def test_dearer_compilation_means_fewer_buckets(package: ModuleType) -> None:
+    """The number of shapes follows from the price of one."""
+    lengths = np.random.default_rng(1).integers(1, 200, 2000)
+    counts = [
+        len(package.make_buckets(lengths, 1000, max_shapes=40, cost=dyadic_cost, compile_seconds=price))
+        for price in (0.0, 100.0, 1000.0, 1e6)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[2] > counts[3] == 1
+
+
+def test_cost_is_called_with_int64_arrays_that_broadcast(package: ModuleType) -> None:
+    """What the contract promises a cost function, and that it never sees a shape above the budget."""
+    seen = []
+
+    def cost(rows: Any, length: Any) -> Any:
+        assert rows.dtype == length.dtype == np.int64
+        seen.append(int(np.max(rows * length)))
+        assert np.min(rows) >= 1
+        return np.sqrt(rows.astype(np.float64)) * length
+
+    package.make_buckets([3, 5, 5, 8, 13], 40, max_shapes=3, cost=cost)
+    assert seen
+    assert max(seen) <= 40
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [lambda b, t: -1.0 * b * t, lambda b, t: b * t * np.nan, lambda b, t: b * t * np.inf],
+    ids=["negative", "nan", "infinite"],
+)
+def test_costs_that_are_not_finite_and_positive_are_refused(
+    package: ModuleType, cost: Callable[[Any, Any], Any]
+) -> None:
+    """A cost below 0 or not finite is an error."""
+    with pytest.raises(ValueError, match=r"cost"):
+        package.make_buckets([1, 2, 3], 10, cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"strategy": "best"}, "best"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_shapes": 0}, "max_shapes"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"row_multiple": 0}, "row_multiple"),
+        ({"length_multiple": 0}, "length_multiple"),
+        ({"max_length": 0}, "max_length"),
+        ({"compile_seconds": 1.0}, "compile_seconds"),
+        ({"compile_seconds": -1.0, "cost": dyadic_cost}, "compile_seconds"),
+        ({"max_length": 7, "length_multiple": 4}, "max_length"),
+        ({"lengths": [3, 0]}, r"\b1\b"),
+        ({"lengths": []}, "length"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "max_tokens": 64}
+    with pytest.raises(ValueError, match=named):
+        package.make_buckets(**(valid | arguments))
+
+
+def test_samples_above_the_budget_are_listed(package: ModuleType) -> None:
+    """By id, value and limit; the rounded length counts."""
+    lengths = np.full(500, 10)
+    lengths[[123, 456]] = [1001, 2002]
+    with pytest.raises(ValueError, match=offenders((123, 1001), (456, 2002), limit=1000)):
+        package.make_buckets(lengths, 1000)
+    with pytest.raises(ValueError, match=r"\b0\D+(9|16)\b"):
+        package.make_buckets([9, 3], 15, length_multiple=16)
+    assert package.make_buckets(lengths, 1000, max_length=1000)[-1].length == 1000

@@ -1,0 +1,214 @@
+"""Orders: which sample comes when, with ties, difficulties and random keys."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow
+from .inputs import ORDERS, difficulties, few, lengths, moderate, offenders, seeds
+
+
+@moderate
+@given(data=st.data(), order=st.sampled_from(ORDERS), seed=seeds, epoch=seeds)
+def test_named_orders_match_the_contract(
+    package: ModuleType, data: st.DataObject, order: str, seed: int, epoch: int
+) -> None:
+    """All named orders equal a sort of Python numbers."""
+    given_lengths = data.draw(lengths)
+    difficulty = data.draw(difficulties(given_lengths))
+    array = None if difficulty is None else np.array(difficulty)
+    ids = package.sample_order(np.array(given_lengths), order, difficulty=array, seed=seed, epoch=epoch)
+    assert isinstance(ids, np.ndarray)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == slow.sample_order(given_lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
+
+
+def test_default_order_is_ascending_length(package: ModuleType) -> None:
+    """Without arguments: by (length, id)."""
+    assert package.sample_order([3, 1, 3, 2, 1]).tolist() == [1, 4, 3, 0, 2]
+
+
+def test_ties_go_by_ascending_id_in_both_directions(package: ModuleType) -> None:
+    """Constant lengths keep dataset order, descending too."""
+    constant = np.full(1000, 7)
+    for order in ("length", "length_descending"):
+        assert np.array_equal(package.sample_order(constant, order), np.arange(1000))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+)
+def test_any_real_dtype_sorts_by_value(package: ModuleType, dtype: str) -> None:
+    """Difficulties of every width sort by value, unsigned ones included."""
+    info: Any = np.finfo(dtype) if dtype.startswith("float") else np.iinfo(dtype)
+    difficulty = np.array([info.max, 3, info.min, 0, info.max, 1, 3], dtype=dtype)
+    for order in ("length", "length_descending"):
+        expected = slow.sample_order([1] * 7, order, difficulty=difficulty.tolist())
+        assert package.sample_order(np.ones(7, dtype=np.int64), order, difficulty=difficulty).tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint64"])
+def test_integers_above_two_to_the_53_stay_apart(package: ModuleType, dtype: str) -> None:
+    """Neighbours that float64 cannot tell apart sort by value."""
+    difficulty = np.array([2**53 + 1, 2**53, 2**62 + 1, 2**62], dtype=dtype)
+    assert package.sample_order([1, 1, 1, 1], "length", difficulty=difficulty).tolist() == [1, 0, 3, 2]
+    assert package.sample_order([1, 1, 1, 1], "length_descending", difficulty=difficulty).tolist() == [2, 3, 0, 1]
+
+
+def test_lengths_above_two_to_the_53_stay_apart(package: ModuleType) -> None:
+    """The same for the lengths themselves."""
+    assert package.sample_order([2**53 + 1, 2**53, 2**63 - 1, 2**63 - 2], "length").tolist() == [1, 0, 3, 2]
+
+
+@few
+@given(seed=seeds, epoch=seeds, size=st.integers(1, 70))
+def test_shuffle_follows_the_philox_stream(package: ModuleType, seed: int, epoch: int, size: int) -> None:
+    """The keys are the upper halves of Philox words, computed here without NumPy."""
+    ids = package.sample_order(np.ones(size, dtype=np.int64), "shuffle", seed=seed, epoch=epoch)
+    assert ids.tolist() == slow.random_order(seed, epoch, 0, size)
+
+
+def test_slow_philox_is_numpys_stream() -> None:
+    """The transcription itself: NumPy documents its raw stream as stable."""
+    for seed, epoch in [(0, 0), (1, 2), (2**63 - 1, 2**62)]:
+        raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(11)
+        assert raw.tolist() == slow.philox_words(seed, epoch, 11)
+
+
+def test_shuffles_differ_by_seed_and_by_epoch(package: ModuleType) -> None:
+    """Seed and epoch are separate halves of the key, not summed or swapped."""
+    ones = np.ones(100, dtype=np.int64)
+    shuffles = {
+        tuple(package.sample_order(ones, "shuffle", seed=seed, epoch=epoch).tolist())
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert len(shuffles) == 9
+
+
+def test_shuffle_does_not_depend_on_lengths_or_difficulty(package: ModuleType) -> None:
+    """Sample i has its key whatever it looks like."""
+    one = package.sample_order([1, 2, 3, 4, 5], "shuffle", seed=4)
+    other = package.sample_order([9, 9, 9, 9, 9], "shuffle", seed=4, difficulty=[5, 4, 3, 2, 1])
+    assert np.array_equal(one, other)
+
+
+@few
+@given(data=st.data())
+def test_an_order_array_is_taken_as_it_is(package: ModuleType, data: st.DataObject) -> None:
+    """Unique ids in any order, some left out."""
+    permuted = data.draw(st.permutations(range(9)))
+    subset = permuted[: data.draw(st.integers(1, 9))]
+    for dtype in (np.int64, np.int32, np.uint8):
+        ids = package.sample_order([1] * 9, np.array(subset, dtype=dtype))
+        assert ids.dtype == np.int64
+        assert ids.tolist() == subset
+
+
+def test_check_lengths_gives_int64_for_every_integer_dtype(package: ModuleType) -> None:
+    """Lists and any integer dtype; values unchanged."""
+    for dtype in (np.int8, np.uint8, np.int16, np.uint32, np.int64, np.uint64):
+        checked = package.check_lengths(np.array([1, 100, 7], dtype=dtype))
+        assert checked.dtype == np.int64
+        assert checked.tolist() == [1, 100, 7]
+    assert package.check_lengths([2**63 - 1, 1]).tolist() == [2**63 - 1, 1]
+
+
+def test_read_only_and_reversed_views_are_read(package: ModuleType) -> None:
+    """Memory-mapped and reversed inputs work like copies of them."""
+    values = np.array([5, 3, 9, 1])
+    values.setflags(write=False)
+    assert package.sample_order(values, "length").tolist() == [3, 1, 0, 2]
+    assert package.sample_order(values[::-1], "length", difficulty=values[::-1]).tolist() == [0, 2, 3, 1]
+    assert package.sample_order(np.ones(4, dtype=np.int64), values.argsort()[::-1]).tolist() == [2, 0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        [],
+        np.empty(0, dtype=np.int64),
+        5,
+        [[1, 2], [3, 4]],
+        [1.0, 2.0],
+        [True, False],
+        ["1", "2"],
+        [None, 1],
+        [1 + 0j],
+        [2**64, 1],
+        None,
+    ],
+    ids=repr,
+)
+def test_what_is_not_a_list_of_lengths_is_refused(package: ModuleType, bad: Any) -> None:
+    """Empty, not 1-D, or not integers."""
+    with pytest.raises(ValueError, match="length"):
+        package.check_lengths(bad)
+    with pytest.raises(ValueError, match="length"):
+        package.sample_order(bad)
+
+
+def test_bad_lengths_are_listed_with_id_and_value(package: ModuleType) -> None:
+    """The first offenders by id, value and limit; not all of ten thousand."""
+    values = np.full(1000, 5)
+    values[777], values[888] = -41, 0
+    with pytest.raises(ValueError, match=offenders((777, -41), (888, 0), limit=1)):
+        package.check_lengths(values)
+    with pytest.raises(ValueError, match=r"\b0\b") as caught:
+        package.check_lengths(np.zeros(10_000, dtype=np.int64))
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ValueError, match=r"\b1\b.*9223372036854775808"):
+        package.check_lengths(np.array([1, 2**63], dtype=np.uint64))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [[1.0, np.nan, 2.0], [True, False, True], [1j, 2, 3], [[1, 2, 3]], [1, 2], [1, 2, 3, 4], 7, ["a", "b", "c"]],
+    ids=repr,
+)
+def test_bad_difficulties_are_refused(package: ModuleType, bad: Any) -> None:
+    """NaN, bools, complex numbers, text, wrong sizes; whatever the order."""
+    for order in ORDERS:
+        with pytest.raises(ValueError, match="difficulty"):
+            package.sample_order([1, 2, 3], order, difficulty=np.array(bad))
+
+
+def test_nan_difficulty_is_named_by_id(package: ModuleType) -> None:
+    """The message says which sample has it."""
+    difficulty = np.zeros(500)
+    difficulty[321] = np.nan
+    with pytest.raises(ValueError, match="321"):
+        package.sample_order(np.ones(500, dtype=np.int64), "length", difficulty=difficulty)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ("random", "random"),
+        ([0, 1, 3], "3"),
+        ([0, -1, 1], "-1"),
+        ([0, 2, 2], "2"),
+        ([], "order"),
+        ([[0, 1, 2]], "order"),
+        ([0.0, 1.0, 2.0], "order"),
+        ([True, False], "order"),
+        (None, "order"),
+    ],
+    ids=repr,
+)
+def test_bad_orders_are_refused_by_name(package: ModuleType, bad: Any, named: str) -> None:
+    """Unknown names; arrays with repeats, ids out of range, no ids, or no integers."""
+    with pytest.raises(ValueError, match=named):
+        package.sample_order([1, 2, 3], bad)
+
+
+@pytest.mark.parametrize("name", ["seed", "epoch"])
+@pytest.mark.parametrize("bad", [-1, 2**63, 2**64])
+def test_seed_and_epoch_outside_63_bits_are_refused(package: ModuleType, name: str, bad: int) -> None:
+    """0 <= seed, epoch < 2**63."""
+    with pytest.raises(ValueError, match=name):
+        package.sample_order([1, 2, 3], "shuffle", **{name: bad})

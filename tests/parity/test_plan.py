@@ -1,0 +1,284 @@
+"""Plans: which samples form which step, in which order steps come, and the digest."""
+
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow
+from .inputs import ORDERS, make_plan, moderate, offenders, plan_arguments, steps_of
+
+
+@moderate
+@given(arguments=plan_arguments())
+def test_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Buckets, samples and the order of the steps equal a simulation sample by sample."""
+    assert steps_of(make_plan(package, arguments)) == slow.make_steps(**arguments)
+
+
+@moderate
+@given(arguments=plan_arguments())
+def test_digest_matches_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """SHA-256 over the fields in the contract's order, packed here number by number."""
+    steps = slow.make_steps(**arguments)
+    expected = slow.digest(steps, arguments["buckets"], arguments["microbatches_per_step"])
+    assert make_plan(package, arguments).digest == expected
+
+
+@moderate
+@given(arguments=plan_arguments())
+def test_every_sample_appears_exactly_once(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """All samples, or those of the order array, less the dropped ones."""
+    plan = make_plan(package, arguments)
+    lengths, order, longest = arguments["lengths"], arguments["order"], arguments["buckets"][-1][1]
+    ids = range(len(lengths)) if isinstance(order, str) else order
+    too_long = [i for i in ids if lengths[i] > longest]
+    kept = set(ids) - set(too_long) if arguments["overlong"] == "drop" else set(ids)
+    assert sorted(plan.sample_ids.tolist()) == sorted(kept)
+    assert plan.num_samples == len(kept)
+    assert plan.num_dropped == (len(too_long) if arguments["overlong"] == "drop" else 0)
+    assert plan.num_truncated == (len(too_long) if arguments["overlong"] == "truncate" else 0)
+    assert plan.overlong == arguments["overlong"]
+
+
+@moderate
+@given(arguments=plan_arguments())
+def test_rows_interleave_and_stay_inside_the_bucket(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Row j lies in microbatch j mod M at slot j // M; the rest are dummies."""
+    plan = make_plan(package, arguments)
+    num_microbatches = arguments["microbatches_per_step"]
+    assert plan.microbatches_per_step == num_microbatches
+    assert [tuple(bucket) for bucket in plan.buckets] == arguments["buckets"]
+    for step, (bucket, ids) in enumerate(steps_of(plan)):
+        rows, length = arguments["buckets"][bucket]
+        placed = plan.rows(step)
+        assert placed.dtype == np.int64
+        assert placed.tolist() == slow.step_rows(ids, rows, num_microbatches)
+        shortest = arguments["buckets"][bucket - 1][1] if bucket else 0
+        cut = [min(arguments["lengths"][i], arguments["buckets"][-1][1]) for i in ids]
+        assert all(shortest < n <= length for n in cut)
+
+
+@moderate
+@given(arguments=plan_arguments())
+def test_counts_of_a_plan_add_up(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """num_sequences, num_tokens (cut lengths) and padding (dummy rows included), with the contract's dtypes."""
+    plan = make_plan(package, arguments)
+    steps = steps_of(plan)
+    longest = arguments["buckets"][-1][1]
+    tokens = [sum(min(arguments["lengths"][i], longest) for i in ids) for _, ids in steps]
+    shapes = [arguments["buckets"][k] for k, _ in steps]
+    positions = sum(rows * length * arguments["microbatches_per_step"] for rows, length in shapes)
+    assert plan.num_steps == len(steps) == len(plan.step_bucket)
+    assert plan.step_offsets.tolist() == slow.offsets(steps)
+    assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
+    assert plan.num_tokens.tolist() == tokens
+    assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
+    names = ("step_bucket", "step_offsets", "sample_ids", "num_sequences", "num_tokens")
+    dtypes = [getattr(plan, name).dtype for name in names]
+    assert dtypes == [np.int32, np.int64, np.int64, np.int64, np.int64]
+
+
+@moderate
+@given(arguments=plan_arguments(), num_replicas=st.sampled_from([1, 2, 4]))
+def test_no_two_microbatches_of_a_step_differ_by_more_than_a_row(
+    package: ModuleType, arguments: dict[str, Any], num_replicas: int
+) -> None:
+    """Interleaving spreads dummy rows evenly, so every shard has the same work."""
+    arguments |= {"microbatches_per_step": num_replicas}
+    plan = make_plan(package, arguments)
+    for step in range(plan.num_steps):
+        real = (plan.rows(step) >= 0).sum(axis=1)
+        assert real.max() - real.min() <= 1
+        assert real.max() >= 1
+
+
+@moderate
+@given(data=st.data())
+def test_made_buckets_and_plan_agree_on_steps(package: ModuleType, data: st.DataObject) -> None:
+    """A plan over the buckets made for the same lengths takes the steps that the row rule counted."""
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=60))
+    budget, num_microbatches = data.draw(st.integers(60, 300)), data.draw(st.integers(1, 4))
+    buckets = package.make_buckets(lengths, budget, max_shapes=4, microbatches_per_step=num_microbatches)
+    plan = package.make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
+    edges = [length for _, length in buckets]
+    counts = slow.samples_per_edge(lengths, edges)
+    expected = [
+        slow.rows_and_steps(count, edge, budget, num_microbatches, 1) for count, edge in zip(counts, edges, strict=True)
+    ]
+    assert [rows for rows, _ in expected] == [rows for rows, _ in buckets]
+    assert np.bincount(plan.step_bucket, minlength=len(edges)).tolist() == [steps for _, steps in expected]
+    assert all(plan.rows(step).shape[1] * edges[k] <= budget for step, k in enumerate(plan.step_bucket))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_difficulty_equal_to_lengths_changes_nothing(package: ModuleType, order: str) -> None:
+    """Only a difficulty other than length makes steps come by arrival."""
+    lengths = np.random.default_rng(0).integers(1, 50, 200)
+    buckets = package.make_buckets(lengths, 300, max_shapes=5)
+    plain = package.make_plan(lengths, buckets, order=order, seed=3)
+    for difficulty in (lengths, lengths.astype(np.uint16), lengths.astype(np.float64)):
+        assert package.make_plan(lengths, buckets, order=order, seed=3, difficulty=difficulty).digest == plain.digest
+    other = lengths.copy()
+    other[17] += 1
+    changed = package.make_plan(lengths, buckets, order=order, seed=3, difficulty=other)
+    simulated = slow.make_steps(lengths.tolist(), buckets, order=order, seed=3, difficulty=other.tolist())
+    assert steps_of(changed) == simulated
+
+
+def test_length_order_emits_short_steps_before_long_ones(package: ModuleType) -> None:
+    """Ascending and descending, by position inside a bucket in both."""
+    lengths = [9, 1, 2, 9, 1, 8]
+    buckets = [(2, 2), (2, 9)]
+    assert steps_of(package.make_plan(lengths, buckets)) == [(0, [1, 4]), (0, [2]), (1, [5, 0]), (1, [3])]
+    descending = package.make_plan(lengths, buckets, order="length_descending")
+    assert steps_of(descending) == [(1, [0, 3]), (1, [5]), (0, [2, 1]), (0, [4])]
+
+
+def test_dataset_order_emits_full_steps_when_they_fill_and_the_rest_last(package: ModuleType) -> None:
+    """A full last step of a bucket still counts as full; left-overs come by bucket."""
+    lengths = [9, 1, 9, 2, 1, 9]
+    plan = package.make_plan(lengths, [(2, 2), (2, 9)], order="dataset")
+    assert steps_of(plan) == [(1, [0, 2]), (0, [1, 3]), (0, [4]), (1, [5])]
+
+
+def test_shuffled_steps_hold_the_same_samples(package: ModuleType) -> None:
+    """shuffle_steps permutes the steps of any order by the next values of the stream."""
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    buckets = package.make_buckets(lengths, 200, max_shapes=6)
+    plain = steps_of(package.make_plan(lengths, buckets, seed=5, epoch=1))
+    shuffled = steps_of(package.make_plan(lengths, buckets, seed=5, epoch=1, shuffle_steps=True))
+    assert shuffled == [plain[i] for i in slow.random_order(5, 1, 300, len(plain))]
+    assert shuffled != plain
+
+
+def test_shuffle_is_permuted_once(package: ModuleType) -> None:
+    """shuffle_steps adds nothing to a plain shuffle."""
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    buckets = package.make_buckets(lengths, 200, max_shapes=6)
+    digests = {
+        package.make_plan(lengths, buckets, order="shuffle", seed=2, shuffle_steps=again).digest
+        for again in (False, True)
+    }
+    assert len(digests) == 1
+
+
+def test_longest_first_swaps_two_steps(package: ModuleType) -> None:
+    """The first step of the longest bucket in use comes first, the former first step takes its place."""
+    lengths = [1, 1, 1, 5, 5, 5]
+    buckets = [(1, 1), (2, 5), (1, 9)]
+    plain = steps_of(package.make_plan(lengths, buckets))
+    swapped = steps_of(package.make_plan(lengths, buckets, longest_first=True))
+    assert swapped == [plain[3], plain[1], plain[2], plain[0], plain[4]]
+
+
+def test_plans_depend_on_their_arguments_alone(package: ModuleType) -> None:
+    """The same call gives the same digest; another M, seed or order another one."""
+    lengths = np.random.default_rng(0).integers(1, 50, 300)
+    buckets = [(4, 25), (2, 50)]
+    variants: list[dict[str, Any]] = [
+        {},
+        {"microbatches_per_step": 2},
+        {"order": "shuffle"},
+        {"order": "shuffle", "seed": 1},
+        {"order": "shuffle", "epoch": 1},
+        {"order": "dataset"},
+        {"longest_first": True},
+    ]
+    digests = [package.make_plan(lengths, buckets, **variant).digest for variant in variants]
+    assert len(set(digests)) == len(variants)
+    assert digests == [package.make_plan(lengths, buckets, **variant).digest for variant in variants]
+
+
+def test_digest_hashes_ids_in_chunks(package: ModuleType) -> None:
+    """More than 2**20 samples take more than one chunk."""
+    lengths = np.ones(2**20 + 5, dtype=np.int64)
+    buckets = [(2**17, 1)]
+    plan = package.make_plan(lengths, buckets, microbatches_per_step=2)
+    assert plan.digest == slow.digest(steps_of(plan), buckets, 2)
+    assert plan.num_steps == 5
+
+
+def test_dropped_and_truncated_samples_follow_the_rule(package: ModuleType) -> None:
+    """Truncated samples are ordered by their original length and counted with their cut one."""
+    lengths = [7, 3, 9, 8, 2]
+    buckets = [(2, 3), (2, 6)]
+    cut = package.make_plan(lengths, buckets, overlong="truncate")
+    assert steps_of(cut) == [(0, [4, 1]), (1, [0, 3]), (1, [2])]
+    assert (cut.num_truncated, cut.num_dropped, cut.num_tokens.tolist()) == (3, 0, [5, 12, 6])
+    dropped = package.make_plan(lengths, buckets, overlong="drop")
+    assert steps_of(dropped) == [(0, [4, 1])]
+    assert (dropped.num_truncated, dropped.num_dropped) == (0, 3)
+
+
+def test_overlong_samples_are_listed(package: ModuleType) -> None:
+    """By id, value and limit."""
+    lengths = np.full(700, 10)
+    lengths[[234, 567]] = [1001, 2002]
+    with pytest.raises(ValueError, match=offenders((234, 1001), (567, 2002), limit=500)):
+        package.make_plan(lengths, [(2, 10), (1, 500)])
+    with pytest.raises(ValueError, match=r"\b234\D+1001\b"):
+        package.make_plan(lengths, [(2, 10), (1, 500)], order="shuffle")
+
+
+def test_a_sample_left_out_of_the_order_is_not_overlong(package: ModuleType) -> None:
+    """An order array is the whole of what is planned: the counts and the errors are about its samples."""
+    lengths = [3, 99, 4]
+    assert package.make_plan(lengths, [(2, 4)], order=[2, 0]).sample_ids.tolist() == [2, 0]
+    cut = package.make_plan(lengths, [(2, 4)], order=[2, 0], overlong="truncate")
+    dropped = package.make_plan(lengths, [(2, 4)], order=[2, 0], overlong="drop")
+    assert (cut.num_truncated, dropped.num_dropped) == (0, 0)
+
+
+def test_dropping_everything_is_refused(package: ModuleType) -> None:
+    """A plan without samples is an error."""
+    with pytest.raises(ValueError, match=r"(?i)longe|drop|left|remain|no sample"):
+        package.make_plan([5, 6], [(1, 4)], overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"buckets": []}, "bucket"),
+        ({"buckets": [(1, 5), (1, 5)]}, "5"),
+        ({"buckets": [(1, 9), (1, 5)]}, "5"),
+        ({"buckets": [(0, 9)]}, "0"),
+        ({"buckets": [(1, 0), (1, 9)]}, "0"),
+        ({"buckets": [(1, -3), (1, 9)]}, "-3"),
+        ({"buckets": [(1.5, 9)]}, "1.5"),
+        ({"buckets": [(1, 9, 9)]}, "9"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"microbatches_per_step": -2}, "-2"),
+        ({"overlong": "ignore"}, "ignore"),
+        ({"order": "random"}, "random"),
+        ({"order": [0, 0]}, "0"),
+        ({"order": [0, 7]}, "7"),
+        ({"difficulty": [1.0, float("nan"), 2.0]}, "1"),
+        ({"difficulty": [1, 2]}, "difficulty"),
+        ({"seed": -1}, "seed"),
+        ({"epoch": 2**63}, "epoch"),
+        ({"lengths": [1, -77, 2]}, "-77"),
+        ({"lengths": []}, "length"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(2, 4), (1, 9)]}
+    with pytest.raises(ValueError, match=named):
+        package.make_plan(**(valid | arguments))
+
+
+def test_report_names_every_shape_and_the_totals(package: ModuleType) -> None:
+    """A table to read: its numbers are the plan's."""
+    lengths = np.random.default_rng(0).integers(100, 400, 1234)
+    buckets = package.make_buckets(lengths, 4000, max_shapes=3)
+    plan = package.make_plan(lengths, buckets)
+    report = plan.report().replace(",", "")
+    assert isinstance(report, str)
+    assert all(str(rows) in report and str(length) in report for rows, length in buckets)
+    assert "1234" in report
+    assert str(plan.num_steps) in report

@@ -1,0 +1,225 @@
+"""Plan files: what one package saves every package loads, and whatever was changed is refused by name."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import PACKAGES, slow
+from .inputs import few, make_plan, many, plan_arguments, steps_of
+
+FIELDS = {
+    "format_version": np.int64,
+    "microbatches_per_step": np.int64,
+    "buckets": np.int64,
+    "step_bucket": np.int32,
+    "step_offsets": np.int64,
+    "sample_ids": np.int64,
+    "num_tokens": np.int64,
+    "num_dropped": np.int64,
+    "num_truncated": np.int64,
+    "overlong": None,
+    "digest": None,
+    "checksum": None,
+}
+LENGTHS = [3, 1, 9, 4, 4, 2, 7, 12]
+
+
+@pytest.fixture(scope="session", params=PACKAGES)
+def reader(request: pytest.FixtureRequest) -> ModuleType:
+    """Return the package that loads what `package` saved."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the files of repeated examples."""
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture
+def saved(package: ModuleType, tmp_path: Path) -> Path:
+    """Return the file of a small plan with truncated samples."""
+    path = tmp_path / "epoch.npz"
+    package.make_plan(LENGTHS, [(2, 4), (1, 9)], microbatches_per_step=2, overlong="truncate").save(path)
+    return path
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Return the file's arrays."""
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def changed(name: str, value: Any) -> Any:
+    """Return a valid-looking other value of a field, of the same dtype and shape."""
+    if value.dtype.kind == "U":
+        return np.array("drop") if name == "overlong" else np.array(str(value)[::-1])
+    other = value.copy()
+    other.reshape(-1)[-1] += 1
+    return other
+
+
+@few
+@given(arguments=plan_arguments())
+def test_a_plan_saved_by_one_package_loads_in_the_other(
+    package: ModuleType, reader: ModuleType, folder: Path, arguments: dict[str, Any]
+) -> None:
+    """Every attribute survives, with its dtype."""
+    plan = make_plan(package, arguments)
+    path = folder / "plan.npz"
+    plan.save(path)
+    loaded = reader.Plan.load(str(path))
+    assert isinstance(loaded, reader.Plan)
+    assert loaded.digest == plan.digest
+    assert steps_of(loaded) == steps_of(plan)
+    assert [tuple(bucket) for bucket in loaded.buckets] == [tuple(bucket) for bucket in plan.buckets]
+    for name in ("step_bucket", "step_offsets", "sample_ids", "num_tokens", "num_sequences"):
+        assert getattr(loaded, name).dtype == getattr(plan, name).dtype
+        assert np.array_equal(getattr(loaded, name), getattr(plan, name))
+    for name in ("microbatches_per_step", "overlong", "num_dropped", "num_truncated", "num_samples", "padding"):
+        assert getattr(loaded, name) == getattr(plan, name)
+    assert np.array_equal(loaded.rows(0), plan.rows(0))
+
+
+@few
+@given(arguments=plan_arguments())
+def test_the_file_holds_the_format_field_by_field(package: ModuleType, folder: Path, arguments: dict[str, Any]) -> None:
+    """Names, dtypes, values, digest and checksum, read with NumPy alone."""
+    path = folder / "plan.npz"
+    plan = make_plan(package, arguments)
+    plan.save(path)
+    fields = read_fields(path)
+    assert fields.keys() == FIELDS.keys()
+    assert all(fields[name].dtype == dtype for name, dtype in FIELDS.items() if dtype is not None)
+    steps = slow.make_steps(**arguments)
+    digest = slow.digest(steps, arguments["buckets"], arguments["microbatches_per_step"])
+    assert fields["format_version"] == 1
+    assert fields["buckets"].tolist() == [list(bucket) for bucket in arguments["buckets"]]
+    assert fields["sample_ids"].tolist() == [i for _, ids in steps for i in ids]
+    assert str(fields["digest"]) == digest
+    assert str(fields["overlong"]) == arguments["overlong"]
+    counts = plan.num_tokens.tolist(), plan.num_dropped, plan.num_truncated
+    assert str(fields["checksum"]) == slow.checksum(digest, *counts, arguments["overlong"])
+
+
+def test_saving_replaces_the_file_and_leaves_nothing_else(package: ModuleType, saved: Path) -> None:
+    """Written beside it, then moved into place."""
+    before = package.Plan.load(saved)
+    package.make_plan([1, 2, 3], [(1, 3)]).save(saved)
+    assert package.Plan.load(saved).digest != before.digest
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_failed_save_leaves_the_old_file(package: ModuleType, tmp_path: Path) -> None:
+    """Where the folder is missing nothing is made."""
+    with pytest.raises(FileNotFoundError):
+        package.make_plan([1, 2, 3], [(1, 3)]).save(tmp_path / "missing" / "plan.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_changed_field_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+    """Every field is covered by the digest, the checksum or the version."""
+    fields = read_fields(saved)
+    np.savez(saved, **fields | {name: changed(name, fields[name])})
+    with pytest.raises(ValueError, match=saved.name):
+        package.Plan.load(saved)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_missing_field_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+    """The message names the file and the field."""
+    fields = read_fields(saved)
+    del fields[name]
+    np.savez(saved, **fields)
+    with pytest.raises(ValueError, match=saved.name) as caught:
+        package.Plan.load(saved)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, dtype in FIELDS.items() if dtype is not None])
+def test_a_field_of_another_dtype_or_shape_is_refused(package: ModuleType, saved: Path, name: str) -> None:
+    """Floats, and one dimension too many."""
+    fields = read_fields(saved)
+    for other in (fields[name].astype(np.float64), fields[name][..., None]):
+        np.savez(saved, **fields | {name: other})
+        with pytest.raises(ValueError, match=saved.name):
+            package.Plan.load(saved)
+
+
+def test_another_format_version_is_named(package: ModuleType, saved: Path) -> None:
+    """A later format says so, even where its fields differ."""
+    np.savez(saved, format_version=np.int64(71), something_else=np.arange(3))
+    with pytest.raises(ValueError, match=saved.name) as caught:
+        package.Plan.load(saved)
+    assert "71" in str(caught.value)
+
+
+@many
+@given(data=st.data())
+def test_a_file_cut_short_is_refused(package: ModuleType, folder: Path, data: st.DataObject) -> None:
+    """At whatever byte."""
+    path = folder / "cut.npz"
+    package.make_plan(LENGTHS, [(2, 4), (1, 12)]).save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+    with pytest.raises(ValueError, match=path.name):
+        package.Plan.load(path)
+
+
+@many
+@given(data=st.data())
+def test_a_flipped_byte_is_refused_or_harmless(package: ModuleType, folder: Path, data: st.DataObject) -> None:
+    """Either an error that names the file, or the same plan (bytes of the archive that mean nothing)."""
+    path = folder / "flipped.npz"
+    plan = package.make_plan(LENGTHS, [(2, 4), (1, 12)])
+    plan.save(path)
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    path.write_bytes(content)
+    try:
+        loaded = package.Plan.load(path)
+    except ValueError as error:
+        assert path.name in str(error)  # noqa: PT017 (either outcome is right)
+    else:
+        assert loaded.digest == plan.digest
+        assert loaded.num_tokens.tolist() == plan.num_tokens.tolist()
+
+
+def write_npy(path: Path) -> None:
+    """Write an array that is no archive."""
+    with open(path, "wb") as file:
+        np.save(file, np.arange(3))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_text("shape,samples\n8x128,3\n"),
+        lambda path: path.write_bytes(bytes(range(256)) * 5),
+        lambda path: np.savez(path, weights=np.ones(3)),
+        lambda path: np.savez(path, format_version=np.array([1, None], dtype=object)),
+        write_npy,
+    ],
+    ids=["empty", "text", "binary", "other_archive", "pickled", "npy"],
+)
+def test_a_foreign_file_is_refused(package: ModuleType, tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    """By name, whatever it is."""
+    path = tmp_path / "foreign.npz"
+    write(path)
+    with pytest.raises(ValueError, match=path.name):
+        package.Plan.load(path)
+
+
+def test_a_missing_file_is_a_file_not_found_error(package: ModuleType, tmp_path: Path) -> None:
+    """The error that callers expect for it, with the name."""
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        package.Plan.load(tmp_path / "nowhere.npz")

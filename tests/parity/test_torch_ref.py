@@ -1,0 +1,533 @@
+"""What only torch_ref has: sampler, loader, scheduler, model and train step."""
+
+import copy
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+import torch_ref
+
+from . import run_replica
+from .inputs import few, make_plan, plan_arguments
+
+Rates = list[list[float]]
+
+
+def small_model(**sizes: int) -> torch_ref.Transformer:
+    """Return a float64 model with weights far from zero."""
+    torch.manual_seed(0)
+    sizes = {"embed_dim": 12, "num_layers": 2, "num_heads": 3} | sizes
+    model = torch_ref.Transformer(**sizes).double()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.4)
+    return model
+
+
+def dataset_of(lengths: list[int]) -> list[Any]:
+    """Return random bytes of these lengths."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, length).astype(np.uint8) for length in lengths]
+
+
+# Sampler and loader
+
+
+@few
+@given(arguments=plan_arguments(), share=st.sampled_from([(1, 1), (1, 3), (2, 1), (4, 1), (2, 2)]))
+def test_replicas_partition_every_step(arguments: dict[str, Any], share: tuple[int, int]) -> None:
+    """Each replica yields as many microbatches, and together they are the plan's."""
+    num_replicas, per_replica = share
+    plan = make_plan(torch_ref, arguments | {"microbatches_per_step": num_replicas * per_replica})
+    samplers = [torch_ref.PlanBatchSampler(plan, rank, num_replicas) for rank in range(num_replicas)]
+    microbatches = [list(sampler) for sampler in samplers]
+    assert {len(sampler) for sampler in samplers} == {len(share) for share in microbatches}
+    assert {len(share) for share in microbatches} == {plan.num_steps * per_replica}
+    for step in range(plan.num_steps):
+        together = [rows for share in microbatches for rows in share[step * per_replica : (step + 1) * per_replica]]
+        assert together == plan.rows(step).tolist()
+
+
+def test_eight_devices_take_the_same_number_of_steps() -> None:
+    """15 samples on 2 nodes of 4 devices: every sample is read once, every device has six microbatches."""
+    lengths = [1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950]
+    buckets = [(4096 // edge, edge) for edge in (128, 512, 1600, 1728, 3008, 4000)]
+    plan = torch_ref.make_plan(lengths, buckets, microbatches_per_step=8)
+    shares = [list(torch_ref.PlanBatchSampler(plan, rank, 8)) for rank in range(8)]
+    assert [len(share) for share in shares] == [6] * 8
+    assert sorted(i for share in shares for rows in share for i in rows if i >= 0) == list(range(15))
+
+
+@pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
+def test_replicas_that_do_not_divide_the_step_are_refused(rank: int, num_replicas: int, named: str) -> None:
+    """num_replicas must divide M, and ranks exist."""
+    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], microbatches_per_step=4)
+    with pytest.raises(ValueError, match=named):
+        torch_ref.PlanBatchSampler(plan, rank, num_replicas)
+    with pytest.raises(ValueError, match=named):
+        torch_ref.load(plan, dataset_of([1, 2, 3]), rank=rank, num_replicas=num_replicas)
+
+
+@few
+@given(arguments=plan_arguments(), rank=st.integers(0, 1), data=st.data())
+def test_batches_hold_the_samples_of_the_plan(arguments: dict[str, Any], rank: int, data: st.DataObject) -> None:
+    """Tokens, lengths and weights of a replica's rows, from any start step."""
+    plan = make_plan(torch_ref, arguments | {"microbatches_per_step": 4})
+    samples = dataset_of(arguments["lengths"])
+    start = data.draw(st.integers(0, plan.num_steps))
+    batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=2, start_step=start))
+    assert len(batches) == plan.num_steps - start
+    for step, batch in enumerate(batches, start=start):
+        rows = plan.rows(step)[2 * rank : 2 * rank + 2]
+        length = plan.buckets[plan.step_bucket[step]].length
+        assert batch.tokens.shape == batch.weights.shape == (*rows.shape, length)
+        assert (batch.tokens.dtype, batch.lengths.dtype, batch.weights.dtype) == (
+            torch.int64,
+            torch.int64,
+            torch.float32,
+        )
+        assert isinstance(batch.num_sequences, float)
+        assert batch.num_sequences == plan.num_sequences[step]
+        for place in np.ndindex(rows.shape):
+            sample = samples[rows[place]][:length] if rows[place] >= 0 else []
+            padding = [0] * (length - len(sample))
+            assert batch.lengths[place] == len(sample)
+            assert batch.tokens[place].tolist() == [*sample, *padding]
+            assert batch.weights[place].tolist() == [1.0] * len(sample) + padding
+
+
+def test_samples_longer_than_planned_are_named() -> None:
+    """By id, length and limit; cut only where the plan truncates the longest bucket."""
+    plan = torch_ref.make_plan([2, 5], [(1, 2), (1, 5)])
+    with pytest.raises(ValueError, match=r"\b1\b.*\b9\b.*\b5\b"):
+        list(torch_ref.load(plan, dataset_of([2, 9])))
+    cut = torch_ref.make_plan([2, 9], [(1, 2), (1, 5)], overlong="truncate")
+    assert [batch.lengths.item() for batch in torch_ref.load(cut, dataset_of([2, 9]))] == [2, 5]
+    with pytest.raises(ValueError, match=r"\b0\b.*\b4\b.*\b2\b"):
+        list(torch_ref.load(cut, dataset_of([4, 9])))
+
+
+@pytest.mark.parametrize("sample", [np.ones(2), np.ones((2, 1), dtype=np.uint8), np.empty(0, dtype=np.uint8)])
+def test_samples_that_are_not_token_arrays_are_named(sample: Any) -> None:
+    """A sample is a 1-D integer array with at least one element."""
+    plan = torch_ref.make_plan([2, 2], [(2, 2)])
+    with pytest.raises(ValueError, match="sample 1"):
+        list(torch_ref.load(plan, [np.ones(2, dtype=np.uint8), sample]))
+
+
+@pytest.mark.parametrize("start", [-1, 4])
+def test_a_start_step_outside_the_plan_is_refused(start: int) -> None:
+    """0 <= start_step <= num_steps."""
+    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)])
+    with pytest.raises(ValueError, match="start_step"):
+        torch_ref.load(plan, dataset_of([1, 2, 3]), start_step=start)
+
+
+# Scheduler
+
+
+def two_groups(kind: type[Optimizer] = SGD, lr: Any = 1.0) -> Optimizer:
+    """Return an optimizer with groups of different rates, or of one tensor rate."""
+    weights = [torch.zeros(2, requires_grad=True), torch.zeros(3, requires_grad=True)]
+    if isinstance(lr, Tensor):
+        return kind([{"params": weights[:1]}, {"params": weights[1:]}], lr=lr)  # type: ignore[call-arg]
+    return kind([{"params": weights[:1], "lr": lr}, {"params": weights[1:], "lr": 0.1 * lr}])  # type: ignore[call-arg]
+
+
+def run(scheduler: schedulers.LRScheduler, num_steps: int) -> Rates:
+    """Return the rates in force at each step, checking that `get_last_lr` tells them."""
+    rates = []
+    for _ in range(num_steps):
+        in_force = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+        assert [float(rate) for rate in scheduler.get_last_lr()] == in_force
+        rates.append(in_force)
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def warmup_then_cosine(optimizer: Optimizer) -> schedulers.LRScheduler:
+    """Return ten steps of warmup and a cosine after them."""
+    warmup = schedulers.LinearLR(optimizer, start_factor=0.1, total_iters=10)
+    cosine = schedulers.CosineAnnealingLR(optimizer, T_max=20)
+    return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[10])
+
+
+def chained(optimizer: Optimizer) -> schedulers.LRScheduler:
+    """Return two schedulers that both multiply the rate in the group."""
+    parts = [
+        schedulers.ConstantLR(optimizer, factor=0.5, total_iters=6),
+        schedulers.ExponentialLR(optimizer, gamma=0.9),
+    ]
+    return schedulers.ChainedScheduler(parts, optimizer)
+
+
+def cosine_at(t: int, period: int) -> float:
+    """Return a cosine from 1 to 0."""
+    return (1 + math.cos(math.pi * t / period)) / 2
+
+
+SCHEDULES: dict[str, tuple[Callable[[Optimizer], schedulers.LRScheduler] | None, Callable[[int], float]]] = {
+    "constant": (None, lambda t: 1.0),
+    "step": (lambda o: schedulers.StepLR(o, step_size=4, gamma=0.3), lambda t: 0.3 ** (t // 4)),
+    "exponential": (lambda o: schedulers.ExponentialLR(o, gamma=0.9), lambda t: 0.9**t),
+    "cosine": (lambda o: schedulers.CosineAnnealingLR(o, T_max=40), lambda t: cosine_at(t, 40)),
+    "linear": (lambda o: schedulers.LinearLR(o, 0.2, 1.0, total_iters=8), lambda t: min(1.0, 0.2 + 0.1 * t)),
+    "sequential": (warmup_then_cosine, lambda t: 0.1 + 0.09 * t if t < 10 else cosine_at(t - 10, 20)),
+    "chained": (chained, lambda t: (0.5 if t < 6 else 1.0) * 0.9**t),
+    "lambda": (lambda o: schedulers.LambdaLR(o, lambda t: 1 / (1 + t)), lambda t: 1 / (1 + t)),
+}
+
+
+def scaled(name: str, optimizer: Optimizer, sizes: Any, **options: Any) -> torch_ref.VariableBatchSizeLR:
+    """Return our scheduler over the named one."""
+    make = SCHEDULES[name][0]
+    return torch_ref.VariableBatchSizeLR(optimizer if make is None else make(optimizer), sizes, 4, **options)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam])
+@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rate_is_the_schedule_times_the_scale(name: str, rule: Any, kind: type[Optimizer]) -> None:
+    """The closed form base(t) * scale(n_t / n_ref) for every group, batch sizes repeating."""
+    sizes = [10, 4, 1, 7, 3, 16, 2]
+    rates = run(scaled(name, two_groups(kind), sizes, rule=rule), 30)
+    base = SCHEDULES[name][1]
+    factors = [base(t) * float(torch_ref.lr_scale(sizes[t % 7], 4, rule)) for t in range(30)]
+    np.testing.assert_allclose(rates, [[factor, 0.1 * factor] for factor in factors], rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_wrapped_schedule_is_not_disturbed(name: str) -> None:
+    """Scaled by one it gives, bit for bit, what it gives alone, though other batch sizes came before."""
+    make = SCHEDULES[name][0]
+    alone = run(schedulers.LambdaLR(two_groups(), lambda t: 1.0) if make is None else make(two_groups()), 30)
+    sizes = [4 if t % 2 else 64 for t in range(30)]
+    together = run(scaled(name, two_groups(), sizes), 30)
+    assert together[1::2] == alone[1::2]
+
+
+@pytest.mark.parametrize("stop", [0, 1, 7, 10, 17])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_resumed_sequence_is_the_sequence(name: str, stop: int) -> None:
+    """After load_state_dict the rate is right at once, whatever the new optimizer started with."""
+    sizes = [10, 4, 1, 7, 3]
+    whole = run(scaled(name, two_groups(), sizes), 30)
+    first = scaled(name, two_groups(), sizes)
+    before = run(first, stop)
+    state = copy.deepcopy(first.state_dict())
+    resumed = scaled(name, two_groups(), sizes)
+    resumed.load_state_dict(state)
+    assert [group["lr"] for group in resumed.optimizer.param_groups] == whole[stop]
+    assert before + run(resumed, 30 - stop) == whole
+
+
+def test_resuming_works_in_either_order_with_the_optimizer() -> None:
+    """The optimizer's own state holds the same rate."""
+    first = scaled("cosine", two_groups(), [10, 4, 1])
+    run(first, 5)
+    expected = [group["lr"] for group in first.optimizer.param_groups]
+    states = first.state_dict(), first.optimizer.state_dict()
+    for scheduler_first in (False, True):
+        resumed = scaled("cosine", two_groups(), [10, 4, 1])
+        if scheduler_first:
+            resumed.load_state_dict(states[0])
+        resumed.optimizer.load_state_dict(states[1])
+        resumed.load_state_dict(states[0])
+        assert [group["lr"] for group in resumed.optimizer.param_groups] == expected == resumed.get_last_lr()
+
+
+def test_state_survives_a_safe_checkpoint(tmp_path: Path) -> None:
+    """The state holds plain values only, so torch.load reads it with weights_only."""
+    first = scaled("sequential", two_groups(), np.array([10, 4, 1]))
+    run(first, 12)
+    torch.save(first.state_dict(), tmp_path / "scheduler.pt")
+    resumed = scaled("sequential", two_groups(), np.array([10, 4, 1]))
+    resumed.load_state_dict(torch.load(tmp_path / "scheduler.pt", weights_only=True))
+    assert run(resumed, 10) == run(first, 10)
+
+
+def test_state_of_another_kind_of_scheduler_is_refused() -> None:
+    """A state with a wrapped scheduler does not fit one without."""
+    state = scaled("cosine", two_groups(), [1]).state_dict()
+    with pytest.raises(ValueError, match="wrap"):
+        scaled("constant", two_groups(), [1]).load_state_dict(state)
+
+
+def test_tensor_rates_are_changed_in_place() -> None:
+    """Captured optimizers hold on to the tensor."""
+    optimizer = two_groups(Adam, torch.tensor(1.0))
+    held = [group["lr"] for group in optimizer.param_groups]
+    rates = run(torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2], 4), 4)
+    np.testing.assert_allclose(rates, np.array([[2.0, 0.25, 0.5, 0.0625]] * 2).T)
+    assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, held, strict=True))
+
+
+def test_a_plateau_scheduler_gets_its_metric() -> None:
+    """Arguments of step go to the wrapped scheduler, which sees unscaled rates."""
+    optimizer = two_groups()
+    plateau = schedulers.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    scheduler = torch_ref.VariableBatchSizeLR(plateau, [8, 2], 4)
+    rates = []
+    for metric in (3.0, 3.0, 2.0, 2.0):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step(metric)
+    assert rates == [2.0, 0.5, 1.0, 0.25]
+
+
+def test_the_scheduler_follows_the_table_of_a_plan() -> None:
+    """Its rates are `lr_sequence`, epoch after epoch."""
+    lengths = np.random.default_rng(0).integers(1, 50, 100)
+    plan = torch_ref.make_plan(lengths, [(8, 20), (4, 50)], order="shuffle")
+    scheduler = torch_ref.VariableBatchSizeLR(two_groups(), plan.num_sequences, 4, rule="sqrt")
+    rates = [first for first, _ in run(scheduler, 2 * plan.num_steps)]
+    table = torch_ref.lr_sequence(plan, 1.0, 4, rule="sqrt")
+    np.testing.assert_allclose(rates, [*table, *table], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("sizes", "base"), [([], 4), ([[1, 2]], 4), (3, 4), ([1, -2], 4), ([1, 2], 0)], ids=str)
+def test_bad_batch_sizes_are_refused_before_anything_changes(sizes: Any, base: float) -> None:
+    """The optimizer's rates stay."""
+    optimizer = two_groups()
+    with pytest.raises(ValueError, match="batch"):
+        torch_ref.VariableBatchSizeLR(optimizer, sizes, base)
+    assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
+
+
+# Model
+
+
+def flat_params(embed_dim: int, num_layers: int, seed: int = 0) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return weights under their carried-over names."""
+    width = embed_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed.embedding": (257, width), "norm.scale": (width,)}
+    shapes["head.kernel"] = (width, 256)
+    for i in range(num_layers):
+        kernels = {
+            "qkv": (width, 3 * width),
+            "out": (width, width),
+            "up": (width, 4 * width),
+            "down": (4 * width, width),
+        }
+        shapes |= {f"blocks.{i}.{name}.kernel": shape for name, shape in kernels.items()}
+        shapes |= {f"blocks.{i}.norm{n}.scale": (width,) for n in (1, 2)}
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(0, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def slow_logits(params: dict[str, Any], tokens: list[int], num_layers: int, num_heads: int) -> Any:
+    """Return the logits [T, 256] of one row: positions and heads in loops, no masks."""
+
+    def norm(x: Any, name: str) -> Any:
+        return x / np.sqrt((x**2).mean() + 1e-6) * params[f"{name}.scale"]
+
+    def rotate(x: Any, position: int) -> Any:
+        half = len(x) // 2
+        pairs = [complex(x[i], x[i + half]) for i in range(half)]
+        turned = [z * np.exp(1j * position * 10_000.0 ** (-i / half)) for i, z in enumerate(pairs)]
+        return np.array([z.real for z in turned] + [z.imag for z in turned])
+
+    def gelu(x: Any) -> Any:
+        return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+    params = {name: value.astype(np.float64) for name, value in params.items()}
+    stream = [params["embed.embedding"][token] for token in [256, *tokens[:-1]]]
+    for block in (f"blocks.{i}" for i in range(num_layers)):
+        triples = [np.split(norm(x, f"{block}.norm1") @ params[f"{block}.qkv.kernel"], 3) for x in stream]
+        mixed: list[list[Any]] = [[] for _ in stream]
+        for head in range(num_heads):
+            q, k, v = ([np.split(triple[n], num_heads)[head] for triple in triples] for n in range(3))
+            for t in range(len(stream)):
+                scores = [rotate(q[t], t) @ rotate(k[s], s) / math.sqrt(len(q[t])) for s in range(t + 1)]
+                weights = np.exp(scores) / np.exp(scores).sum()
+                mixed[t].append(sum(w * v[s] for s, w in enumerate(weights)))
+        stream = [x + np.concatenate(m) @ params[f"{block}.out.kernel"] for x, m in zip(stream, mixed, strict=True)]
+        hidden = [gelu(norm(x, f"{block}.norm2") @ params[f"{block}.up.kernel"]) for x in stream]
+        stream = [x + h @ params[f"{block}.down.kernel"] for x, h in zip(stream, hidden, strict=True)]
+    return np.array([norm(x, "norm") @ params["head.kernel"] for x in stream])
+
+
+def test_the_model_is_its_specification() -> None:
+    """Logits in float64 equal a transcription position by position, with carried-over weights."""
+    params = flat_params(24, 2)
+    model = small_model(embed_dim=24, num_heads=2)
+    torch_ref.load_params(model, params)
+    tokens = np.random.default_rng(1).integers(0, 256, (3, 9))
+    logits = model(torch.from_numpy(tokens)).detach().numpy()
+    assert logits.shape == (3, 9, 256)
+    for row, row_tokens in zip(logits, tokens.tolist(), strict=True):
+        np.testing.assert_allclose(row, slow_logits(params, row_tokens, 2, 2), rtol=1e-9, atol=1e-9)
+
+
+def test_no_logit_sees_its_own_token_or_later_ones() -> None:
+    """A changed token t changes all logits after t and none up to t."""
+    model = small_model()
+    tokens = torch.arange(10)[None] * 20
+    logits = model(tokens)
+    for t in range(9):
+        other = tokens.clone()
+        other[0, t] = 255
+        same = (model(other) == logits)[0].all(dim=1)
+        assert same.tolist() == [True] * (t + 1) + [False] * (9 - t)
+
+
+def test_padding_at_the_end_changes_nothing_before_it() -> None:
+    """A row gives the same logits in a longer bucket."""
+    model = small_model()
+    tokens = torch.tensor([[65, 66, 67, 68]])
+    padded = torch.cat([tokens, torch.zeros(1, 5, dtype=torch.int64)], dim=1)
+    torch.testing.assert_close(model(padded)[:, :4], model(tokens), rtol=1e-12, atol=1e-12)
+
+
+def test_weights_that_do_not_fit_are_all_listed_and_none_is_copied() -> None:
+    """Missing, unexpected and misshapen names in one message."""
+    model = small_model()
+    before = [weight.clone() for weight in model.parameters()]
+    params: dict[str, Any] = dict(flat_params(12, 2))
+    del params["norm.scale"], params["blocks.1.up.kernel"]
+    params |= {"head.bias": np.zeros(256), "blocks.0.out.kernel": np.zeros((12, 13))}
+    with pytest.raises(ValueError, match="fit") as caught:
+        torch_ref.load_params(model, params)
+    for name in ("norm.scale", "blocks.1.up.kernel", "head.bias", "blocks.0.out.kernel", "(12, 13)", "(12, 12)"):
+        assert name in str(caught.value)
+    assert "embed.embedding" not in str(caught.value)
+    assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_read_only_weights_are_copied() -> None:
+    """Arrays of other libraries are often read-only; the model does not share their memory."""
+    params = flat_params(12, 2)
+    for value in params.values():
+        value.setflags(write=False)
+    model = torch_ref.Transformer(embed_dim=12, num_layers=2, num_heads=3)
+    torch_ref.load_params(model, params)
+    assert torch.equal(model.head.weight.T, torch.tensor(params["head.kernel"]))
+
+
+@pytest.mark.parametrize("sizes", [{"embed_dim": 10}, {"embed_dim": 9}, {"num_heads": 0}, {"num_layers": 0}], ids=str)
+def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
+    """Heads of an even width, at least one of everything."""
+    with pytest.raises(ValueError, match="embed_dim"):
+        torch_ref.Transformer(**({"embed_dim": 12, "num_layers": 1, "num_heads": 3} | sizes))
+
+
+# Train step
+
+
+def gradients_of(batches: list[torch_ref.Batch]) -> tuple[dict[str, Any], list[Tensor]]:
+    """Return metrics and gradients of one step whose microbatches are those of all batches."""
+    tokens, lengths, weights, _ = zip(*batches, strict=True)
+    step = torch_ref.Batch(torch.cat(tokens), torch.cat(lengths), torch.cat(weights), batches[0].num_sequences)
+    model = small_model()
+    metrics = torch_ref.train_step(model, SGD(model.parameters(), lr=0.0), step)
+    gradients = [weight.grad for weight in model.parameters()]
+    assert all(gradient is not None for gradient in gradients)
+    return metrics, [gradient for gradient in gradients if gradient is not None]
+
+
+def reference_gradients(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Return loss and gradients by definition: the mean over the tokens of all samples, each run alone."""
+    model = small_model()
+    losses = [
+        torch.nn.functional.cross_entropy(model(tokens[None])[0], tokens, reduction="none")
+        for tokens in (torch.from_numpy(sample.astype(np.int64)) for sample in samples)
+    ]
+    loss = torch.cat(losses).mean()
+    return loss, list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@few
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=9),
+    num_microbatches=st.integers(1, 5),
+    extra_rows=st.integers(0, 2),
+    num_replicas=st.integers(1, 2),
+)
+def test_any_split_of_a_step_gives_the_same_gradient(
+    lengths: list[int], num_microbatches: int, extra_rows: int, num_replicas: int
+) -> None:
+    """Rows, microbatches, dummy rows and all-dummy microbatches make no difference in float64."""
+    total = num_microbatches * num_replicas
+    samples = dataset_of(lengths)
+    plan = torch_ref.make_plan(lengths, [(-(-len(lengths) // total) + extra_rows, 8)], microbatches_per_step=total)
+    loaders = [torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas) for rank in range(num_replicas)]
+    shares = [next(iter(loader)) for loader in loaders]
+    metrics, gradients = gradients_of(shares)
+    loss, expected = reference_gradients(samples)
+    torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-11, atol=1e-12)
+    assert metrics["weight"] == sum(lengths)
+    assert metrics["num_sequences"] == len(lengths)
+    for gradient, other in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:
+    """No NaN, no update of a plain optimizer."""
+    tokens, weights = torch.zeros(2, 3, 4, dtype=torch.int64), torch.zeros(2, 3, 4)
+    empty = torch_ref.Batch(tokens, tokens[..., 0], weights, 0.0)
+    metrics, gradients = gradients_of([empty])
+    assert metrics["loss"] == 0
+    assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
+
+
+def test_loss_sums_are_nats_and_tokens() -> None:
+    """Zero logits cost log(256) a token, whatever lies on the padding."""
+    model = small_model()
+    torch.nn.init.zeros_(model.head.weight)
+    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)]), dataset_of([3, 5]))))
+    microbatch = torch_ref.Batch(batch.tokens[0], batch.lengths[0], batch.weights[0], batch.num_sequences)
+    loss_sum, weight_sum = torch_ref.loss_sums(model, microbatch)
+    assert float(weight_sum) == 8
+    assert float(loss_sum.detach()) == pytest.approx(8 * math.log(256), rel=1e-12)
+
+
+def test_training_learns_a_repeated_sentence() -> None:
+    """The whole line: buckets, plan, batches, steps, learning rates."""
+    samples = [np.frombuffer(b"so it goes. " * n, dtype=np.uint8) for n in (1, 2, 3, 4, 2, 1)]
+    lengths = [len(sample) for sample in samples]
+    plan = torch_ref.make_plan(lengths, torch_ref.make_buckets(lengths, 96, max_shapes=2), order="shuffle")
+    torch.manual_seed(0)
+    model = torch_ref.Transformer(embed_dim=16, num_layers=1, num_heads=2)
+    optimizer = Adam(model.parameters(), lr=1e-2)
+    scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, 2, rule="sqrt")
+    losses = []
+    for _ in range(25):
+        for batch in torch_ref.load(plan, samples):
+            losses.append(float(torch_ref.train_step(model, optimizer, batch)["loss"]))
+            scheduler.step()
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert losses[-1] < 1.0
+
+
+@pytest.mark.multiprocess
+def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
+    """Replicas that share gradients, reading through worker processes, end with the weights of a single process."""
+    arguments = [sys.executable, run_replica.__file__, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+    processes = [
+        subprocess.Popen([*arguments, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
+        for rank in range(run_replica.NUM_REPLICAS)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    alone = run_replica.train(run_replica.read_batches(rank=0, num_replicas=1, num_workers=0))
+    for rank in range(run_replica.NUM_REPLICAS):
+        together = np.load(tmp_path / f"{rank}.npz")
+        assert set(together.files) == set(alone)
+        for name, values in alone.items():
+            np.testing.assert_allclose(together[name], values, rtol=1e-9, atol=1e-11)

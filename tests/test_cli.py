@@ -1,0 +1,94 @@
+"""Command line: a plan for any lengths file, every setting documented, mistakes in one line."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jvarlen import Plan, make_buckets, make_plan
+from jvarlen.cli import main
+from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.models import TransformerConfig
+
+LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    return str(tmp_path / "lengths.npy")
+
+
+def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
+    out = tmp_path / "plan.npz"
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--max-shapes", "5", "--out", str(out)]) == 0
+    expected = make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=5))
+    assert Plan.load(out).digest == expected.digest
+    printed = capsys.readouterr().out
+    assert expected.report() in printed
+    assert expected.digest in printed
+
+
+def test_plan_takes_every_setting(lengths_file, capsys):
+    settings = "--max-tokens 2048 --strategy quantile --max-shapes 3 --max-length 256 --overlong drop --order shuffle"
+    settings += " --microbatches-per-step 2 --row-multiple 2 --length-multiple 8 --seed 3 --epoch 1 --longest-first"
+    assert main(["plan", lengths_file, *settings.split()]) == 0
+    short = LENGTHS[LENGTHS <= 256]
+    buckets = make_buckets(
+        short, 2048, strategy="quantile", max_shapes=3, max_length=256, microbatches_per_step=2, row_multiple=2,
+        length_multiple=8,
+    )  # fmt: skip
+    plan = make_plan(
+        LENGTHS, buckets, order="shuffle", overlong="drop", microbatches_per_step=2, seed=3, epoch=1, longest_first=True
+    )
+    assert plan.digest in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 is below the longest bucket"),
+        (["plan", "LENGTHS", "--max-tokens", "many"], "--max-tokens"),
+        (["plan", "LENGTHS", "--max-tokens", "0"], "max_tokens"),
+        (["plan", "LENGTHS"], "--max-tokens"),
+        (["plan", "LENGTHS", "--max-tokens", "4096", "--order", "random"], "random"),
+        (["plan", "LENGTHS", "--max-tokens", "4096", "--colour", "red"], "--colour"),
+        (["plan", "nowhere.npy", "--max-tokens", "4096"], "there is no lengths file nowhere.npy"),
+        (["plan", "TEXT", "--max-tokens", "4096"], "not a readable .npy file"),
+        (["plan", "FLOATS", "--max-tokens", "4096"], "lengths must be integers, not float64"),
+        (["train", "--plan.max-tokens", "0"], "max_tokens"),
+        (["train", "--plan.max-tokens", "12"], "max_tokens 12 is below the longest bucket"),
+        (["train", "--model.width", "7"], "width (7)"),
+        (["train", "--optimiser.b1", "0.5"], "--optimiser.b1"),
+        (["train", "--resume", "nowhere"], "there is no run to resume"),
+        (["train", "--resume"], "--resume"),
+        (["fly"], "fly"),
+        ([], "plan"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    np.save("floats.npy", LENGTHS / 2)
+    (tmp_path / "text.npy").write_text("lengths")
+    names = {"LENGTHS": lengths_file, "FLOATS": "floats.npy", "TEXT": "text.npy"}
+    assert main([names.get(arg, arg) for arg in args]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("jvarlen: ")
+    assert said in error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_documents_every_setting(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--help"])
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    for prefix, settings in (
+        ("", FitConfig),
+        ("plan.", PlanConfig),
+        ("model.", TransformerConfig),
+        ("optimizer.", OptimizerConfig),
+    ):
+        for field in dataclasses.fields(settings):
+            if not dataclasses.is_dataclass(field.default):
+                assert f"--{prefix}{field.name.replace('_', '-')}" in text

@@ -1,0 +1,88 @@
+"""Course: places follow each other over epochs, and what is logged is what the plan says."""
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from jvarlen import lr_sequence
+from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.course import Course
+
+LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
+CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PlanConfig(max_tokens=80, max_shapes=3, max_length=32))
+
+
+def places(course):
+    place = course.first_place()
+    yield place
+    for _ in range(course.num_steps):
+        place = course.next_place(place)
+        yield place
+
+
+def test_places_run_through_all_epochs():
+    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    assert course.num_steps == 3 * course.steps_per_epoch
+    walked = list(places(course))
+    assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e in range(3) for s in range(course.steps_per_epoch)]
+    assert all(b.num_steps_done == a.num_steps_done + 1 for a, b in pairwise(walked))
+    assert len({p.plan_digest for p in walked[:-1]}) == 3
+    assert walked[-1].num_tokens_done == 3 * np.minimum(LENGTHS, 32).sum()
+    assert walked[-1].num_positions_done == 3 * course.plan_of_epoch(0).positions_per_step.sum()
+
+
+def test_records_hold_what_the_plan_says():
+    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    for place in list(places(course))[:-1]:
+        record, plan = course.record(place), course.plan_of_epoch(place.epoch)
+        assert record["num_sequences"] == plan.num_sequences[place.step]
+        assert record["num_tokens"] == plan.num_tokens[place.step]
+        assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets[plan.step_bucket[place.step]]
+
+
+def test_rates_are_those_of_the_learning_rate_sequence():
+    config = dataclasses.replace(
+        CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
+    )
+    course = Course(config, LENGTHS, LENGTHS[:9])
+    rates = course.rates_of_epoch(0)
+    np.testing.assert_allclose(rates.in_force, lr_sequence(course.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
+
+
+def test_max_steps_ends_training_within_an_epoch():
+    course = Course(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, LENGTHS[:9])
+    assert course.num_steps == 5
+    assert len(course.rates_of_epoch(0).base) == 5
+
+
+def test_held_out_samples_come_in_the_same_buckets():
+    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    assert course.held_out_plan.buckets == course.buckets
+    assert sorted(course.held_out_plan.sample_ids) == list(range(9))
+    assert set(course.held_out_buckets) == {course.buckets[k] for k in course.held_out_plan.step_bucket}
+
+
+def test_held_out_samples_that_fit_no_bucket_are_named():
+    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=None, overlong="error"))
+    with pytest.raises(ValueError, match=r"held-out samples: .*id 1: 70"):
+        Course(config, LENGTHS, np.array([3, 70]))
+
+
+def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
+    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
+    course = Course(config, LENGTHS, LENGTHS[:9])
+    plan = course.plan_of_epoch(0)
+    assert plan.num_samples == (LENGTHS <= 16).sum()
+    assert plan.num_dropped == (LENGTHS > 16).sum()
+
+
+def test_a_place_of_another_plan_is_refused():
+    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    place = course.first_place()
+    course.check_place(place)
+    with pytest.raises(ValueError, match="belongs to plan abc"):
+        course.check_place(dataclasses.replace(place, plan_digest="abc"))
+    with pytest.raises(ValueError, match="training takes"):
+        course.check_place(dataclasses.replace(place, num_steps_done=10**6))

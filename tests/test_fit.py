@@ -1,0 +1,168 @@
+"""The whole line on small data: everything is left behind, nothing is compiled late, and resuming is going on."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
+
+from jvarlen import FitConfig, Plan, fit
+from jvarlen.config import OptimizerConfig, PlanConfig, load_config
+from jvarlen.models import TransformerConfig
+from jvarlen.report import read_metrics
+
+from .conftest import random_dataset
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def compilation_cache(tmp_path_factory):
+    """One for all runs here, which compile the same programs over and over."""
+    yield tmp_path_factory.mktemp("compiled")
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache_of_jax.reset_cache()
+
+
+@pytest.fixture
+def config(tmp_path, compilation_cache):
+    return FitConfig(
+        max_steps=25,
+        num_epochs=2,
+        checkpoint_every=4,
+        runs_dir=tmp_path / "runs",
+        compilation_cache=compilation_cache,
+        progress=False,
+        plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
+        model=TransformerConfig(num_layers=1, width=16, num_heads=1),
+    )
+
+
+def step_records(run_dir):
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def same_training(one, other):
+    """The same steps with the same losses, to the last bit; times are another matter."""
+    without_time = [
+        [{name: value for name, value in row.items() if name != "time_s"} for row in step_records(run_dir)]
+        for run_dir in (one.run_dir, other.run_dir)
+    ]
+    same_params = jax.tree.map(lambda a, b: bool((a == b).all()), one.state.params, other.state.params)
+    return without_time[0] == without_time[1] and all(jax.tree.leaves(same_params))
+
+
+class Interrupting:
+    """A dataset in whose reading Ctrl-C is pressed."""
+
+    def __init__(self, dataset, after):
+        self._dataset = dataset
+        self._reads_left = after
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        self._reads_left -= 1
+        if self._reads_left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._dataset[index]
+
+
+def test_a_run_leaves_everything_behind(config, split, capsys):
+    result = fit(config, split)
+    printed = capsys.readouterr().out
+    order = ["\nCorpus\n", "\nPlan\n", "\nSummary\n"]
+    assert sorted(order, key=printed.index) == order
+    assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
+    assert (config.runs_dir / "latest").resolve() == result.run_dir.resolve()
+    assert {path.name for path in result.run_dir.iterdir()} == {
+        "checkpoints", "config.json", "curves.png", "metrics.jsonl", "plan.npz", "summary.json",
+    }  # fmt: skip
+    assert load_config(result.run_dir / "config.json") == config
+
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    assert summary == dataclasses.asdict(result.summary)
+    assert summary["compilations_after_first_step"] == 0
+    assert summary["num_steps"] == 25
+    assert summary["held_out_bits_per_byte_after"] < summary["held_out_bits_per_byte_before"]
+
+    records, plan = step_records(result.run_dir), Plan.load(result.run_dir / "plan.npz")
+    assert [row["step"] for row in records] == list(range(25))
+    first_epoch = records[: plan.num_steps]
+    assert [row["num_sequences"] for row in first_epoch] == plan.num_sequences[: len(first_epoch)].tolist()
+    positions, tokens = sum(row["num_positions"] for row in records), sum(row["num_tokens"] for row in records)
+    assert summary["padding"] == 1 - tokens / positions
+    assert summary["num_tokens"] == tokens
+
+
+def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, capsys):
+    whole = fit(config, split)
+    interrupted = fit(config, split._replace(train=Interrupting(split.train, after=len(split.train) + 70)))
+    assert interrupted.summary.interrupted
+    assert 0 < interrupted.summary.num_steps < 25
+    assert interrupted.summary.held_out_bits_per_byte_after is None
+    assert f"--resume {interrupted.run_dir}" in capsys.readouterr().out
+    resumed = fit(dataclasses.replace(config, resume=interrupted.run_dir), split)
+    assert resumed.run_dir.resolve() == interrupted.run_dir.resolve()
+    assert same_training(whole, resumed)
+    assert resumed.summary.held_out_bits_per_byte_before == whole.summary.held_out_bits_per_byte_before
+    assert resumed.summary.held_out_bits_per_byte_after == whole.summary.held_out_bits_per_byte_after
+    assert resumed.summary.num_tokens == whole.summary.num_tokens
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resuming_a_finished_run_changes_nothing(config, split):
+    whole = fit(config, split)
+    again = fit(dataclasses.replace(config, resume=whole.run_dir), split)
+    assert same_training(whole, again)
+    assert again.summary.num_steps == 25
+
+
+@pytest.mark.multiprocess
+def test_worker_processes_change_no_number(config, split):
+    short = dataclasses.replace(config, max_steps=6)
+    assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
+
+
+def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):
+    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
+    other = dataclasses.replace(config, resume=run_dir, plan=dataclasses.replace(config.plan, max_tokens=96))
+    with pytest.raises(ValueError, match=r"only be resumed with its own plan.*plan\.max_tokens: 128, 96"):
+        fit(other, split)
+    with pytest.raises(ValueError, match="the data differ"):
+        fit(dataclasses.replace(config, max_steps=1, resume=run_dir), split._replace(train=random_dataset(90, 40)))
+
+
+def test_resuming_another_model_is_refused(config, split):
+    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
+    other = dataclasses.replace(config, resume=run_dir, model=TransformerConfig(num_layers=1, width=32, num_heads=1))
+    with pytest.raises(ValueError, match="cannot be resumed"):
+        fit(other, split)
+
+
+def test_resuming_what_is_no_run_is_refused(config, split, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        fit(dataclasses.replace(config, resume=tmp_path), split)
+    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
+    damaged = bytearray((run_dir / "plan.npz").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    (run_dir / "plan.npz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"plan\.npz"):
+        fit(dataclasses.replace(config, resume=run_dir), split)
+
+
+def test_a_learned_text_is_predicted(config):
+    """Training works: a corpus of one repeated word is learned to nearly nothing a byte."""
+    from jvarlen.datasets import Split, TokenDataset
+
+    words = TokenDataset.from_bytes([b"abcdefgh" * (1 + i % 4) for i in range(200)])
+    fast = OptimizerConfig(learning_rate=0.02)
+    result = fit(dataclasses.replace(config, max_steps=None, num_epochs=10, optimizer=fast), Split(words, words))
+    assert result.summary.held_out_bits_per_byte_after < 0.8
+    losses = np.array([row["loss"] for row in step_records(result.run_dir)])
+    assert losses[-5:].mean() < losses[:5].mean() / 5

@@ -1,0 +1,60 @@
+"""The import graph: data flows one way, and each package stands without the other."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jvarlen
+
+ROOT = Path(jvarlen.__file__).parent
+
+# In the order in which data flows; a module imports only modules above it.
+LAYERS = [
+    "lengths", "curriculum", "buckets", "plan_file", "plan", "distributed", "collate", "masks", "loader", "compile",
+    "lr", "train", "checkpoint", "datasets", "models", "config", "course", "report", "run_dir", "fit", "cli",
+]  # fmt: skip
+NUMPY_ONLY = LAYERS[: LAYERS.index("plan") + 1]
+
+
+def imported(path):
+    """Names of all modules that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_every_module_has_its_place():
+    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"} | {"models"}
+    assert modules == set(LAYERS)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_module_imports_only_modules_above_it(layer):
+    paths = (ROOT / layer).glob("*.py") if (ROOT / layer).is_dir() else [ROOT / f"{layer}.py"]
+    for path in paths:
+        names = {name.split(".")[1] for name in imported(path) if name.startswith("jvarlen.")}
+        assert names - {layer} <= set(LAYERS[: LAYERS.index(layer)])
+
+
+@pytest.mark.parametrize("layer", NUMPY_ONLY)
+def test_planning_is_numpy_only(layer):
+    assert not {"jax", "flax", "optax", "torch"} & {name.split(".")[0] for name in imported(ROOT / f"{layer}.py")}
+
+
+@pytest.mark.parametrize(("package", "other"), [("jvarlen", "torch"), ("torch_ref", "jax"), ("torch_ref", "jvarlen")])
+@pytest.mark.slow
+def test_each_package_stands_without_the_other(package, other):
+    program = f"import sys, {package}; sys.exit({other!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_the_top_level_is_a_table_of_contents():
+    assert len((ROOT / "__init__.py").read_text().splitlines()) < 60
+    assert all(hasattr(jvarlen, name) for name in jvarlen.__all__)
+    undocumented = [name for name in jvarlen.__all__ if not getattr(jvarlen, name).__doc__]
+    assert not undocumented

@@ -1,0 +1,165 @@
+"""Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import data_mesh, load, make_buckets, make_plan
+from jvarlen.datasets import TokenDataset
+
+from .conftest import random_dataset
+
+DATASET = random_dataset(60, 20)
+LENGTHS = np.diff(DATASET.offsets)
+BUCKETS = make_buckets(LENGTHS, 64, max_shapes=3, microbatches_per_step=4)
+
+
+def plan_of_epoch(epoch, **options):
+    return make_plan(LENGTHS, BUCKETS, microbatches_per_step=4, order="shuffle", epoch=epoch, **options)
+
+
+def rows_of(batch):
+    """Texts of all rows of a batch, microbatch by microbatch; None for a dummy row."""
+    tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
+    return [
+        [tokens[m, b, :n].astype(np.uint8).tobytes() if (n := lengths[m, b]) else None for b in range(lengths.shape[1])]
+        for m in range(len(lengths))
+    ]
+
+
+def planned_rows(plan, step):
+    return [[DATASET[i].tobytes() if i >= 0 else None for i in ids] for ids in plan.rows(step)]
+
+
+def test_every_step_holds_the_planned_rows():
+    plan = plan_of_epoch(0)
+    batches = list(load(plan, DATASET))
+    assert len(batches) == plan.num_steps
+    for step, batch in enumerate(batches):
+        assert rows_of(batch) == planned_rows(plan, step)
+        assert float(batch.num_sequences) == plan.num_sequences[step]
+        assert float(np.sum(batch.weights)) == plan.num_tokens[step]
+        assert isinstance(batch.tokens, jax.Array)
+
+
+@pytest.mark.parametrize("start_step", [0, 3, "last", "end"])
+def test_loading_starts_at_any_step(start_step):
+    plan = plan_of_epoch(0)
+    start_step = {"last": plan.num_steps - 1, "end": plan.num_steps}.get(start_step, start_step)
+    batches = list(load(plan, DATASET, start_step=start_step))
+    assert [rows_of(b) for b in batches] == [planned_rows(plan, s) for s in range(start_step, plan.num_steps)]
+
+
+def test_steps_before_the_start_are_not_read():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())
+
+    class Guarded:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            assert index not in before
+            return DATASET[index]
+
+    assert len(list(load(plan, Guarded(), start_step=3))) == plan.num_steps - 3
+
+
+def test_a_function_of_the_epoch_goes_on_over_epochs():
+    batches = load(plan_of_epoch, DATASET, epoch=2, start_step=1)
+    for epoch, first in ((2, 1), (3, 0), (4, 0)):
+        plan = plan_of_epoch(epoch)
+        for step in range(first, plan.num_steps):
+            assert rows_of(next(batches)) == planned_rows(plan, step)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_worker_processes_do_not_change_the_order():
+    plan = plan_of_epoch(0)
+    for step, batch in enumerate(load(plan, DATASET, num_workers=2, start_step=1), start=1):
+        assert rows_of(batch) == planned_rows(plan, step)
+
+
+def test_cut_samples_are_cut_and_counted():
+    plan = make_plan(LENGTHS, [(4, 8)], microbatches_per_step=2, overlong="truncate")
+    batches = list(load(plan, DATASET))
+    assert sum(float(np.sum(b.weights)) for b in batches) == np.minimum(LENGTHS, 8).sum()
+
+
+def test_microbatches_lie_on_their_shards():
+    mesh = data_mesh(4)
+    plan = plan_of_epoch(0)
+    for step, batch in enumerate(load(plan, DATASET, mesh=mesh)):
+        assert batch.tokens.sharding.spec == PartitionSpec("data")
+        assert batch.num_sequences.sharding.is_fully_replicated
+        for shard in batch.tokens.addressable_shards:
+            m = shard.index[0].start
+            assert mesh.devices[m] == shard.device
+            assert (np.asarray(shard.data[0]) == np.asarray(batch.tokens)[m]).all()
+        assert rows_of(batch) == planned_rows(plan, step)
+
+
+class Counted(NamedTuple):
+    ids: np.ndarray
+    num_sequences: np.ndarray
+
+
+def count_samples(step):
+    return Counted(step.ids, np.float32(sum(map(len, step.samples))))
+
+
+def test_a_collate_function_of_ones_own_makes_any_pytree():
+    plan = plan_of_epoch(0)
+    for step, batch in enumerate(load(plan, DATASET, collate=count_samples)):
+        assert (np.asarray(batch.ids) == plan.rows(step)).all()
+        assert float(batch.num_sequences) == plan.num_sequences[step]
+
+
+def test_shards_must_divide_the_microbatches():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=3)
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 4 shards"):
+        load(plan, DATASET, mesh=data_mesh(4))
+    with pytest.raises(ValueError, match="no 'data'"):
+        load(plan, DATASET, mesh=jax.make_mesh((1,), ("model",), devices=jax.devices()[:1]))
+
+
+def test_a_smaller_dataset_is_refused():
+    with pytest.raises(ValueError, match="the plan holds sample 59, the dataset only 10 samples"):
+        load(plan_of_epoch(0), random_dataset(10, 20))
+
+
+def test_another_dataset_is_noticed():
+    other = TokenDataset.from_bytes([DATASET[i].tobytes()[:1] for i in range(len(DATASET))])
+    with pytest.raises(ValueError, match="were planned"):
+        list(load(plan_of_epoch(0), other))
+
+
+@pytest.mark.parametrize("options", [{"start_step": -1}, {"start_step": 10**6}, {"num_workers": -1}])
+def test_impossible_places_and_workers_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        load(plan_of_epoch(0), DATASET, **options)
+
+
+def test_a_sample_that_cannot_be_read_is_named():
+    class Broken:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            if index == 7:
+                raise OSError("disk on fire")
+            return DATASET[index]
+
+    with pytest.raises(OSError, match="disk on fire") as raised:
+        list(load(plan_of_epoch(0), Broken()))
+    assert "while reading sample 7" in "".join(raised.value.__notes__)
+
+
+def test_an_iterator_left_early_holds_no_thread_that_raises():
+    batches = load(plan_of_epoch(0), DATASET)
+    next(batches)
+    del batches

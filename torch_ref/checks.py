@@ -1,0 +1,86 @@
+"""Arguments in, plain integers and tensors out; what breaks a rule becomes a ValueError that names the offenders."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+INT64_MAX = 2**63 - 1
+MAX_LISTED = 5
+
+
+def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_MAX) -> int:
+    """Return `value` as a Python int.
+
+    Args:
+        name: what the message calls it.
+        value: an integer of any kind (Python or NumPy); a bool is not one.
+        minimum: the smallest value allowed.
+        maximum: the largest value allowed.
+
+    Returns:
+        The same number as an int.
+
+    Raises:
+        ValueError: if it is not an integer or lies outside [minimum, maximum].
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    if isinstance(value, bool | np.bool_) or not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be an integer from {minimum} to {maximum}, got {value!r}")
+    return number
+
+
+def integer_array(name: str, values: Any) -> NDArray[Any]:
+    """Return `values` as a 1-D array of some integer dtype with at least one element.
+
+    Args:
+        name: what the message calls it.
+        values: anything that NumPy reads as an array.
+
+    Returns:
+        The array [N], in its own integer dtype.
+
+    Raises:
+        ValueError: if it is empty, has another number of dimensions, or holds something else (bools included).
+    """
+    array = np.asarray(values)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} must be 1-D with at least one element, got shape {array.shape}")
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be integers that fit int64, got dtype {array.dtype}")
+    return array
+
+
+def list_offenders(ids: NDArray[Any], values: NDArray[Any] | Sequence[int], limit: int) -> str:
+    """Write out the first few offenders and how many more there are.
+
+    Args:
+        ids: int64[n], their ids, n >= 1.
+        values: [n], the offending values, or at least the first `MAX_LISTED` of them.
+        limit: what the values were held against.
+
+    Returns:
+        Text such as "id 3: 0 (limit 1), id 9: -2 (limit 1)" with "and 7 more" where the list was cut.
+    """
+    listed = zip(ids[:MAX_LISTED], values[:MAX_LISTED], strict=True)
+    text = ", ".join(f"id {number}: {value} (limit {limit})" for number, value in listed)
+    left = len(ids) - MAX_LISTED
+    return f"{text} and {left} more" if left > 0 else text
+
+
+def to_tensor(array: NDArray[Any]) -> torch.Tensor:
+    """Return a tensor of the same dtype and shape, sharing memory where torch can write to it.
+
+    Args:
+        array: a NumPy array of a dtype that torch has.
+
+    Returns:
+        The tensor; a copy where the array is read-only or strided.
+    """
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -1,0 +1,111 @@
+"""Sorted lengths in, the lengths of the buckets out: closed forms, and the cheapest by exact dynamic programming."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def ceil_div(numerator: Tensor, denominator: Tensor | int) -> Tensor:
+    """Return the quotient of integers >= 0, rounded up."""
+    return -(-numerator // denominator)
+
+
+def optimal_edges(
+    distinct: Tensor, counts: Tensor, max_shapes: int, bucket_cost: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Choose at most `max_shapes` bucket lengths of the least total cost.
+
+    With D distinct lengths and K shapes it takes O(K * D**2) time and O(K * D) memory. The row rule's ceilings make the
+    cost neither monotone nor convex in the bucket's ends, so every end is tried.
+
+    Args:
+        distinct: int64[D], the lengths that samples have, ascending, in tokens.
+        counts: int64[D], how many samples have each.
+        max_shapes: K >= 1.
+        bucket_cost: from num_samples int64[n] and length int64[1] to the cost of such buckets, int64[n] or float64[n],
+            each >= 0.
+
+    Returns:
+        int64[k], 1 <= k <= K, ascending, the last of them the longest length. Among equal totals: the fewest buckets,
+        then, from the longest down, the smaller edges.
+    """
+    num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
+    before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
+    # total[k, j]: the least cost of the j shortest lengths in exactly k buckets, summed from the shortest bucket up.
+    # first[k, j]: the first length of the last of these buckets.
+    kind = bucket_cost(counts[:1], distinct[:1]).numpy().dtype
+    unreachable = np.inf if kind == np.float64 else 2**62
+    total = np.full((max_shapes + 1, num_distinct + 1), unreachable, dtype=kind)
+    first = np.zeros((max_shapes + 1, num_distinct + 1), dtype=np.int32)
+    total[0, 0] = 0
+    columns = np.arange(max_shapes)
+    # NumPy in the loop: these arrays are just large enough for torch to hand them to its threads, which costs more
+    # than the arithmetic where cores are shared, and NumPy's argmin is several times faster.
+    for last in range(num_distinct):
+        # The last bucket holds lengths i..last, for every i <= last at once.
+        costs = bucket_cost(before[last + 1] - before[: last + 1], distinct[last : last + 1])
+        sums = total[:-1, : last + 1] + costs.numpy()
+        # argmin gives the first of equals: the bucket that starts earliest, so that the next edge down is smallest.
+        start = sums.argmin(axis=1)
+        first[1:, last + 1] = start
+        total[1:, last + 1] = np.minimum(sums[columns, start], unreachable)
+    num_buckets = int(total[1:, -1].argmin()) + 1
+    edges = []
+    end = num_distinct
+    for k in range(num_buckets, 0, -1):
+        edges.append(int(distinct[end - 1]))
+        end = int(first[k, end])
+    return torch.tensor(edges[::-1])
+
+
+def _pad_to_max(ordered: Tensor, max_shapes: int) -> Tensor:
+    return ordered[-1:]
+
+
+def _powers_of_two(ordered: Tensor, max_shapes: int) -> Tensor:
+    shortest, longest = int(ordered[0]), int(ordered[-1])
+    # (n - 1).bit_length() is the exponent of the first power of two that is at least n.
+    exponents = range((shortest - 1).bit_length(), (longest - 1).bit_length())
+    return torch.tensor([*(2**exponent for exponent in exponents), longest])
+
+
+def _geometric(ordered: Tensor, max_shapes: int) -> Tensor:
+    shortest, longest = int(ordered[0]), int(ordered[-1])
+    powers = (shortest ** (max_shapes - k) * longest**k for k in range(1, max_shapes + 1))
+    return torch.tensor([_ceil_root(power, max_shapes, shortest, longest) for power in powers])
+
+
+def _ceil_root(power: int, degree: int, low: int, high: int) -> int:
+    """Return the smallest integer e in [low, high] with e**degree >= power, by bisection: floats would round."""
+    while low < high:
+        middle = (low + high) // 2
+        if middle**degree >= power:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _quantile(ordered: Tensor, max_shapes: int) -> Tensor:
+    parts = torch.arange(1, max_shapes + 1)
+    return ordered[ceil_div(parts * len(ordered), max_shapes) - 1]
+
+
+def _equal_tokens(ordered: Tensor, max_shapes: int) -> Tensor:
+    cumulative = torch.cumsum(ordered, dim=0)
+    total = int(cumulative[-1])
+    targets = torch.tensor([-(-k * total // max_shapes) for k in range(1, max_shapes + 1)])
+    return ordered[torch.searchsorted(cumulative, targets)]
+
+
+# Each takes the sorted lengths int64[N] and the number of shapes K, and gives ascending lengths int64[<= K], repeats
+# included ("powers_of_two" as many as it needs).
+CLOSED_FORM: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "pad_to_max": _pad_to_max,
+    "powers_of_two": _powers_of_two,
+    "geometric": _geometric,
+    "quantile": _quantile,
+    "equal_tokens": _equal_tokens,
+}

@@ -1,0 +1,98 @@
+"""The bucket of each ordered sample in; out come the steps: their buckets, their samples, and the order they run in."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_ref.checks import to_tensor
+from torch_ref.order import random_keys, stable_argsort
+
+
+class Steps(NamedTuple):
+    """Steps in some order.
+
+    Attributes:
+        bucket: int64[S], the bucket of each step.
+        num_sequences: int64[S], the samples of each step, at least 1.
+        places: int64[n], where the samples of step 0, 1, ... lie in the ordered list of samples.
+    """
+
+    bucket: Tensor
+    num_sequences: Tensor
+    places: Tensor
+
+
+def emit_steps(
+    sample_bucket: Tensor,
+    rows_per_step: Tensor,
+    *,
+    order: str,
+    by_length: bool,
+    random_stream: tuple[int, int, int],
+    shuffle_steps: bool,
+    longest_first: bool,
+) -> Steps:
+    """Cut each bucket's samples into steps and put the steps in order.
+
+    Args:
+        sample_bucket: int64[n], the bucket of each sample, in the order of the samples.
+        rows_per_step: int64[K], rows of a step in each bucket, over all microbatches.
+        order: "length" | "length_descending" | "shuffle" | "dataset" | "array".
+        by_length: whether the samples' difficulty is their length.
+        random_stream: (seed, epoch, position of the first step's key).
+        shuffle_steps: permute the steps at random.
+        longest_first: swap the first step of the longest bucket in use with step 0.
+
+    Returns:
+        The steps in the order in which they run.
+    """
+    steps = _canonical_steps(sample_bucket, rows_per_step)
+    num_steps = len(steps.bucket)
+    by_arrival = order in ("dataset", "array") or not by_length
+    if by_arrival:
+        emitted = _by_arrival(steps, rows_per_step)
+    elif order == "length_descending":
+        emitted = torch.sort(steps.bucket, stable=True, descending=True).indices
+    else:
+        emitted = torch.arange(num_steps)
+    # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
+    if shuffle_steps or (order == "shuffle" and not by_arrival):
+        seed, epoch, position = random_stream
+        emitted = emitted[to_tensor(stable_argsort(random_keys(seed, epoch, position, num_steps)))]
+    if longest_first:
+        buckets = steps.bucket[emitted]
+        first_longest = int(torch.nonzero(buckets == buckets.max())[0])
+        emitted[[0, first_longest]] = emitted[[first_longest, 0]]
+    return _select(steps, emitted)
+
+
+def _canonical_steps(sample_bucket: Tensor, rows_per_step: Tensor) -> Steps:
+    """Cut the samples into steps, by bucket ascending, then by position."""
+    places = torch.sort(sample_bucket, stable=True).indices
+    num_samples = torch.bincount(sample_bucket, minlength=len(rows_per_step))
+    num_steps = -(-num_samples // rows_per_step)
+    bucket = torch.repeat_interleave(num_steps)
+    index = torch.arange(len(bucket)) - _starts(num_steps)[bucket]
+    left = num_samples[bucket] - index * rows_per_step[bucket]
+    return Steps(bucket, torch.minimum(left, rows_per_step[bucket]), places)
+
+
+def _by_arrival(steps: Steps, rows_per_step: Tensor) -> Tensor:
+    """Return the order in which steps fill up; those that never do come last, by bucket ascending."""
+    last_arrival = steps.places[torch.cumsum(steps.num_sequences, dim=0) - 1]
+    partial = steps.num_sequences < rows_per_step[steps.bucket]
+    # At most one step of a bucket is partial, and buckets ascend: a stable sort keeps these in their places.
+    never = len(steps.places)
+    return torch.sort(torch.where(partial, never, last_arrival), stable=True).indices
+
+
+def _select(steps: Steps, emitted: Tensor) -> Steps:
+    sizes = steps.num_sequences[emitted]
+    shift = _starts(steps.num_sequences)[emitted] - _starts(sizes)
+    source = torch.arange(len(steps.places)) + torch.repeat_interleave(shift, sizes)
+    return Steps(steps.bucket[emitted], sizes, steps.places[source])
+
+
+def _starts(sizes: Tensor) -> Tensor:
+    return torch.cumsum(sizes, dim=0) - sizes

@@ -1,0 +1,192 @@
+"""Batch sizes and a base rate in, learning rates out: numbers, the table of a plan, or a torch scheduler."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torch_ref.checks import list_offenders
+from torch_ref.plan import Plan
+
+Rule = Literal["linear", "sqrt"] | None | Callable[[Any], Any]
+
+
+def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
+    """Return the factor on the learning rate that a batch size calls for.
+
+    Args:
+        batch_size: a number or an array of them, >= 0; sequences, or tokens when the base counts tokens.
+        base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
+        rule: "linear" (the ratio), "sqrt" (its square root), None (1), or a function of the ratio, which it gets as
+            float64 of `batch_size`'s shape.
+
+    Returns:
+        float64 of `batch_size`'s shape.
+
+    Raises:
+        ValueError: if a batch size is negative or not finite (the first are listed), if the base is not above 0, or
+            if the rule is unknown.
+
+    Example:
+        >>> float(lr_scale(10, 2)), float(lr_scale(8, 2, "sqrt"))
+        (5.0, 2.0)
+    """
+    sizes = np.asarray(batch_size, dtype=np.float64)
+    if not 0 < base_batch_size < math.inf:
+        raise ValueError(f"base_batch_size must be finite and above 0, got {base_batch_size!r}")
+    bad = np.flatnonzero(~(np.isfinite(sizes) & (sizes >= 0)))
+    if len(bad):
+        raise ValueError(f"batch sizes must be finite and at least 0: {list_offenders(bad, sizes.reshape(-1)[bad], 0)}")
+    ratio = sizes / np.float64(base_batch_size)
+    if rule == "linear":
+        return np.float64(ratio) if ratio.ndim == 0 else ratio
+    if rule == "sqrt":
+        return np.sqrt(ratio)
+    if rule is None:
+        return np.ones_like(ratio)[()]
+    if callable(rule):
+        return np.broadcast_to(np.asarray(rule(ratio), dtype=np.float64), ratio.shape)[()]
+    raise ValueError(f'rule must be "linear", "sqrt", None or a function, got {rule!r}')
+
+
+def lr_sequence(
+    plan: Plan,
+    base_schedule: float | ArrayLike | Callable[[int], float],
+    base_batch_size: float,
+    *,
+    rule: Rule = "linear",
+    unit: str = "sequences",
+) -> NDArray[np.float64]:
+    """Return the learning rate of every step of a plan.
+
+    Args:
+        plan: a plan of S steps.
+        base_schedule: the rate at `base_batch_size`: a number, an array [S], or a function of the step's index.
+        base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
+        rule: as in `lr_scale`.
+        unit: what a batch size counts: "sequences" (real samples of the step) or "tokens" (real tokens).
+
+    Returns:
+        float64[S].
+
+    Raises:
+        ValueError: if an argument is out of its range or the schedule has another number of values than the plan steps.
+    """
+    if unit not in ("sequences", "tokens"):
+        raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
+    sizes = plan.num_sequences if unit == "sequences" else plan.num_tokens
+    if callable(base_schedule):
+        base = np.array([float(base_schedule(step)) for step in range(plan.num_steps)])
+    else:
+        base = np.asarray(base_schedule, dtype=np.float64)
+        if base.shape not in ((), (plan.num_steps,)):
+            raise ValueError(f"base_schedule must be a number or {plan.num_steps} values, got shape {base.shape}")
+    rates: NDArray[np.float64] = base * lr_scale(sizes, base_batch_size, rule)
+    return rates
+
+
+class VariableBatchSizeLR(LRScheduler):
+    """Scale the learning rate of each step by its batch size, on top of any other scheduler.
+
+    The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
+    of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only.
+
+    Args:
+        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one.
+        batch_sizes: [S] numbers >= 0, the batch size of each step, such as a plan's `num_sequences`; they repeat.
+        base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
+        rule: as in `lr_scale`.
+
+    Raises:
+        ValueError: if `batch_sizes` is not 1-D with at least one element, or for what `lr_scale` refuses.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        >>> VariableBatchSizeLR(optimizer, [10, 4], 2).get_last_lr()
+        [0.005]
+    """
+
+    def __init__(
+        self,
+        optimizer_or_scheduler: Optimizer | LRScheduler,
+        batch_sizes: ArrayLike,
+        base_batch_size: float,
+        *,
+        rule: Rule = "linear",
+    ) -> None:
+        """Put the first step's rate in force."""
+        sizes = np.asarray(batch_sizes)
+        if sizes.ndim != 1 or sizes.size == 0:
+            raise ValueError(f"batch_sizes must be 1-D with at least one element, got shape {sizes.shape}")
+        self._scales = lr_scale(sizes, base_batch_size, rule)
+        if isinstance(optimizer_or_scheduler, Optimizer):
+            wrapped, optimizer = None, optimizer_or_scheduler
+        else:
+            wrapped, optimizer = optimizer_or_scheduler, optimizer_or_scheduler.optimizer
+        self._unscaled_lrs = _get_rates(optimizer)
+        # The base class takes a first step, on which the wrapped scheduler, in its own first state, must stay put.
+        self._wrapped: LRScheduler | None = None
+        super().__init__(optimizer)
+        self._wrapped = wrapped
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the wrapped scheduler, then scale its rates for the next step.
+
+        Args:
+            *args: handed to the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
+            **kwargs: likewise.
+        """
+        if self._wrapped is not None:
+            _set_rates(self.optimizer, self._unscaled_lrs)
+            self._wrapped.step(*args, **kwargs)
+            self._unscaled_lrs = _get_rates(self.optimizer)
+        super().step()
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group at the current step, `last_epoch`."""
+        scale = float(self._scales[self.last_epoch % len(self._scales)])
+        return [rate * scale for rate in self._unscaled_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the sequence, the unscaled rates and the wrapped scheduler's state; no batch sizes."""
+        kept = ("last_epoch", "_step_count", "_unscaled_lrs")
+        wrapped = None if self._wrapped is None else self._wrapped.state_dict()
+        return {**{name: self.__dict__[name] for name in kept}, "wrapped": wrapped}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a state back; the optimizer has the right rates at once.
+
+        Args:
+            state_dict: what `state_dict` gave, from a scheduler built alike.
+
+        Raises:
+            ValueError: if only one of the two wraps a scheduler.
+        """
+        state = dict(state_dict)
+        wrapped = state.pop("wrapped")
+        if (wrapped is None) != (self._wrapped is None):
+            raise ValueError("the state and this scheduler must both wrap a scheduler, or neither")
+        if self._wrapped is not None:
+            self._wrapped.load_state_dict(wrapped)
+        self.__dict__.update(state)
+        _set_rates(self.optimizer, self.get_lr())
+        self._last_lr = _get_rates(self.optimizer)
+
+
+def _get_rates(optimizer: Optimizer) -> list[float | Tensor]:
+    # A tensor rate is changed in place by torch: keep a copy.
+    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
+
+
+def _set_rates(optimizer: Optimizer, rates: list[float | Tensor]) -> None:
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate.item() if isinstance(rate, Tensor) else rate)
+        else:
+            group["lr"] = rate

@@ -1,0 +1,134 @@
+"""Bytes in, logits of each byte given those before it out: a small causal transformer without biases."""
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from torch.nn import functional
+
+# In shapes: B rows, T tokens a row, D width, H heads, d = D / H width of a head.
+NUM_BYTES = 256
+_BEGIN = NUM_BYTES
+_ROPE_THETA = 10_000.0
+_NORM_EPS = 1e-6
+_INIT_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """A byte-level decoder: pre-norm blocks of causal attention with rotary positions and a GELU MLP.
+
+    Args:
+        embed_dim: D.
+        num_layers: the number of blocks.
+        num_heads: H; D / H must be an even integer.
+
+    Raises:
+        ValueError: if a size is below 1 or the heads do not divide the width evenly.
+    """
+
+    def __init__(self, *, embed_dim: int, num_layers: int, num_heads: int) -> None:
+        """Draw the initial weights from torch's global generator."""
+        super().__init__()
+        if min(embed_dim, num_layers, num_heads) < 1 or embed_dim % (2 * num_heads):
+            raise ValueError(
+                f"embed_dim={embed_dim} must be an even multiple of num_heads={num_heads}, num_layers={num_layers} >= 1"
+            )
+        self.embed = nn.Embedding(NUM_BYTES + 1, embed_dim)
+        self.blocks = nn.ModuleList(_Block(embed_dim, num_heads) for _ in range(num_layers))
+        self.norm = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
+        self.head = nn.Linear(embed_dim, NUM_BYTES, bias=False)
+        for weight in self.parameters():
+            if weight.ndim == 2:
+                nn.init.normal_(weight, std=_INIT_STD)
+
+    def forward(self, tokens_BxT: Tensor) -> Tensor:
+        """Predict each token from those before it.
+
+        Args:
+            tokens_BxT: int64[B, T], each in [0, 256). What follows a position never changes its output, so padding
+                at the end of a row needs no mask.
+
+        Returns:
+            Logits [B, T, 256] in the parameters' dtype; those at t are for token t.
+        """
+        begin = tokens_BxT.new_full((tokens_BxT.shape[0], 1), _BEGIN)
+        hidden_BxTxD = self.embed(torch.cat([begin, tokens_BxT[:, :-1]], dim=1))
+        for block in self.blocks:
+            hidden_BxTxD = block(hidden_BxTxD)
+        logits_BxTxV: Tensor = self.head(self.norm(hidden_BxTxD))
+        return logits_BxTxV
+
+
+class _Block(nn.Module):
+    def __init__(self, embed_dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm1 = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
+        self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
+        self.out = nn.Linear(embed_dim, embed_dim, bias=False)
+        self.norm2 = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
+        self.up = nn.Linear(embed_dim, 4 * embed_dim, bias=False)
+        self.down = nn.Linear(4 * embed_dim, embed_dim, bias=False)
+
+    def forward(self, x_BxTxD: Tensor) -> Tensor:
+        x_BxTxD = x_BxTxD + self.out(self._attend(self.norm1(x_BxTxD)))
+        mlp_BxTxD: Tensor = self.down(functional.gelu(self.up(self.norm2(x_BxTxD)), approximate="tanh"))
+        return x_BxTxD + mlp_BxTxD
+
+    def _attend(self, x_BxTxD: Tensor) -> Tensor:
+        qkv_BxTx3xHxd = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1))
+        q, k, v = qkv_BxTx3xHxd.permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
+        mixed_BxHxTxd = functional.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        return mixed_BxHxTxd.transpose(1, 2).flatten(2)
+
+
+def _rotate(x_BxHxTxd: Tensor) -> Tensor:
+    """Turn each pair (i, i + d/2) of a head by an angle that grows with the position."""
+    half = x_BxHxTxd.shape[-1] // 2
+    # float64: in float32 the angles of late positions would carry an error of their own.
+    exponents = torch.arange(half, dtype=torch.float64, device=x_BxHxTxd.device) / half
+    positions = torch.arange(x_BxHxTxd.shape[-2], dtype=torch.float64, device=x_BxHxTxd.device)
+    angles_Txh = positions[:, None] * _ROPE_THETA**-exponents
+    cos, sin = angles_Txh.cos().to(x_BxHxTxd.dtype), angles_Txh.sin().to(x_BxHxTxd.dtype)
+    first, second = x_BxHxTxd.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+def load_params(model: nn.Module, params: Mapping[str, ArrayLike]) -> None:
+    """Copy weights into a model.
+
+    Args:
+        model: a `Transformer`.
+        params: arrays by name: `embed.embedding` [257, D], `blocks.{i}.qkv.kernel` [D, 3D] and so on, `*.scale` [D].
+            Kernels are [in, out], y = x @ kernel; values are cast to the model's dtype.
+
+    Raises:
+        ValueError: if names are missing or unexpected, or shapes differ; all of them are listed and nothing is copied.
+    """
+    targets = dict(_named_targets(model))
+    arrays = {name: np.array(value) for name, value in params.items()}
+    problems = [f"missing: {name}" for name in targets if name not in arrays]
+    problems += [f"unexpected: {name}" for name in arrays if name not in targets]
+    problems += [
+        f"{name}: shape {arrays[name].shape}, expected {tuple(target.shape)}"
+        for name, target in targets.items()
+        if name in arrays and arrays[name].shape != tuple(target.shape)
+    ]
+    if problems:
+        raise ValueError("the weights do not fit the model: " + "; ".join(problems))
+    with torch.no_grad():
+        for name, target in targets.items():
+            target.copy_(torch.from_numpy(arrays[name]))
+
+
+def _named_targets(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight under its carried-over name, as a view of the carried-over shape."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield f"{name}.kernel", module.weight.T
+        elif isinstance(module, nn.Embedding):
+            yield f"{name}.embedding", module.weight
+        elif isinstance(module, nn.RMSNorm):
+            yield f"{name}.scale", module.weight

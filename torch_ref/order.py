@@ -1,0 +1,137 @@
+"""Lengths, an order and a seed in; the ids of the samples in the order in which they come out, and the random keys."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
+from torch_ref.lengths import check_lengths
+
+ORDERS = ("dataset", "length", "length_descending", "shuffle")
+
+
+def sample_order(
+    lengths: ArrayLike,
+    order: str | ArrayLike = "length",
+    *,
+    difficulty: ArrayLike | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> NDArray[np.int64]:
+    """Put the samples in order.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        order: "dataset" (by id), "length" (ascending difficulty), "length_descending", "shuffle" (ascending random
+            key), or an array [n] of unique sample ids, which may leave samples out. Ties go by ascending id.
+        difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers.
+        seed: 0 <= seed < 2**63, chooses the random keys.
+        epoch: 0 <= epoch < 2**63, likewise.
+
+    Returns:
+        int64[N] sample ids, or int64[n] for an order array.
+
+    Raises:
+        ValueError: if an argument is out of its range; arrays list the first offenders.
+
+    Example:
+        >>> sample_order([5, 2, 5, 1], "length_descending")
+        array([0, 2, 1, 3])
+    """
+    lengths = check_lengths(lengths)
+    seed = check_integer("seed", seed, minimum=0)
+    epoch = check_integer("epoch", epoch, minimum=0)
+    values = check_difficulty(difficulty, lengths)
+    if not isinstance(order, str):
+        return _check_order_array(order, len(lengths))
+    if order not in ORDERS:
+        raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, got {order!r}")
+    if order == "dataset":
+        return np.arange(len(lengths), dtype=np.int64)
+    if order == "shuffle":
+        return stable_argsort(random_keys(seed, epoch, 0, len(lengths)))
+    return stable_argsort(values, descending=order == "length_descending")
+
+
+def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int64]:
+    """Return a stretch of the random keys of an epoch.
+
+    Args:
+        seed: 0 <= seed < 2**63.
+        epoch: 0 <= epoch < 2**63.
+        start: the first position in the stream; sample i has position i, step s position N + s.
+        count: how many keys.
+
+    Returns:
+        int64[count], each in [0, 2**32): the upper halves of NumPy's raw Philox stream, which never changes between
+        versions and depends on no process or device.
+    """
+    stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    return (stream.random_raw(start + count)[start:] >> np.uint64(32)).astype(np.int64)
+
+
+def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray[np.int64]:
+    """Return the positions that sort `values`; equal values keep their order in both directions.
+
+    Args:
+        values: [N] integers or floats without NaN.
+        descending: largest first.
+
+    Returns:
+        int64[N].
+    """
+    if values.dtype.newbyteorder("=") not in (np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64):
+        # torch cannot sort the rest (uint64, say): their dense ranks sort alike and lose nothing.
+        values = np.unique(values, return_inverse=True)[1]
+    native = values.astype(values.dtype.newbyteorder("="), copy=False)
+    return torch.sort(to_tensor(native), stable=True, descending=descending).indices.numpy()
+
+
+def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
+    """Return what "length" orders sort by.
+
+    Args:
+        difficulty: [N] integers or floats, or None for the lengths.
+        lengths: int64[N], in tokens.
+
+    Returns:
+        [N] in its own dtype, so that integers above 2**53 stay apart.
+
+    Raises:
+        ValueError: if the size, the dimensions or the dtype is wrong (bools and complex numbers are), or for NaN.
+    """
+    if difficulty is None:
+        return lengths
+    values = np.asarray(difficulty)
+    if values.shape != lengths.shape:
+        raise ValueError(f"difficulty must have one value a sample, shape {lengths.shape}, got {values.shape}")
+    # NumPy turns a list of integers of which some exceed int64 into floats, and near ones would become equal.
+    rounded = values.dtype.kind == "f" and isinstance(difficulty, list | tuple) and _all_integers(difficulty)
+    if values.dtype.kind not in "iuf" or rounded:
+        raise ValueError(f"difficulty must be integers that fit 64 bits or floats, got dtype {values.dtype}")
+    unordered = np.flatnonzero(np.isnan(values)) if values.dtype.kind == "f" else np.empty(0, dtype=np.int64)
+    if len(unordered):
+        raise ValueError(f"difficulty must not be NaN: ids {unordered[:MAX_LISTED].tolist()}, {len(unordered)} in all")
+    return values
+
+
+def _all_integers(values: Sequence[Any]) -> bool:
+    return all(isinstance(value, int) for value in values)
+
+
+def _check_order_array(order: ArrayLike, num_samples: int) -> NDArray[np.int64]:
+    ids = integer_array("order", order)
+    outside = np.flatnonzero((ids < 0) | (ids >= num_samples))
+    if len(outside):
+        listed = list_offenders(outside, ids[outside], num_samples - 1)
+        raise ValueError(f"order must hold sample ids from 0 to {num_samples - 1}; by position: {listed}")
+    ids = ids.astype(np.int64)
+    repeated = np.flatnonzero(np.bincount(ids, minlength=num_samples) > 1)
+    if len(repeated):
+        raise ValueError(
+            f"order must hold each id once; repeated: {repeated[:MAX_LISTED].tolist()}, {len(repeated)} in all"
+        )
+    return ids

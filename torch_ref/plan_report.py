@@ -1,0 +1,41 @@
+"""The steps of a plan in, a table of its buckets as text out."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torch_ref.buckets import Bucket
+from torch_ref.checks import to_tensor
+
+
+def steps_table(
+    buckets: Sequence[Bucket],
+    step_bucket: NDArray[np.int32],
+    num_sequences: NDArray[np.int64],
+    num_tokens: NDArray[np.int64],
+    num_positions: NDArray[np.int64],
+) -> str:
+    """Write out what each bucket holds.
+
+    Args:
+        buckets: the K shapes.
+        step_bucket: int32[S], the bucket of each step.
+        num_sequences: int64[S], real samples.
+        num_tokens: int64[S], real tokens.
+        num_positions: int64[S], rows times length over all microbatches.
+
+    Returns:
+        One line a bucket and one for all: shape, samples, steps, padding as a share of the positions ("-" without any).
+    """
+    per_step = np.stack([num_sequences, np.ones_like(num_tokens), num_tokens, num_positions], axis=1)
+    sums = torch.zeros((len(buckets), 4), dtype=torch.int64)
+    sums.index_add_(0, to_tensor(step_bucket), to_tensor(per_step))
+    names = [*(f"{rows} x {length}" for rows, length in buckets), "total"]
+    lines = [f"{'rows x length':>20} {'samples':>12} {'steps':>9} {'padding':>9}"]
+    for name, row in zip(names, [*sums.tolist(), per_step.sum(axis=0).tolist()], strict=True):
+        samples, steps, tokens, positions = row
+        share = f"{1 - tokens / positions:.2%}" if positions else "-"
+        lines.append(f"{name:>20} {samples:>12,} {steps:>9,} {share:>9}")
+    return "\n".join(lines)

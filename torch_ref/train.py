@@ -1,0 +1,63 @@
+"""A model, an optimizer and a step's batch in; one update out, the same however the step was split."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from torch_ref.loader import Batch
+
+
+def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the two sums of which a loss is the ratio.
+
+    Args:
+        model: gives logits [B, T, V] for tokens int64[B, T].
+        microbatch: `tokens` int64[B, T] and `weights` float[B, T].
+
+    Returns:
+        (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
+        are 0 for a microbatch of dummy rows.
+    """
+    logits_BxTxV = model(microbatch.tokens)
+    losses_BxT = functional.cross_entropy(logits_BxTxV.transpose(1, 2), microbatch.tokens, reduction="none")
+    return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
+    """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
+
+    Gradients of the sums add up over the microbatches and, where `torch.distributed` is initialised, over its default
+    group; they are divided once. So any split of a step over replicas and microbatches gives the same gradient up to
+    rounding. Where all weights are 0 the loss and the gradient are 0.
+
+    Args:
+        model: gives logits [B, T, V] for tokens int64[B, T]; not wrapped in DistributedDataParallel, which would
+            average the replicas a second time.
+        optimizer: of the model's parameters; its gradients are overwritten.
+        batch: this replica's share of the step, `tokens` int64[m, B, T].
+
+    Returns:
+        `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
+        samples; all three over the whole step.
+    """
+    optimizer.zero_grad(set_to_none=True)
+    sums: list[Tensor] = []
+    for tokens, lengths, weights in zip(batch.tokens, batch.lengths, batch.weights, strict=True):
+        loss_sum, weight_sum = loss_sums(model, Batch(tokens, lengths, weights, batch.num_sequences))
+        torch.autograd.backward(loss_sum)
+        sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
+    total = torch.stack(sums).sum(dim=0)
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    if distributed.is_available() and distributed.is_initialized():
+        for tensor in (total, *gradients):
+            distributed.all_reduce(tensor)
+    loss, weight = total
+    # Sums are 0 where weights are: dividing by 1 then keeps them 0.
+    divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
+    for gradient in gradients:
+        gradient.div_(divisor)
+    optimizer.step()
+    return {"loss": loss / divisor, "weight": weight, "num_sequences": batch.num_sequences}
