@@ -1,0 +1,33 @@
+"""The README's script runs as it stands, on less data."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jvarlen
+from jvarlen import datasets
+from jvarlen.datasets import TokenDataset
+
+README = Path(jvarlen.__file__).parents[1] / "README.md"
+
+
+@pytest.mark.slow
+def test_the_script_trains_on_every_sample(monkeypatch):
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(32, 127, length, np.uint8).tobytes() for length in (9, 17) * 40]
+    monkeypatch.setattr(datasets, "stdlib_functions", lambda: TokenDataset.from_bytes(samples))
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(script, names)
+    assert names["plan"].num_samples == 80
+    assert names["mesh"].size == 4
+    assert 0 < float(names["metrics"].loss) < 8
+
+
+def test_the_commands_it_names_exist():
+    text = README.read_text()
+    makefile = (README.parent / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
