@@ -1,14 +1,9 @@
 """Training on samples of different lengths in few static shapes."""
 
+from jvarlen.batching import Batches, batch_by_tokens
 from jvarlen.buckets import Bucket, make_buckets
 from jvarlen.collate import Batch, StepSamples, pad_to_bucket, token_batch_spec
-from jvarlen.compile import (
-    CompiledBuckets,
-    RecompileError,
-    UnplannedShapeError,
-    compile_buckets,
-    no_recompiles,
-)
+from jvarlen.compile import CompiledBuckets, RecompileError, UnplannedShapeError, compile_buckets, no_recompiles
 from jvarlen.config import FitConfig
 from jvarlen.curriculum import sample_order
 from jvarlen.distributed import data_mesh
@@ -24,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Batch",
+    "Batches",
     "Bucket",
     "CompiledBuckets",
     "FitConfig",
@@ -34,6 +30,7 @@ __all__ = [
     "TrainState",
     "UnplannedShapeError",
     "attention_mask",
+    "batch_by_tokens",
     "check_lengths",
     "compile_buckets",
     "data_mesh",

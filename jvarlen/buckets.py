@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen.lengths import check_lengths, list_offenders, offenders_where
+from jvarlen.lengths import check_at_least_one, check_lengths, ends_to_offsets, list_offenders, offenders_where
 
 __all__ = ["Bucket", "CostFn", "Strategy", "check_buckets", "make_buckets", "num_steps_and_rows"]
 
@@ -161,7 +161,7 @@ def _optimal_edges(
     """
     num_lengths = len(rounded)
     max_shapes = min(max_shapes, num_lengths)
-    samples_below = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    samples_below = ends_to_offsets(np.cumsum(counts))
     dtype = np.int64 if cost is None else np.float64
     # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
     unreachable = np.iinfo(np.int64).max // 2 if cost is None else np.inf
@@ -282,17 +282,14 @@ def _check_options(
 ) -> None:
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, not {strategy!r}")
-    at_least_one = {
-        "max_tokens": max_tokens,
-        "max_shapes": max_shapes,
-        "max_length": 1 if max_length is None else max_length,
-        "microbatches_per_step": microbatches_per_step,
-        "row_multiple": row_multiple,
-        "length_multiple": length_multiple,
-    }
-    wrong = [f"{name} ({value!r})" for name, value in at_least_one.items() if value != int(value) or value < 1]
-    if wrong:
-        raise ValueError(f"must be integers of at least 1: {', '.join(wrong)}")
+    check_at_least_one(
+        max_tokens=max_tokens,
+        max_shapes=max_shapes,
+        max_length=1 if max_length is None else max_length,
+        microbatches_per_step=microbatches_per_step,
+        row_multiple=row_multiple,
+        length_multiple=length_multiple,
+    )
 
 
 def _check_budget(

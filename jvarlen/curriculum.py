@@ -6,13 +6,25 @@ device or the clock, so that the order is the same everywhere.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Shaped, UInt64
 
 from jvarlen.lengths import check_lengths, list_offenders
 
-__all__ = ["ORDERS", "check_difficulty", "check_order_array", "random_keys", "sample_order", "stable_argsort"]
+__all__ = [
+    "ORDERS",
+    "PackedKeys",
+    "check_difficulty",
+    "check_order_array",
+    "check_seed",
+    "pack_with_index",
+    "random_keys",
+    "sample_order",
+    "stable_argsort",
+]
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 
@@ -94,25 +106,60 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[
     return values
 
 
+class PackedKeys(NamedTuple):
+    """Integer keys and their indices, packed into single integers that sort as (key, index) does.
+
+    Attributes:
+      keys: uint64[N], to be sorted in place.
+      index_bits: bits of the index, the low ones.
+      smallest: the smallest key, which packed keys are counted from.
+    """
+
+    keys: UInt64[np.ndarray, " N"]
+    index_bits: int
+    smallest: int
+
+    def unpack(self) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+        """Indices and keys, int64[N] each; the packed keys are overwritten."""
+        keys = (self.keys >> np.uint64(self.index_bits)).view(np.int64)
+        if self.smallest:
+            keys += self.smallest
+        indices = self.keys
+        indices &= np.uint64(2**self.index_bits - 1)
+        return indices.view(np.int64), keys
+
+
+def pack_with_index(keys: Shaped[np.ndarray, " N"]) -> PackedKeys | None:
+    """Packs keys with their indices; None where they are no integers, or where both do not fit 63 bits."""
+    if not len(keys) or not np.issubdtype(keys.dtype, np.integer):
+        return None
+    smallest, largest = int(keys.min()), int(keys.max())
+    index_bits = max(1, (len(keys) - 1).bit_length())
+    limit = 2 ** (63 - index_bits)
+    if largest - smallest >= limit:
+        return None
+    if smallest >= 0 and largest < limit:
+        smallest = 0  # they fit as they are, which saves passes over the array
+        packed = keys.astype(np.int64, copy=False).view(np.uint64)
+    else:
+        packed = keys.astype(np.uint64) - np.uint64(smallest % 2**64)  # it wraps, so this is right whatever the signs
+    packed = packed << np.uint64(index_bits)
+    packed |= np.arange(len(keys), dtype=np.uint64)
+    return PackedKeys(packed, index_bits, smallest)
+
+
 def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
     """`np.argsort(keys, kind="stable")`, several times faster for integers of a moderate range.
 
     Such a key and its index fit one integer, and sorting plain integers is what NumPy does fastest.
     """
-    num_keys = len(keys)
-    if num_keys and np.issubdtype(keys.dtype, np.integer):
-        smallest = int(keys.min())
-        index_bits = max(1, (num_keys - 1).bit_length())
-        if int(keys.max()) - smallest < 2 ** (63 - index_bits):
-            # uint64 wraps, so the difference is right whatever the signs.
-            packed = keys.astype(np.uint64)
-            packed -= np.uint64(smallest % 2**64)
-            packed <<= np.uint64(index_bits)
-            packed |= np.arange(num_keys, dtype=np.uint64)
-            packed.sort()
-            packed &= np.uint64(2**index_bits - 1)
-            return packed.view(np.int64)
-    return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    packed = pack_with_index(keys)
+    if packed is None:
+        return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    indices = packed.keys
+    indices.sort()
+    indices &= np.uint64(2**packed.index_bits - 1)
+    return indices.view(np.int64)
 
 
 def check_seed(seed: int, epoch: int) -> None:

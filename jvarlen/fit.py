@@ -191,11 +191,12 @@ def _train(
             record["loss"] = float(metrics.loss_sum) / float(metrics.weight_sum)
             record["time_s"] = seconds = time.perf_counter() - start
             log.write(record)
-            bar.update()
             bar.set_postfix_str(
                 f"loss {record['loss'] / np.log(2):.3f} bits/byte, {place.num_tokens_done / seconds:,.0f} tokens/s, "
-                f"lr {record['learning_rate']:.2e}, bucket {record['bucket_rows']}×{record['bucket_length']}"
+                f"lr {record['learning_rate']:.2e}, bucket {record['bucket_rows']}×{record['bucket_length']}",
+                refresh=False,
             )
+            bar.update()
 
         while place.num_steps_done < course.num_steps and not stop.is_set():
             state, metrics = train_step(state, next(batches))

@@ -8,14 +8,14 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer, Shaped
 from tqdm import tqdm
 
-__all__ = ["DataSource", "LimitedSamples", "Overlong", "check_lengths", "limit_lengths", "measure_lengths"]
+__all__ = ["DataSource", "Overlong", "check_lengths", "measure_lengths"]
 
 Overlong = Literal["error", "drop", "truncate"]
 
@@ -61,58 +61,6 @@ class DataSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
-
-
-class LimitedSamples(NamedTuple):
-    """An order of samples after the rule for those that are too long.
-
-    Attributes:
-      ids: int64[n], the samples that remain, in order.
-      lengths: int64[n], their lengths, cut at the limit under `"truncate"`.
-      num_dropped: how many samples were left out.
-      num_truncated: how many lengths were cut.
-    """
-
-    ids: Int64[np.ndarray, " n"]
-    lengths: Int64[np.ndarray, " n"]
-    num_dropped: int
-    num_truncated: int
-
-
-def limit_lengths(
-    ids: Int64[np.ndarray, " n"], lengths: Int64[np.ndarray, " N"], max_length: int, overlong: Overlong
-) -> LimitedSamples:
-    """Applies the rule for samples longer than `max_length` tokens to an order of samples.
-
-    Args:
-      ids: int64[n], the order.
-      lengths: int64[N], the lengths of all samples, by id.
-      max_length: the most tokens a sample may keep.
-      overlong: `"error"` refuses longer samples, `"drop"` leaves them out, `"truncate"` cuts them.
-
-    Returns:
-      `LimitedSamples`.
-
-    Raises:
-      ValueError: an unknown rule; longer samples under `"error"` (the first are listed as id, value, limit); no sample
-        left under `"drop"`.
-    """
-    if overlong not in get_args(Overlong):
-        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
-    lengths_in_order = lengths[ids]
-    too_long = lengths_in_order > max_length
-    num_too_long = int(np.count_nonzero(too_long))
-    if not num_too_long:
-        return LimitedSamples(ids, lengths_in_order, 0, 0)
-    if overlong == "truncate":
-        return LimitedSamples(ids, np.minimum(lengths_in_order, max_length), 0, num_too_long)
-    if overlong == "drop" and num_too_long < len(ids):
-        return LimitedSamples(ids[~too_long], lengths_in_order[~too_long], num_too_long, 0)
-    offending = np.sort(ids[too_long])
-    offenders = list_offenders(offending, lengths[offending], max_length)
-    if overlong == "drop":
-        raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-    raise ValueError(f'samples longer than the longest bucket (overlong="drop" or "truncate" allows them): {offenders}')
 
 
 def measure_lengths(
@@ -171,6 +119,17 @@ def _measure_range(start: int) -> np.ndarray:
     return np.array([length_fn(dataset[i]) for i in range(start, min(start + _SAMPLES_PER_TASK, len(dataset)))])
 
 
+def check_at_least_one(**values: object) -> None:
+    """Raises ValueError that lists the arguments which are not integers of at least 1."""
+    wrong = [
+        f"{name} ({value!r})"
+        for name, value in values.items()
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1
+    ]
+    if wrong:
+        raise ValueError(f"must be integers of at least 1: {', '.join(wrong)}")
+
+
 def list_offenders(
     ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n"] | None = None, limit: object = None
 ) -> str:
@@ -186,3 +145,8 @@ def offenders_where(
 ) -> tuple[Int64[np.ndarray, " n"], Shaped[np.ndarray, " n"]]:
     """Ids and values of the offenders, for `list_offenders`."""
     return np.flatnonzero(is_offender), values[is_offender]
+
+
+def ends_to_offsets(ends: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n_plus_1"]:
+    """Where consecutive segments begin and end, from where they end: a zero in front."""
+    return np.concatenate([np.zeros(1, np.int64), ends])

@@ -14,16 +14,16 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Float, Int32, Int64, Integer
+from jaxtyping import Bool, Float, Int32, Int64
 
 from jvarlen.buckets import Bucket, check_buckets
-from jvarlen.curriculum import random_keys, sample_order, stable_argsort
-from jvarlen.lengths import Overlong, check_lengths, limit_lengths
+from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
+from jvarlen.grouping import group_by_bucket
+from jvarlen.kernels import take_segments
+from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, ends_to_offsets
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
 
 __all__ = ["Plan", "make_plan"]
-
-_LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,40 +218,40 @@ def make_plan(
     References:
       Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq".
     """
-    if microbatches_per_step != int(microbatches_per_step) or microbatches_per_step < 1:
-        raise ValueError(f"microbatches_per_step must be an integer of at least 1, not {microbatches_per_step!r}")
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
     lengths = check_lengths(lengths)
     buckets = check_buckets(buckets)
-    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    samples = limit_lengths(ids, lengths, buckets[-1].length, overlong)
+    check_seed(seed, epoch)
+    if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), lengths):
+        difficulty = None
+    edges = np.array([bucket.length for bucket in buckets])
+    samples = group_by_bucket(lengths, edges, order, difficulty, seed, epoch, overlong)
 
-    steps = _canonical_steps(samples.lengths, buckets, microbatches_per_step)
-    by_arrival = not isinstance(order, str) or order == "dataset" or _is_other_difficulty(difficulty, lengths)
-    if by_arrival:
-        emitted = _by_arrival(steps)
+    steps = _canonical_steps(samples.num_samples, buckets, microbatches_per_step)
+    by_arrival = not isinstance(order, str) or order == "dataset" or difficulty is not None
+    num_steps = len(steps.bucket)
+    if by_arrival and samples.place is not None:
+        emitted = _by_arrival(steps, samples.place)
     elif order == "length_descending":
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
-        emitted = np.arange(len(steps.bucket))
+        emitted = np.arange(num_steps)
     if shuffle_steps or (not by_arrival and order == "shuffle"):
-        keys = random_keys(len(emitted), seed=seed, epoch=epoch, start=len(lengths))
-        emitted = emitted[stable_argsort(keys)]
+        emitted = emitted[stable_argsort(random_keys(num_steps, seed=seed, epoch=epoch, start=len(lengths)))]
     if longest_first:
         first = int((steps.bucket[emitted] == steps.bucket[-1]).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
 
-    sizes = np.diff(steps.offsets)[emitted]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    # For every emitted row: its place among the canonical rows, and through it its place in the order.
-    canonical = np.arange(len(samples.ids)) + np.repeat(steps.offsets[emitted] - offsets[:-1], sizes)
-    place = steps.place[canonical]
+    is_canonical = bool((np.diff(emitted) == 1).all())
+    offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+    num_tokens = np.add.reduceat(samples.lengths, steps.offsets[:-1], dtype=np.int64)
     return Plan(
         buckets=buckets,
         microbatches_per_step=int(microbatches_per_step),
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
-        sample_ids=samples.ids[place],
-        num_tokens=np.add.reduceat(samples.lengths[place], offsets[:-1]),
+        sample_ids=samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets),
+        num_tokens=num_tokens[emitted],
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
@@ -263,23 +263,18 @@ class _CanonicalSteps(NamedTuple):
 
     Attributes:
       bucket: int32[S].
-      offsets: int64[S+1] into `place`.
+      offsets: int64[S+1] into the grouped samples.
       is_full: bool[S], whether all rows are real.
-      place: int64[n], the place in the order of every row.
     """
 
     bucket: Int32[np.ndarray, " S"]
     offsets: Int64[np.ndarray, " S_plus_1"]
     is_full: Bool[np.ndarray, " S"]
-    place: Int64[np.ndarray, " n"]
 
 
 def _canonical_steps(
-    lengths: Int64[np.ndarray, " n"], buckets: tuple[Bucket, ...], microbatches_per_step: int
+    num_samples: Int64[np.ndarray, " K"], buckets: tuple[Bucket, ...], microbatches_per_step: int
 ) -> _CanonicalSteps:
-    bucket_of_sample = _smallest_bucket(lengths, np.array([bucket.length for bucket in buckets]))
-    place = np.argsort(bucket_of_sample, kind="stable")  # radix sort: the type is as small as K allows
-    num_samples = np.bincount(bucket_of_sample, minlength=len(buckets))
     rows_per_step = microbatches_per_step * np.array([bucket.rows for bucket in buckets])
     num_steps = -(-num_samples // rows_per_step)
     bucket = np.repeat(np.arange(len(buckets), dtype=np.int32), num_steps)
@@ -287,23 +282,10 @@ def _canonical_steps(
     has_steps = num_steps > 0
     last = np.cumsum(num_steps)[has_steps] - 1
     sizes[last] = (num_samples - (num_steps - 1) * rows_per_step)[has_steps]
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-    return _CanonicalSteps(bucket, offsets, sizes == rows_per_step[bucket], place)
+    return _CanonicalSteps(bucket, ends_to_offsets(np.cumsum(sizes)), sizes == rows_per_step[bucket])
 
 
-def _smallest_bucket(lengths: Int64[np.ndarray, " n"], edges: Int64[np.ndarray, " K"]) -> Integer[np.ndarray, " n"]:
-    """The index of the smallest bucket that holds each length, in the smallest type that has room for K."""
-    dtype = np.min_scalar_type(len(edges) - 1)
-    if edges[-1] > _LARGEST_TABLE:
-        return np.searchsorted(edges, lengths).astype(dtype)
-    return np.searchsorted(edges, np.arange(edges[-1] + 1)).astype(dtype)[lengths]
-
-
-def _by_arrival(steps: _CanonicalSteps) -> Int64[np.ndarray, " S"]:
+def _by_arrival(steps: _CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
     """Full steps in order of the arrival of their last sample, then the short ones as they are."""
-    last_place = steps.place[steps.offsets[1:] - 1]
-    return np.argsort(np.where(steps.is_full, last_place, len(steps.place)), kind="stable")
-
-
-def _is_other_difficulty(difficulty: npt.ArrayLike | None, lengths: Int64[np.ndarray, " N"]) -> bool:
-    return difficulty is not None and not np.array_equal(np.asarray(difficulty), lengths)
+    last_place = place[steps.offsets[1:] - 1]
+    return np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")

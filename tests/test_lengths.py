@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from jvarlen.lengths import check_lengths, limit_lengths, measure_lengths
+from jvarlen.lengths import check_lengths, measure_lengths
 
 
 def test_int64_lengths_are_not_copied():
@@ -59,31 +57,3 @@ def test_a_measured_length_of_zero_is_refused():
         measure_lengths(["a", ""], progress=False)
     with pytest.raises(ValueError, match="num_workers"):
         measure_lengths(["a"], num_workers=-1, progress=False)
-
-
-@given(st.lists(st.integers(1, 20), min_size=1), st.integers(1, 20), st.sampled_from(["error", "drop", "truncate"]))
-def test_limited_lengths_follow_their_rule(lengths, limit, overlong):
-    array = np.array(lengths)
-    order = np.random.default_rng(0).permutation(len(lengths))
-    kept = [i for i in order if lengths[i] <= limit]
-    too_long = len(lengths) - len(kept)
-    if too_long and (overlong == "error" or (overlong == "drop" and not kept)):
-        with pytest.raises(ValueError, match=rf"limit {limit}"):
-            limit_lengths(order, array, limit, overlong)
-        return
-    samples = limit_lengths(order, array, limit, overlong)
-    assert samples.ids.tolist() == (kept if overlong == "drop" else order.tolist())
-    assert samples.lengths.tolist() == [min(lengths[i], limit) for i in samples.ids]
-    assert (samples.num_dropped, samples.num_truncated) == (
-        too_long if overlong == "drop" else 0,
-        too_long if overlong == "truncate" else 0,
-    )
-
-
-def test_samples_outside_the_order_are_not_held_to_the_limit():
-    assert limit_lengths(np.array([1]), np.array([99, 3]), 10, "error").lengths.tolist() == [3]
-
-
-def test_an_unknown_rule_is_refused():
-    with pytest.raises(ValueError, match="'cut'"):
-        limit_lengths(np.array([0]), np.array([1]), 1, "cut")

@@ -1,5 +1,6 @@
 """Lengths in, plans, learning rates and batches out: an independent PyTorch reference of the planning contract."""
 
+from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, make_buckets
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
@@ -11,11 +12,13 @@ from torch_ref.train import loss_sums, train_step
 
 __all__ = [
     "Batch",
+    "Batches",
     "Bucket",
     "Plan",
     "PlanBatchSampler",
     "Transformer",
     "VariableBatchSizeLR",
+    "batch_by_tokens",
     "check_lengths",
     "load",
     "load_params",

@@ -83,6 +83,32 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+@st.composite
+def batching_arguments(draw: st.DrawFn, *, shaped: bool) -> dict[str, Any]:
+    """Draw valid arguments of `batch_by_tokens`; samples that an order array leaves out may be above all limits."""
+    # Small lengths make large batches, and huge ones products and sums above int64.
+    scale, longest = draw(st.sampled_from([(1, 3), (1, 12), (1, 40), (2**58, 31)]))
+    given_lengths = [scale * length for length in draw(st.lists(st.integers(1, longest), min_size=1, max_size=40))]
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    used = given_lengths
+    if draw(st.integers(0, 3)) == 0:
+        permuted = draw(st.permutations(range(len(given_lengths))))
+        order = permuted[: draw(st.integers(1, len(permuted)))]
+        used = [given_lengths[i] for i in order]
+    top = max(used) // scale
+    arguments = {"lengths": given_lengths, "order": order, "seed": draw(seeds), "epoch": draw(seeds)}
+    if shaped:
+        shapes = draw(st.lists(st.tuples(st.integers(1, 8), st.integers(1, longest)), max_size=5))
+        shapes.insert(draw(st.integers(0, len(shapes))), (draw(st.integers(1, 8)), draw(st.integers(top, longest))))
+        return arguments | {"max_tokens": 1, "shapes": [(rows, scale * length) for rows, length in shapes]}
+    return arguments | {
+        "max_tokens": min(scale * draw(st.integers(top, 12 * top + 20)), 2**63 - 1),
+        "budget": draw(st.sampled_from(["padded", "sum"])),
+        "max_sequences": draw(st.one_of(st.none(), st.integers(1, 12))),
+        "sequence_multiple": draw(st.sampled_from([1, 1, 2, 3, 4, 8])),
+    }
+
+
 def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with number lists as NumPy arrays, as callers pass them."""
     names = ("lengths", "order", "difficulty")
@@ -99,6 +125,14 @@ def steps_of(plan: Any) -> list[slow.Step]:
     bounds = plan.step_offsets.tolist()
     ids = plan.sample_ids.tolist()
     return [(int(k), ids[bounds[s] : bounds[s + 1]]) for s, k in enumerate(plan.step_bucket)]
+
+
+def batches_of(batches: Any) -> list[slow.Batch]:
+    """Return batches as (sample ids, index of the shape)."""
+    bounds = batches.offsets.tolist()
+    ids = batches.sample_ids.tolist()
+    shapes = [None] * batches.num_batches if batches.shape_index is None else batches.shape_index.tolist()
+    return [(ids[bounds[b] : bounds[b + 1]], shape) for b, shape in enumerate(shapes)]
 
 
 def offenders(*pairs: tuple[int, int], limit: int) -> str:

@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 Step = tuple[int, list[int]]  # (bucket, sample ids)
+Batch = tuple[list[int], int | None]  # (sample ids, index of the shape)
 _WORD = 2**64
 
 
@@ -63,6 +64,63 @@ def sample_order(
         # Ascending by (value, -id), read backwards: descending values, ascending ids.
         return sorted(ids, key=lambda i: (values[i], -i))[::-1]
     return [int(i) for i in order]
+
+
+def batch_by_tokens(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    order: str | Sequence[int] = "dataset",
+    budget: str = "padded",
+    max_sequences: int | None = None,
+    sequence_multiple: int = 1,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> list[Batch]:
+    """Return the batches, sample by sample; their shapes are None where none are given."""
+    ids = sample_order(lengths, order, seed=seed, epoch=epoch)
+    if shapes is not None:
+        return shaped_batches(lengths, ids, shapes)
+
+    def cost(batch: list[int]) -> int:
+        values = [lengths[i] for i in batch]
+        return len(values) * max(values) if budget == "padded" else sum(values)
+
+    batches: list[list[int]] = []
+    # The open batch up to the last place where it had an allowed size, and the tail after that.
+    batch: list[int] = []
+    tail: list[int] = []
+    for i in ids:
+        longer = [*batch, *tail, i]
+        if cost(longer) > max_tokens or (max_sequences is not None and len(longer) > max_sequences):
+            batches.append(batch)
+            if cost([*tail, i]) > max_tokens:
+                batches.append(tail)
+                tail = []
+            batch, tail = [*tail, i], []
+        elif len(longer) < sequence_multiple or len(longer) % sequence_multiple == 0:
+            batch, tail = longer, []
+        else:
+            tail.append(i)
+    batches += [batch, tail] if tail else [batch]
+    return [(batch, None) for batch in batches]
+
+
+def shaped_batches(lengths: Sequence[int], ids: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[Batch]:
+    """Return batches that take the next sample while some shape holds them, each with the index of its shape."""
+    batches: list[list[int]] = [[]]
+    for i in ids:
+        if not holding_shapes([*(lengths[j] for j in batches[-1]), lengths[i]], shapes):
+            batches.append([])
+        batches[-1].append(i)
+    return [(batch, holding_shapes([lengths[i] for i in batch], shapes)[0]) for batch in batches]
+
+
+def holding_shapes(lengths: Sequence[int], shapes: Sequence[tuple[int, int]]) -> list[int]:
+    """Return the indices of the shapes that hold a batch of these lengths, the smallest shape first."""
+    holding = [k for k, (rows, length) in enumerate(shapes) if len(lengths) <= rows and max(lengths) <= length]
+    return sorted(holding, key=lambda k: (shapes[k][0] * shapes[k][1], shapes[k][1], k))
 
 
 def rows_and_steps(

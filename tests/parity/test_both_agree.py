@@ -120,6 +120,59 @@ def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str
     assert plans[0].num_dropped + plans[0].num_truncated > 0
 
 
+def assert_equal_batches(batches: list[Any]) -> None:
+    """Hold two results of `batch_by_tokens` equal, types included."""
+    one, other = batches
+    for name in ("sample_ids", "offsets", "num_sequences", "shape_index"):
+        if getattr(one, name) is None:
+            assert getattr(other, name) is None
+        else:
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+    assert one.num_batches == other.num_batches > 1
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("budget", ["padded", "sum"])
+@pytest.mark.parametrize("sequence_multiple", [1, 8, 100])
+def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: str, sequence_multiple: int) -> None:
+    """From batches of a few samples to batches of thousands."""
+    drawn = inputs(5)
+    for max_tokens in (5000, 16_384, 1_000_000):
+        for max_sequences in (None, 37, 1000):
+            batches = [
+                package.batch_by_tokens(
+                    drawn["lengths"],
+                    max_tokens,
+                    order=drawn["subset"] if order == "subset" else order,
+                    budget=budget,
+                    max_sequences=max_sequences,
+                    sequence_multiple=sequence_multiple,
+                    seed=2**40 + 7,
+                    epoch=3,
+                )
+                for package in both
+            ]
+            assert_equal_batches(batches)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+def test_both_choose_the_same_shapes_for_batches(both: list[ModuleType], order: str) -> None:
+    """Planned buckets, and shapes of which some hold nothing that others do not, in no order."""
+    drawn = inputs(6)
+    rng = np.random.default_rng(7)
+    scattered = [(int(2 ** rng.integers(0, 10)), int(2 ** rng.integers(0, 13))) for _ in range(40)]
+    for shapes in (both[0].make_buckets(drawn["lengths"], 16_384), [*scattered, (1, 5000), (2, 5000), (1, 5000)]):
+        batches = [
+            package.batch_by_tokens(
+                drawn["lengths"], 1, order=drawn["subset"] if order == "subset" else order, shapes=shapes, seed=1
+            )
+            for package in both
+        ]
+        assert_equal_batches(batches)
+        assert len(set(batches[0].shape_index.tolist())) > 3
+
+
 @pytest.mark.parametrize("rule", ["linear", "sqrt", None, np.log1p])
 @pytest.mark.parametrize("unit", ["sequences", "tokens"])
 def test_both_give_the_same_learning_rates(both: list[ModuleType], rule: Any, unit: str) -> None:
@@ -134,6 +187,7 @@ def test_both_give_the_same_learning_rates(both: list[ModuleType], rule: Any, un
 
 def test_both_export_the_planning_names(both: list[ModuleType]) -> None:
     """The same names for the planning part."""
-    names = {"Bucket", "Plan", "check_lengths", "lr_scale", "lr_sequence", "make_buckets", "make_plan", "sample_order"}
+    names = {"Bucket", "Plan", "batch_by_tokens", "check_lengths", "lr_scale", "lr_sequence"}
+    names |= {"make_buckets", "make_plan", "sample_order"}
     for package in both:
         assert names <= set(package.__all__)

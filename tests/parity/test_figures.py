@@ -1,4 +1,4 @@
-"""Figures that must come out: padding with few shapes, and a small cluster's share of a small epoch."""
+"""Figures that must come out: padding in batches and with few shapes, and a small cluster's share of a small epoch."""
 
 from functools import cache
 from types import ModuleType
@@ -16,6 +16,54 @@ def uniform_lengths() -> np.ndarray[Any, np.dtype[np.int64]]:
     lengths = np.random.RandomState(2023).randint(128, 4096, 200_000)
     assert lengths.sum() == 421_681_184
     return lengths
+
+
+def positions_of(batches: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the padded positions of each batch of uniform lengths."""
+    longest = np.maximum.reduceat(uniform_lengths()[batches.sample_ids], batches.offsets[:-1])
+    return batches.num_sequences * longest
+
+
+def test_padding_in_batches_of_a_fixed_size(package: ModuleType) -> None:
+    """128 samples a batch in dataset order: almost half of all positions are padding."""
+    lengths = uniform_lengths()
+    batches = package.batch_by_tokens(lengths, 2**62, max_sequences=128)
+    assert batches.num_batches == 1563
+    assert batches.num_sequences.tolist() == [128] * 1562 + [64]
+    positions = positions_of(batches)
+    assert positions.sum() == 813_107_328
+    assert positions.sum() - lengths.sum() == 391_426_144
+    first = lengths[batches.sample_ids[: batches.offsets[1]]]
+    assert (first.min(), first.max(), first.sum(), positions[0]) == (167, 4037, 254_802, 516_736)
+
+
+def test_padding_in_batches_of_a_token_budget(package: ModuleType) -> None:
+    """Longest first: 0.19 % of the positions are padding."""
+    batches = package.batch_by_tokens(uniform_lengths(), BUDGET, order="length_descending")
+    assert batches.num_batches == 848
+    positions = positions_of(batches)
+    assert positions.max() <= BUDGET
+    assert positions.sum() == 422_494_327
+    assert positions.sum() - uniform_lengths().sum() == 813_143
+
+
+def test_batches_of_a_token_budget_in_multiples_of_eight(package: ModuleType) -> None:
+    """The last batch, too."""
+    batches = package.batch_by_tokens(uniform_lengths(), BUDGET, order="length_descending", sequence_multiple=8)
+    assert batches.num_batches == 865
+    assert (batches.num_sequences % 8 == 0).all()
+    assert positions_of(batches).max() <= BUDGET
+    assert batches.num_sequences.sum() == 200_000
+
+
+@pytest.mark.parametrize("budget", ["padded", "sum"])
+def test_rates_of_batches_of_thirty_tokens(package: ModuleType, budget: str) -> None:
+    """Batches of 10 and 4 sequences, reference size 2 and rate 1e-3: linear 5e-3 and 2e-3, else by the root."""
+    batches = package.batch_by_tokens([3] * 10 + [7] * 4, 30, budget=budget)
+    assert batches.num_sequences.tolist() == [10, 4]
+    np.testing.assert_allclose(1e-3 * package.lr_scale(batches.num_sequences, 2), [5e-3, 2e-3], rtol=1e-12)
+    roots = 1e-3 * np.sqrt([5.0, 2.0])
+    np.testing.assert_allclose(1e-3 * package.lr_scale(batches.num_sequences, 2, "sqrt"), roots, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +115,11 @@ def test_fifteen_samples_on_two_nodes_of_four_devices(package: ModuleType) -> No
     assert len({share.size for share in shares}) == 1
     ids = np.concatenate(shares)
     assert sorted(ids[ids >= 0].tolist()) == list(range(15))
+
+
+def test_fifteen_samples_in_six_batches_of_4096_tokens(package: ModuleType) -> None:
+    """By ascending length: as many of the short ones as fit, the long ones alone; nothing is lost."""
+    lengths = np.array([1360, 310, 2900, 480, 3900, 120, 1300, 300, 2040, 450, 1900, 290, 3950, 110, 1330])
+    batches = package.batch_by_tokens(lengths, 4096, order="length")
+    assert batches.num_sequences.tolist() == [7, 3, 2, 1, 1, 1]
+    assert sorted(batches.sample_ids.tolist()) == list(range(15))

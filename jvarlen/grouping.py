@@ -1,0 +1,165 @@
+"""Grouping: in go lengths, an order and bucket lengths, out come the samples grouped by bucket, in order within each.
+
+NumPy only; this is where the time of planning goes, so the usual orders take shorter ways to the same result. Letters:
+N samples, n of them in the plan, K buckets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64, Integer
+
+from jvarlen.curriculum import pack_with_index, random_keys, sample_order
+from jvarlen.lengths import Overlong, list_offenders
+
+__all__ = ["GroupedSamples", "group_by_bucket"]
+
+_LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
+_KEY_BITS = 32
+
+
+class GroupedSamples(NamedTuple):
+    """Samples by bucket ascending, and in order within a bucket.
+
+    Attributes:
+      ids: int64[n].
+      lengths: integers[n], cut at the longest bucket.
+      num_samples: int64[K], samples of each bucket.
+      place: int64[n], the place of each in the order; None where the order is that of the groups, or random.
+      num_dropped: samples left out because they are longer than the longest bucket.
+      num_truncated: samples cut to it.
+    """
+
+    ids: Int64[np.ndarray, " n"]
+    lengths: Integer[np.ndarray, " n"]
+    num_samples: Int64[np.ndarray, " K"]
+    place: Int64[np.ndarray, " n"] | None
+    num_dropped: int
+    num_truncated: int
+
+
+def group_by_bucket(
+    lengths: Int64[np.ndarray, " N"],
+    edges: Int64[np.ndarray, " K"],
+    order: str | npt.ArrayLike,
+    difficulty: npt.ArrayLike | None,
+    seed: int,
+    epoch: int,
+    overlong: Overlong,
+) -> GroupedSamples:
+    """Groups the samples of an order by the smallest bucket that holds them.
+
+    Args:
+      lengths: int64[N], checked.
+      edges: int64[K], lengths of the buckets, strictly ascending.
+      order: as in `sample_order`.
+      difficulty: as in `sample_order`; None where it is the length.
+      seed: as in `sample_order`.
+      epoch: as in `sample_order`.
+      overlong: what becomes of samples longer than the longest bucket.
+
+    Returns:
+      `GroupedSamples`.
+
+    Raises:
+      ValueError: what `sample_order` refuses; an unknown rule; longer samples under `"error"` (listed as id, value,
+        limit); no sample left under `"drop"`.
+    """
+    if overlong not in get_args(Overlong):
+        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
+    if isinstance(order, str) and difficulty is None:
+        if order == "length" and (grouped := _by_length(lengths, edges, overlong)):
+            return grouped
+        if order == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
+            return grouped
+    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    bucket = _smallest_bucket(lengths, edges, overlong)[ids]
+    place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
+    return _grouped(lengths, edges, ids[place], np.bincount(bucket, minlength=len(edges) + 1), place, overlong)
+
+
+def _by_length(
+    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], overlong: Overlong
+) -> GroupedSamples | None:
+    """Sorted by (length, id), samples are grouped: one sort does both, and the lengths come out sorted as well."""
+    packed = pack_with_index(lengths)
+    if packed is None:
+        return None
+    packed.keys.sort()
+    ids, ordered = packed.unpack()
+    num_samples = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0, append=len(ids))
+    return _grouped(lengths, edges, ids, num_samples, None, overlong, ordered)
+
+
+def _by_random_key(
+    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
+) -> GroupedSamples | None:
+    """Bucket, random key and id in one integer: one sort groups and shuffles."""
+    index_bits = max(1, (len(lengths) - 1).bit_length())
+    if len(edges).bit_length() + _KEY_BITS + index_bits > 64:
+        return None
+    packed = random_keys(len(lengths), seed=seed, epoch=epoch)
+    packed <<= np.uint64(index_bits)
+    packed |= np.arange(len(lengths), dtype=np.uint64)
+    first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
+    packed |= np.append(np.uint64(0), first_of_bucket)[_smallest_bucket(lengths, edges, overlong)]
+    packed.sort()
+    num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
+    packed &= np.uint64(2**index_bits - 1)
+    return _grouped(lengths, edges, packed.view(np.int64), num_samples, None, overlong)
+
+
+def _grouped(
+    lengths: Int64[np.ndarray, " N"],
+    edges: Int64[np.ndarray, " K"],
+    ids: Int64[np.ndarray, " n"],
+    num_samples: Int64[np.ndarray, " K_plus_1"],
+    place: Int64[np.ndarray, " n"] | None,
+    overlong: Overlong,
+    ordered: Int64[np.ndarray, " n"] | None = None,
+) -> GroupedSamples:
+    """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
+    max_length = int(edges[-1])
+    num_samples, num_overlong = num_samples[:-1].copy(), int(num_samples[-1])
+    num_fitting = len(ids) - num_overlong
+    num_dropped = num_truncated = 0
+    if overlong == "truncate":
+        num_samples[-1] += num_overlong
+        num_truncated = int(np.count_nonzero(lengths[ids[len(ids) - num_samples[-1] :]] > max_length))
+    elif num_overlong and overlong == "drop" and num_fitting:
+        num_dropped = num_overlong
+        ids = ids[:num_fitting]
+        place = None if place is None else place[:num_fitting]
+        ordered = None if ordered is None else ordered[:num_fitting]
+    elif num_overlong:
+        offending = np.sort(ids[num_fitting:])
+        offenders = list_offenders(offending, lengths[offending], max_length)
+        if overlong == "drop":
+            raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+        raise ValueError(
+            f'samples longer than the longest bucket (overlong="drop" or "truncate" allows them): {offenders}'
+        )
+    if ordered is None:
+        # A gather is bound by memory: a smaller type makes it faster.
+        ordered = np.minimum(lengths, max_length).astype(np.min_scalar_type(max_length)).take(ids)
+    elif num_truncated:
+        ordered[num_fitting:] = max_length  # they are sorted
+    return GroupedSamples(ids, ordered, num_samples, place, num_dropped, num_truncated)
+
+
+def _smallest_bucket(
+    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], overlong: Overlong
+) -> Integer[np.ndarray, " N"]:
+    """The index of the smallest bucket that holds each length, in the smallest type.
+
+    Where none does it is K, so that those samples form the last group, or K − 1 where they are cut.
+    """
+    dtype = np.min_scalar_type(len(edges))
+    last = len(edges) - 1 if overlong == "truncate" else len(edges)
+    if edges[-1] > _LARGEST_TABLE:
+        return np.minimum(np.searchsorted(edges, lengths), last).astype(dtype)
+    table = np.minimum(np.searchsorted(edges, np.arange(edges[-1] + 2)), last).astype(dtype)
+    return table[np.minimum(lengths, edges[-1] + 1)]

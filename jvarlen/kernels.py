@@ -1,0 +1,133 @@
+"""Kernels: sequential loops over samples that NumPy cannot express, compiled by numba where it is installed.
+
+A greedy batch begins where the one before it ended, so every sample waits for the one before: 10 million take seconds
+as a Python loop, tens of milliseconds compiled. Without numba the same functions run as they stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+try:
+    import numba
+except ImportError:
+    numba = None  # type: ignore[assignment]
+
+__all__ = ["close_by_budget", "close_by_capacity"]
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiles on the first call, for the next process as well."""
+    return function if numba is None else numba.njit(cache=True)(function)
+
+
+@compiled
+def close_by_budget(
+    lengths: Int64[np.ndarray, " n"], max_tokens: int, max_sequences: int, multiple: int, is_padded: bool
+) -> Int64[np.ndarray, " b"]:
+    """Where the greedy batches of an order end.
+
+    Args:
+      lengths: int64[n], in order, each at most `max_tokens`.
+      max_tokens: the most that a batch costs: sequences × longest where `is_padded`, else the sum of lengths.
+      max_sequences: the most samples of a batch.
+      multiple: a batch has fewer samples, or a multiple of it.
+      is_padded: which cost.
+
+    Returns:
+      int64[b], the exclusive end of every batch, ascending.
+    """
+    num_samples = len(lengths)
+    ends = np.empty(num_samples, np.int64)
+    num_batches = 0
+    # The open batch is start..end, a size that is allowed; samples after it are the tail, which waits for the next
+    # multiple. Sizes are the longest length or the sum of lengths.
+    start = end = 0
+    batch_size = tail_size = 0
+    for place in range(num_samples):
+        length = lengths[place]
+        count = place + 1 - start
+        if is_padded:
+            tail_size = max(tail_size, length)
+            whole_size = max(batch_size, tail_size)
+            cost = whole_size * count
+        else:
+            tail_size += length
+            whole_size = batch_size + tail_size
+            cost = whole_size
+        overflows = cost > max_tokens or count > max_sequences
+        if overflows:
+            ends[num_batches] = end
+            num_batches += 1
+            tail_cost = tail_size * (place + 1 - end) if is_padded else tail_size
+            if tail_cost > max_tokens:  # the tail cannot take the new sample: it is a batch of its own
+                ends[num_batches] = place
+                num_batches += 1
+                end = place
+                tail_size = length
+            start = end
+            whole_size = tail_size
+        if overflows or count < multiple or count % multiple == 0:
+            end = place + 1
+            batch_size = whole_size
+            tail_size = 0
+    ends[num_batches] = end
+    num_batches += 1
+    if end < num_samples:
+        ends[num_batches] = num_samples
+        num_batches += 1
+    return ends[:num_batches].copy()
+
+
+@compiled
+def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " b"]:
+    """Where greedy batches end that take samples while their count is at most the least capacity among them.
+
+    Args:
+      capacity: int64[n], each ≥ 1, in order: the most rows of a batch that holds this sample.
+
+    Returns:
+      int64[b], the exclusive end of every batch, ascending.
+    """
+    num_samples = len(capacity)
+    ends = np.empty(num_samples, np.int64)
+    num_batches = 0
+    start = 0
+    least = capacity[0]
+    for place in range(num_samples):
+        least = min(least, capacity[place])
+        if place + 1 - start > least:
+            ends[num_batches] = place
+            num_batches += 1
+            start = place
+            least = capacity[place]
+    ends[num_batches] = num_samples
+    return ends[: num_batches + 1].copy()
+
+
+@compiled
+def take_segments(
+    values: Int64[np.ndarray, " n"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+) -> Int64[np.ndarray, " m"]:
+    """Joins the segments `values[offsets[i]:offsets[i+1]]` for each i of `taken`.
+
+    Args:
+      values: int64[n].
+      offsets: int64[S+1], where segments begin and end.
+      taken: int64[T], which segments.
+      taken_offsets: int64[T+1], where they begin and end in the result.
+
+    Returns:
+      int64[m].
+    """
+    joined = np.empty(taken_offsets[-1], values.dtype)
+    for i, segment in enumerate(taken):
+        joined[taken_offsets[i] : taken_offsets[i + 1]] = values[offsets[segment] : offsets[segment + 1]]
+    return joined

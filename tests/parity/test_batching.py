@@ -1,0 +1,277 @@
+"""Token-budget batching: which samples share a batch, within which limits, and in which shape."""
+
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from . import slow
+from .inputs import ORDERS, as_arrays, batches_of, batching_arguments, many, moderate, offenders
+
+limited = batching_arguments(shaped=False)
+shaped = batching_arguments(shaped=True)
+
+
+def make_batches(package: ModuleType, arguments: dict[str, Any]) -> Any:
+    """Make the package's batches from drawn arguments."""
+    return package.batch_by_tokens(**as_arrays(arguments))
+
+
+def lengths_of(batches: Any, lengths: list[int]) -> list[list[int]]:
+    """Return the lengths of the samples of each batch as Python integers."""
+    return [[lengths[i] for i in ids] for ids, _ in batches_of(batches)]
+
+
+def cost_of(batch: list[int], budget: str) -> int:
+    """Return what a batch of these lengths takes of the budget."""
+    return len(batch) * max(batch) if budget == "padded" else sum(batch)
+
+
+@many
+@given(arguments=limited)
+# A tail that the next sample breaks (padded, then sum), one that it joins, and one at the end of the order.
+@example(arguments={"lengths": [1, 1, 1, 4], "max_tokens": 4, "sequence_multiple": 2})
+@example(arguments={"lengths": [1, 1, 1, 4], "max_tokens": 4, "sequence_multiple": 2, "budget": "sum"})
+@example(arguments={"lengths": [1, 1, 1, 2], "max_tokens": 4, "sequence_multiple": 2})
+@example(arguments={"lengths": [1, 1, 1], "max_tokens": 4, "sequence_multiple": 2})
+def test_batches_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Every budget, limit, multiple and order equals a simulation sample by sample."""
+    assert batches_of(make_batches(package, arguments)) == slow.batch_by_tokens(**arguments)
+
+
+@many
+@given(arguments=shaped)
+def test_batches_in_shapes_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """The same with shapes in place of the limits."""
+    assert batches_of(make_batches(package, arguments)) == slow.batch_by_tokens(**arguments)
+
+
+@moderate
+@given(arguments=st.one_of(limited, shaped))
+def test_every_sample_of_the_order_is_in_exactly_one_batch(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """In order, no batch empty; sizes and types as the contract says."""
+    batches = make_batches(package, arguments)
+    options = {name: arguments[name] for name in ("order", "seed", "epoch")}
+    assert batches.sample_ids.tolist() == slow.sample_order(arguments["lengths"], **options)
+    assert batches.offsets[0] == 0
+    assert batches.offsets[-1] == len(batches.sample_ids)
+    assert (batches.num_sequences >= 1).all()
+    assert np.array_equal(batches.num_sequences, np.diff(batches.offsets))
+    assert batches.num_batches == len(batches.num_sequences)
+    assert batches.sample_ids.dtype == batches.offsets.dtype == batches.num_sequences.dtype == np.int64
+    if "shapes" in arguments:
+        assert batches.shape_index.dtype == np.int32
+        assert batches.shape_index.shape == (batches.num_batches,)
+    else:
+        assert batches.shape_index is None
+
+
+@moderate
+@given(arguments=limited)
+def test_no_batch_is_over_its_limits(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Tokens, sequences, and the multiple."""
+    multiple, max_sequences = arguments["sequence_multiple"], arguments["max_sequences"]
+    for batch in lengths_of(make_batches(package, arguments), arguments["lengths"]):
+        assert cost_of(batch, arguments["budget"]) <= arguments["max_tokens"]
+        assert max_sequences is None or len(batch) <= max_sequences
+        assert len(batch) < multiple or len(batch) % multiple == 0
+
+
+@moderate
+@given(arguments=limited)
+def test_no_batch_could_have_taken_the_next_sample(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Without a multiple, each batch is as large as its limits allow."""
+    batches = lengths_of(make_batches(package, arguments | {"sequence_multiple": 1}), arguments["lengths"])
+    for batch, following in pairwise(batches):
+        over_budget = cost_of([*batch, following[0]], arguments["budget"]) > arguments["max_tokens"]
+        assert over_budget or len(batch) == arguments["max_sequences"]
+
+
+@moderate
+@given(arguments=shaped)
+def test_every_batch_is_in_the_smallest_shape_that_holds_it(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """And no shape holds it together with the next sample."""
+    batches, shapes = make_batches(package, arguments), arguments["shapes"]
+    grouped = lengths_of(batches, arguments["lengths"])
+    for batch, index in zip(grouped, batches.shape_index.tolist(), strict=True):
+        holding = [(b * t, t, k) for k, (b, t) in enumerate(shapes) if len(batch) <= b and max(batch) <= t]
+        assert index == min(holding)[2]
+    for batch, following in pairwise(grouped):
+        longer = [*batch, following[0]]
+        assert not any(len(longer) <= rows and max(longer) <= length for rows, length in shapes)
+
+
+def test_defaults_are_dataset_order_and_the_padded_budget(package: ModuleType) -> None:
+    """No limit on sequences, no multiple, no shapes."""
+    assert batches_of(package.batch_by_tokens([2, 3, 1, 9, 4], 10)) == [([0, 1, 2], None), ([3], None), ([4], None)]
+    everything = package.batch_by_tokens([1] * 50, 50)
+    assert everything.num_sequences.tolist() == [50]
+
+
+def test_padding_counts_in_one_budget_and_not_in_the_other(package: ModuleType) -> None:
+    """Two samples of 1 and 9 tokens take 18 padded and 10 real tokens."""
+    assert package.batch_by_tokens([1, 9], 17).num_batches == 2
+    assert package.batch_by_tokens([1, 9], 18).num_batches == 1
+    assert package.batch_by_tokens([1, 9], 9, budget="sum").num_batches == 2
+    assert package.batch_by_tokens([1, 9], 10, budget="sum").num_batches == 1
+
+
+def test_samples_above_the_last_multiple_start_the_next_batch(package: ModuleType) -> None:
+    """Seven samples fit, four of them are a batch of an allowed size, three go on with those that follow."""
+    lengths = [2] * 11
+    assert package.batch_by_tokens(lengths, 14, sequence_multiple=4).num_sequences.tolist() == [4, 4, 3]
+    # The tail of three cannot take a sample of 5 tokens: it stays alone.
+    broken = [2] * 7 + [5] * 4
+    assert package.batch_by_tokens(broken, 14, sequence_multiple=4).num_sequences.tolist() == [4, 3, 2, 2]
+    assert package.batch_by_tokens([2] * 6, 14, max_sequences=3, sequence_multiple=4).num_sequences.tolist() == [3, 3]
+
+
+def test_equal_shapes_go_by_length_and_then_by_index(package: ModuleType) -> None:
+    """Least rows times length, then least length, then least index, whatever the order they are given in."""
+    assert package.batch_by_tokens([2], 1, shapes=[(1, 6), (2, 3), (2, 3), (3, 2), (3, 2)]).shape_index.tolist() == [3]
+    assert package.batch_by_tokens([3], 1, shapes=[(1, 6), (2, 3), (2, 3)]).shape_index.tolist() == [1]
+    assert package.batch_by_tokens([3], 1, shapes=[(4, 9), (1, 10), (1, 20)]).shape_index.tolist() == [1]
+
+
+def test_a_long_sample_moves_an_open_batch_to_a_longer_shape_or_closes_it(package: ModuleType) -> None:
+    """Rows and length of one and the same shape must hold a batch."""
+    shapes = [(4, 2), (2, 8)]
+    assert batches_of(package.batch_by_tokens([1, 8, 1], 1, shapes=shapes)) == [([0, 1], 1), ([2], 0)]
+    assert batches_of(package.batch_by_tokens([1, 1, 8], 1, shapes=shapes)) == [([0, 1], 0), ([2], 1)]
+
+
+def test_other_limits_do_not_apply_to_shapes(package: ModuleType) -> None:
+    """Nor does a sample above max_tokens matter."""
+    batches = package.batch_by_tokens(
+        [5] * 6, 2, shapes=[(3, 7)], budget="sum", max_sequences=1, sequence_multiple=2, order="length_descending"
+    )
+    assert batches.num_sequences.tolist() == [3, 3]
+
+
+def test_buckets_are_shapes(package: ModuleType) -> None:
+    """What `make_buckets` returns can be passed on."""
+    lengths = np.random.default_rng(3).integers(1, 100, 500)
+    buckets = package.make_buckets(lengths, 1000, max_shapes=4)
+    batches = package.batch_by_tokens(lengths, 1000, shapes=buckets)
+    assert batches_of(batches) == slow.batch_by_tokens(lengths.tolist(), 1000, shapes=buckets)
+    assert len(set(batches.shape_index.tolist())) > 1
+
+
+def test_batches_of_narrow_integers_do_not_overflow(package: ModuleType) -> None:
+    """Lengths and limits may be NumPy integers of any width."""
+    lengths = np.full(300, 100, dtype=np.int8)
+    for budget in ("padded", "sum"):
+        batches = package.batch_by_tokens(
+            lengths, np.int16(20_000), budget=budget, max_sequences=np.uint8(250), sequence_multiple=np.int8(3)
+        )
+        assert batches.num_sequences.tolist() == [198, 102]
+    assert package.batch_by_tokens(lengths, 1, shapes=np.array([[9, 99], [7, 127]])).num_batches == 43
+
+
+@pytest.mark.parametrize("budget", ["padded", "sum"])
+def test_batches_of_huge_lengths_do_not_overflow(package: ModuleType, budget: str) -> None:
+    """Products and sums above int64 are above every budget."""
+    for lengths in ([2**62] * 5, [2**63 - 1, 1, 2**63 - 1, 2**62, 2**62 - 1, 1], [2**61] * 9):
+        batches = package.batch_by_tokens(lengths, 2**63 - 1, budget=budget)
+        assert batches_of(batches) == slow.batch_by_tokens(lengths, 2**63 - 1, budget=budget)
+    huge = [(2**33, 2**32), (2**40, 2**40), (2, 5)]
+    assert package.batch_by_tokens([3, 3], 1, shapes=huge).shape_index.tolist() == [2]
+
+
+def test_the_order_is_that_of_the_seed_and_epoch(package: ModuleType) -> None:
+    """A shuffle by name and the same shuffle as an array give the same batches; so do all other orders."""
+    lengths = np.random.default_rng(4).integers(1, 30, 200)
+    for order in ORDERS:
+        ids = package.sample_order(lengths, order, seed=5, epoch=6)
+        batches = package.batch_by_tokens(lengths, 90, order=order, seed=5, epoch=6)
+        assert batches_of(batches) == batches_of(package.batch_by_tokens(lengths, 90, order=ids))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -8}, "max_tokens"),
+        ({"max_tokens": 64.0}, "max_tokens"),
+        ({"max_tokens": "64"}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2**63}, "max_tokens"),
+        ({"max_tokens": 0, "shapes": [(2, 8)]}, "max_tokens"),
+        ({"max_tokens": 64.0, "shapes": [(2, 8)]}, "max_tokens"),
+        ({"max_sequences": 0}, "max_sequences"),
+        ({"max_sequences": 2.0}, "max_sequences"),
+        ({"max_sequences": True}, "max_sequences"),
+        ({"sequence_multiple": 0}, "sequence_multiple"),
+        ({"sequence_multiple": 2.0}, "sequence_multiple"),
+        ({"sequence_multiple": None}, "sequence_multiple"),
+        ({"budget": "tokens"}, "budget"),
+        ({"budget": None}, "budget"),
+        ({"shapes": []}, "shape"),
+        ({"shapes": 8}, "shape"),
+        ({"shapes": [8]}, "shape"),
+        ({"shapes": "ab"}, "shape"),
+        ({"shapes": [(2, 8, 1)]}, "shape"),
+        ({"shapes": [(2, 8), (2,)]}, "shape"),
+        ({"shapes": [(0, 8)]}, "shape"),
+        ({"shapes": [(2, 8), (2, 0)]}, "shape"),
+        ({"shapes": [(2, 8), (-2, 8)]}, "shape"),
+        ({"shapes": [(2, 8.0)]}, "shape"),
+        ({"shapes": [(2, None)]}, "shape"),
+        ({"lengths": []}, "length"),
+        ({"lengths": [3, 0]}, r"\b1\b"),
+        ({"lengths": [3.0, 5.0]}, "length"),
+        ({"order": "longest"}, "longest"),
+        ({"order": [0, 3]}, "3"),
+        ({"order": [0, 2, 2]}, "2"),
+        ({"order": [-1, 2]}, "-1"),
+        ({"order": []}, "order"),
+        ({"seed": -1}, "seed"),
+        ({"epoch": 2**63}, "epoch"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "max_tokens": 64}
+    with pytest.raises(ValueError, match=named):
+        package.batch_by_tokens(**(valid | arguments))
+
+
+@pytest.mark.parametrize(
+    ("limits", "limit"),
+    [({"max_tokens": 500}, 500), ({"max_tokens": 500, "budget": "sum"}, 500), ({"shapes": [(9, 100), (1, 700)]}, 700)],
+    ids=str,
+)
+@pytest.mark.parametrize("order", [*ORDERS, "array"])
+def test_samples_above_the_limit_are_listed(
+    package: ModuleType, limits: dict[str, Any], limit: int, order: str
+) -> None:
+    """By id, value and limit, in ascending order of ids; the first few of many."""
+    lengths = np.full(900, 10)
+    lengths[[234, 567]] = [2002, 1001]
+    arguments: dict[str, Any] = {"max_tokens": 1, "order": np.arange(900)[::-1] if order == "array" else order} | limits
+    with pytest.raises(ValueError, match=offenders((234, 2002), (567, 1001), limit=limit)):
+        package.batch_by_tokens(lengths, **arguments)
+    with pytest.raises(ValueError, match=r"\b0\D+1000\b") as caught:
+        package.batch_by_tokens(lengths + 990, **arguments)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_sample_at_the_limit_is_not_above_it(package: ModuleType) -> None:
+    """It fills a batch of its own."""
+    for budget in ("padded", "sum"):
+        assert package.batch_by_tokens([7, 1, 7], 7, budget=budget).num_sequences.tolist() == [1, 1, 1]
+    assert package.batch_by_tokens([7, 1, 7], 1, shapes=[(1, 7)]).num_sequences.tolist() == [1, 1, 1]
+
+
+def test_a_sample_left_out_of_the_order_is_not_above_the_limit(package: ModuleType) -> None:
+    """An order array is the whole of what is batched."""
+    assert batches_of(package.batch_by_tokens([3, 99, 4], 8, order=[2, 0])) == [([2, 0], None)]
+    assert batches_of(package.batch_by_tokens([3, 99, 4], 1, order=[2, 0], shapes=[(1, 4)])) == [([2], 0), ([0], 0)]
+    with pytest.raises(ValueError, match=offenders((1, 99), limit=8)):
+        package.batch_by_tokens([3, 99, 4], 8, order=[1, 0])
