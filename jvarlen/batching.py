@@ -15,7 +15,7 @@ from jaxtyping import Int32, Int64
 
 from jvarlen.curriculum import sample_order
 from jvarlen.kernels import close_by_budget, close_by_capacity
-from jvarlen.lengths import check_at_least_one, check_lengths, ends_to_offsets, list_offenders
+from jvarlen.lengths import check_at_least_one, check_lengths, ends_to_offsets, is_integer, list_offenders
 
 __all__ = ["Batches", "Budget", "batch_by_tokens"]
 
@@ -99,8 +99,11 @@ def batch_by_tokens(
     if shapes is not None:
         return _batch_by_shapes(ids, ordered, _check_shapes(shapes))
     _check_limit(ids, ordered, max_tokens, "max_tokens")
-    ends = close_by_budget(
-        ordered,
+    # The compiled loop multiplies in int64; Python's integers know no bounds.
+    fits_int64 = int(ordered.max()) * len(ordered) < 2**63
+    close = close_by_budget if fits_int64 else getattr(close_by_budget, "py_func", close_by_budget)
+    ends = close(
+        ordered if fits_int64 else ordered.tolist(),
         max_tokens,
         _NO_LIMIT if max_sequences is None else max_sequences,
         sequence_multiple,
@@ -121,16 +124,20 @@ def _batch_by_shapes(
     offsets = ends_to_offsets(ends)
     count, longest = np.diff(offsets), np.maximum.reduceat(ordered, offsets[:-1])
     shape_index = np.empty(len(count), np.int32)
-    for index in np.lexsort((length, rows * length))[::-1]:  # the smallest is written last
+    sizes = [(row * tokens, tokens, index) for index, (row, tokens) in enumerate(shapes.tolist())]
+    for *_, index in sorted(sizes, reverse=True):  # the smallest is written last
         shape_index[(count <= rows[index]) & (longest <= length[index])] = index
     return Batches(ids, offsets, shape_index)
 
 
 def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]:
-    pairs = np.array([tuple(shape) for shape in shapes])
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not np.issubdtype(pairs.dtype, np.integer) or pairs.min() < 1:
-        raise ValueError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {list(shapes)!r}")
-    return pairs.astype(np.int64)
+    try:
+        pairs = [(rows, length) for rows, length in shapes]
+    except (TypeError, ValueError):
+        pairs = []
+    if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
+        raise ValueError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
+    return np.array(pairs, np.int64)
 
 
 def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], limit: int, name: str) -> None:

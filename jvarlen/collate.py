@@ -16,6 +16,8 @@ from jvarlen.lengths import list_offenders
 
 __all__ = ["Batch", "StepSamples", "pad_to_bucket", "token_batch_spec"]
 
+_INT32 = np.iinfo(np.int32)
+
 
 class Batch(NamedTuple):
     """One step's arrays: a pytree.
@@ -81,11 +83,14 @@ def pad_to_bucket(step: StepSamples) -> Batch:
             f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
             f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
         )
+    joined = np.concatenate(samples)
+    if joined.min() < _INT32.min or joined.max() > _INT32.max:
+        raise ValueError(f"tokens must fit int32; those of a step reach from {joined.min()} to {joined.max()}")
     lengths_MxB = np.zeros((len(step.samples), num_rows), np.int32)
     lengths_MxB[step.ids >= 0] = lengths
     is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
     tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-    tokens_MxBxT[is_token_MxBxT] = np.concatenate(samples)
+    tokens_MxBxT[is_token_MxBxT] = joined
     return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(len(samples)))
 
 

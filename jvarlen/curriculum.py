@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Shaped, UInt64
 
-from jvarlen.lengths import check_lengths, list_offenders
+from jvarlen.lengths import check_lengths, is_integer, list_offenders
 
 __all__ = [
     "ORDERS",
@@ -165,8 +165,8 @@ def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
 def check_seed(seed: int, epoch: int) -> None:
     """Raises ValueError where seed or epoch is not in [0, 2**63)."""
     for name, value in (("seed", seed), ("epoch", epoch)):
-        if not 0 <= value < 2**63:
-            raise ValueError(f"{name} must be at least 0 and below 2**63, not {value}")
+        if not is_integer(value) or not 0 <= value < 2**63:
+            raise ValueError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
 
 
 def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:

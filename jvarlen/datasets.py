@@ -11,9 +11,7 @@ import hashlib
 import os
 import sys
 import sysconfig
-import tempfile
 import warnings
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +21,7 @@ import platformdirs
 from jaxtyping import Int, UInt8
 from tqdm import tqdm
 
+from jvarlen.files import write_atomically
 from jvarlen.lengths import DataSource
 
 __all__ = ["TokenDataset", "Split", "default_cache_dir", "split_held_out", "stdlib_functions"]
@@ -102,10 +101,15 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
             # NumPy leaves a file that it opened itself open when the file is damaged.
             with cache.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 return TokenDataset(stored["tokens"], stored["offsets"])
-        except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
+        except Exception as error:  # whatever it is, the scan makes the file anew
             warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)
     dataset = TokenDataset.from_bytes(_scan(root, progress))
-    _write_atomically(cache, dataset)
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(cache) as out:
+            np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
+    except OSError as error:
+        warnings.warn(f"the corpus is not kept for the next time: {error}", stacklevel=2)
     return dataset
 
 
@@ -139,11 +143,14 @@ def _hash_fraction(sample: bytes) -> float:
 
 
 def _scan(root: Path, progress: bool) -> list[bytes]:
-    files = sorted(p for p in root.rglob("*.py") if not _NOT_CORPUS & set(p.relative_to(root).parts[:-1]))
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _NOT_CORPUS]
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
     if not files:
         raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
     samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
-    for path in tqdm(files, desc="corpus", unit="file", disable=not progress):
+    for path in tqdm(sorted(files), desc="corpus", unit="file", disable=not progress):
         source = path.read_bytes()
         try:
             with warnings.catch_warnings():
@@ -164,10 +171,3 @@ def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncF
             yield node
         elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
             yield from _outermost_functions(node)
-
-
-def _write_atomically(path: Path, dataset: TokenDataset) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        np.savez_compressed(file, tokens=dataset.tokens, offsets=dataset.offsets)
-    os.replace(file.name, path)

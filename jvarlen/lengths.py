@@ -5,6 +5,7 @@ NumPy only. Nothing here knows of buckets or batches.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -92,18 +93,16 @@ def measure_lengths(
     if num_workers < 0:
         raise ValueError(f"num_workers must be at least 0, not {num_workers}")
     num_samples = len(dataset)
-    with tqdm(total=num_samples, desc="lengths", unit="sample", disable=not progress) as bar:
-        if num_workers == 0:
-            measured = [bar.update() or length_fn(dataset[i]) for i in range(num_samples)]
-            return check_lengths(np.array(measured) if measured else measured)
-        starts = range(0, num_samples, _SAMPLES_PER_TASK)
-        with ProcessPoolExecutor(
-            num_workers, multiprocessing.get_context("spawn"), _init_worker, (dataset, length_fn)
-        ) as pool:
-            parts = []
-            for part in pool.map(_measure_range, starts):
-                parts.append(part)
-                bar.update(len(part))
+    bar = functools.partial(tqdm, desc="lengths", unit="sample", disable=not progress)
+    if num_workers == 0:
+        measured = [length_fn(dataset[i]) for i in bar(range(num_samples))]
+        return check_lengths(np.array(measured) if measured else measured)
+    parts = []
+    workers = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _init_worker, (dataset, length_fn))
+    with workers, bar(total=num_samples) as shown:
+        for part in workers.map(_measure_range, range(0, num_samples, _SAMPLES_PER_TASK)):
+            parts.append(part)
+            shown.update(len(part))
     return check_lengths(np.concatenate(parts) if parts else [])
 
 
@@ -119,15 +118,16 @@ def _measure_range(start: int) -> np.ndarray:
     return np.array([length_fn(dataset[i]) for i in range(start, min(start + _SAMPLES_PER_TASK, len(dataset)))])
 
 
-def check_at_least_one(**values: object) -> None:
-    """Raises ValueError that lists the arguments which are not integers of at least 1."""
-    wrong = [
-        f"{name} ({value!r})"
-        for name, value in values.items()
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1
-    ]
+def check_at_least_one(**values: Any) -> None:
+    """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
+    wrong = [f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not 1 <= value < 2**63]
     if wrong:
-        raise ValueError(f"must be integers of at least 1: {', '.join(wrong)}")
+        raise ValueError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a Python or NumPy integer, and no truth value."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def list_offenders(

@@ -96,6 +96,8 @@ def load(
     """
     if num_workers < 0:
         raise ValueError(f"num_workers must be at least 0, not {num_workers}")
+    if isinstance(plan, Plan) and epoch:
+        raise ValueError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
     plan_of_epoch = plan if callable(plan) else None
     first = plan if isinstance(plan, Plan) else plan(epoch)
     if not 0 <= start_step <= first.num_steps:

@@ -52,6 +52,10 @@ class Plan:
     num_dropped: int = 0
     num_truncated: int = 0
 
+    def __post_init__(self):
+        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens):
+            array.setflags(write=False)  # the digest is computed once
+
     @property
     def num_steps(self) -> int:
         """S."""

@@ -6,8 +6,6 @@ NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S ste
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -18,6 +16,7 @@ import numpy as np
 from jaxtyping import Int32, Int64, Shaped
 
 from jvarlen.buckets import check_buckets
+from jvarlen.files import write_atomically
 from jvarlen.lengths import Overlong
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
@@ -51,7 +50,8 @@ _UNREADABLE = (
     EOFError,
     AttributeError,
     KeyError,
-    NotImplementedError,
+    RuntimeError,
+    MemoryError,
     zipfile.BadZipFile,
     zlib.error,
 )
@@ -85,15 +85,8 @@ def write_plan_file(path: Path, fields: Fields) -> None:
     arrays: dict[str, np.ndarray] = {
         name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _FIELDS.items()
     }
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        try:
-            np.savez(file, allow_pickle=False, **arrays)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    with write_atomically(path) as file:
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def read_plan_file(path: Path) -> Fields:
@@ -106,10 +99,10 @@ def read_plan_file(path: Path) -> Fields:
     try:
         # NumPy leaves a file that it opened itself open when the file is damaged.
         with path.open("rb") as file:
-            arrays = np.load(file, allow_pickle=False)
-            if isinstance(arrays, np.ndarray):
-                raise ValueError("it holds a single array")
-            with arrays:
+            if not zipfile.is_zipfile(file):
+                raise ValueError("it is no .npz file, or was cut off")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as arrays:
                 fields = {name: arrays[name] for name in arrays.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None

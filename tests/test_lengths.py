@@ -1,5 +1,7 @@
 """Lengths: checked, measured, limited."""
 
+import time
+
 import numpy as np
 import pytest
 
@@ -57,3 +59,18 @@ def test_a_measured_length_of_zero_is_refused():
         measure_lengths(["a", ""], progress=False)
     with pytest.raises(ValueError, match="num_workers"):
         measure_lengths(["a"], num_workers=-1, progress=False)
+
+
+class Slow:
+    """Samples of length 7 that take long enough for a progress bar to redraw."""
+
+    def __len__(self):
+        return 300
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return "seven77"
+
+
+def test_a_progress_bar_changes_no_length():
+    assert set(measure_lengths(Slow(), progress=True).tolist()) == {7}

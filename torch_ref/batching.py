@@ -156,7 +156,7 @@ def _most_samples(limits: _Limits) -> Tensor:
     """
     num_places = len(limits.values)
     levels = [limits.values]  # levels[k][i] stands for the 2**k samples from place i on
-    while 2 ** len(levels) <= num_places:
+    while 2 ** len(levels) < num_places:
         half = 2 ** (len(levels) - 1)
         doubled = limits.join(levels[-1][:-half], levels[-1][half:])
         if not limits.fits(doubled, 2 * half).any():
