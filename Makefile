@@ -18,7 +18,7 @@ lint: $(VENV)/installed-dev
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/installed: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --constraint constraints.txt --editable .

@@ -31,6 +31,7 @@ class Place:
       num_tokens_done: real tokens trained on.
       num_positions_done: positions trained on, padding included.
       train_s: seconds of training so far.
+      held_out_bits_per_byte_before: of the evaluation before the first step; None until then.
     """
 
     num_steps_done: int
@@ -40,6 +41,7 @@ class Place:
     num_tokens_done: int = 0
     num_positions_done: int = 0
     train_s: float = 0.0
+    held_out_bits_per_byte_before: float | None = None
 
 
 class Checkpoints:
@@ -58,9 +60,10 @@ class Checkpoints:
             args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)),
         )
 
-    def wait(self) -> None:
-        """Waits until what was saved is on disk."""
-        self._manager.wait_until_finished()
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved yet."""
+        return self._manager.latest_step() is None
 
     def restore_latest(self, state: Any) -> tuple[Any, Place]:
         """The newest state and place.

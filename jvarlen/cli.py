@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -61,19 +63,22 @@ class PlanCommand(PlanConfig):
 def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     args = list(sys.argv[1:] if args is None else args)
+    if args == ["--version"]:
+        print(f"jvarlen {version('jvarlen')}")
+        return 0
     try:
         command = _parse(args)
         if isinstance(command, PlanCommand):
             command.run()
             return 0
-        from jvarlen.fit import fit  # here: planning does without models and checkpoints
+        from jvarlen.fit import fit  # here: only training needs it
 
         return _INTERRUPTED if fit(command).summary.interrupted else 0
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:
-        print("jvarlen: interrupted before the first step; there was nothing to save", file=sys.stderr)
+        print("jvarlen: interrupted", file=sys.stderr)
         return _INTERRUPTED
 
 
@@ -110,13 +115,18 @@ def _unframed(text: str) -> str:
     """The first paragraph inside the frame."""
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
-    return " ".join(lines[: rules[0] if rules else None])
+    text = " ".join(lines[: rules[0] if rules else None])
+    # The names of our classes say nothing to who typed a flag.
+    return re.sub(r"Error parsing (__tyro\S*?|PlanCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
 
 
 def _load_lengths(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r", allow_pickle=False)
+        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no lengths file {path}") from None
     except (ValueError, OSError, EOFError) as error:
         raise ValueError(f"{path} is not a readable .npy file of lengths: {error}") from error
+    if not isinstance(lengths, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; a .npy file of lengths holds one")
+    return lengths

@@ -105,7 +105,15 @@ def _check_tokens(ids: Int64[np.ndarray, " n"], samples: list[np.ndarray]) -> No
 
 
 def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
-    """The shapes and dtypes of what `pad_to_bucket` makes, as a `Batch` of `jax.ShapeDtypeStruct`."""
+    """The shapes and dtypes of what `pad_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `Batch` of `jax.ShapeDtypeStruct`.
+    """
     shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
     return Batch(
         tokens=jax.ShapeDtypeStruct(shape_MxBxT, np.int32),

@@ -147,8 +147,15 @@ def compile_buckets(
 
 
 def use_compilation_cache(directory: Path) -> None:
-    """Keeps compiled programs on disk, those that compile fast included, and takes them from there."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Keeps compiled programs on disk, those that compile fast included, and takes them from there.
+
+    This is a setting of JAX for the whole process. Where the directory cannot be made, a warning says so.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"compiled programs are not kept for the next time: {error}", stacklevel=2)
+        return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, Strategy, make_buckets
 from jvarlen.datasets import default_cache_dir
-from jvarlen.lengths import Overlong
+from jvarlen.lengths import Overlong, list_offenders, offenders_where
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan, make_plan
 
@@ -26,11 +27,11 @@ Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
 
 def _check_at_least(config: object, limit: int, *names: str) -> None:
-    _check(config, names, lambda value: value is None or value >= limit, f"at least {limit}")
+    _check(config, names, lambda value: value is None or limit <= value < math.inf, f"finite and at least {limit}")
 
 
 def _check_above(config: object, limit: int, *names: str) -> None:
-    _check(config, names, lambda value: value > limit, f"above {limit}")
+    _check(config, names, lambda value: limit < value < math.inf, f"finite and above {limit}")
 
 
 def _check_fraction(config: object, *names: str) -> None:
@@ -84,9 +85,10 @@ class PlanConfig:
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings, for the samples that will remain."""
-        drops = self.overlong == "drop" and self.max_length is not None
+        if self.overlong == "drop" and self.max_length is not None:
+            lengths = self._undropped(lengths, self.max_length)
         return make_buckets(
-            lengths[lengths <= self.max_length] if drops else lengths,
+            lengths,
             self.max_tokens,
             strategy=self.strategy,
             max_shapes=self.max_shapes,
@@ -95,6 +97,18 @@ class PlanConfig:
             row_multiple=self.row_multiple,
             length_multiple=self.length_multiple,
         )
+
+    def _undropped(self, lengths: Int64[np.ndarray, " N"], max_length: int) -> Int64[np.ndarray, " n"]:
+        """Lengths of the samples that remain; errors name samples by the ids that they have before."""
+        remain = lengths <= max_length
+        if not remain.any():
+            offenders = list_offenders(*offenders_where(~remain, lengths), max_length)
+            raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+        fits = lengths <= self.max_tokens // self.length_multiple * self.length_multiple
+        if (remain & ~fits).any():
+            offenders = list_offenders(*offenders_where(remain & ~fits, lengths), self.max_tokens)
+            raise ValueError(f"max_tokens {self.max_tokens} is below the longest bucket: {offenders}")
+        return lengths[remain]
 
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
@@ -120,7 +134,7 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Highest base rate."""
     warmup_fraction: float = 0.1
-    """Share of the steps over which the base rate rises from 0."""
+    """Share of the steps over which the base rate rises, from the last rate of training."""
     final_fraction: float = 0.05
     """The last base rate as a share of the highest."""
     batch_size_rule: Literal["linear", "sqrt", "none"] = "sqrt"
@@ -161,7 +175,8 @@ class FitConfig:
     runs_dir: Path = Path("runs")
     """Where the directories of runs are made."""
     resume: Path | None = None
-    """Directory of a run to continue, with its own settings where none are given."""
+    """Directory of a run to continue. On the command line its settings are the defaults; those that would make it
+    another run cannot be changed."""
     compilation_cache: Path | None = default_cache_dir() / "compiled"
     """Where compiled programs are kept for the next run; None for nowhere."""
     progress: bool = True
@@ -187,7 +202,7 @@ def load_config(path: Path) -> FitConfig:
     try:
         settings = json.loads(path.read_text())
         return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path], strict=True, check_types=True))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, AttributeError) as error:  # AttributeError: JSON, but no object
         raise ValueError(f"{path} holds no settings of a run: {error}") from error

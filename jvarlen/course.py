@@ -125,7 +125,7 @@ class Course:
         )
 
     def check_place(self, place: Place) -> None:
-        """Raises ValueError where a checkpoint was made under another plan, or lies behind the end."""
+        """Raises ValueError where a checkpoint was made under another plan, or lies beyond the end."""
         planned = self.plan_of_epoch(place.epoch).digest
         if place.plan_digest != planned:
             raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")

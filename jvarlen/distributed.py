@@ -18,6 +18,9 @@ def data_mesh(num_devices: int | None = None) -> Mesh:
     Args:
       num_devices: how many of `jax.devices()`, from the first; all where None.
 
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
+
     Raises:
       ValueError: there are not so many devices.
     """

@@ -8,13 +8,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import signal
+import math
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from tqdm import tqdm
@@ -24,12 +22,14 @@ from jvarlen.compile import CompiledBuckets, compile_buckets, no_recompiles, use
 from jvarlen.config import FitConfig
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.files import write_atomically
+from jvarlen.interrupts import Interrupts
 from jvarlen.lengths import DataSource, measure_lengths
 from jvarlen.loader import load
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
 from jvarlen.report import length_histogram, plot_curves, read_metrics
-from jvarlen.run_dir import MetricsLog, new_run_dir, resumed_run_dir
+from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
 
 __all__ = ["FitResult", "Summary", "fit"]
@@ -100,53 +100,67 @@ def fit(config: FitConfig, data: Split | None = None) -> FitResult:
       FileNotFoundError: there is no run to resume.
       RecompileError: something was compiled after the first step.
     """
+    with Interrupts() as interrupts:
+        return _fit(config, data, interrupts)
+
+
+def _fit(config: FitConfig, data: Split | None, interrupts: Interrupts) -> FitResult:
     data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
+    interrupts.check()
     lengths = measure_lengths(data.train, progress=config.progress)
     _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
 
     course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
     first_plan = course.plan_of_epoch(0)
     _say("Plan", first_plan.report(course.rates_of_epoch(0).in_force), f"training takes {course.num_steps:,} steps")
-    run_dir = resumed_run_dir(config, config.resume, first_plan) if config.resume else new_run_dir(config, first_plan)
+    interrupts.check()
+    if config.resume is None:
+        run_dir = new_run_dir(config, first_plan)
+    else:
+        run_dir, changed = resumed_run_dir(config, config.resume, first_plan)
+        _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
 
-    if config.compilation_cache is not None:
-        use_compilation_cache(config.compilation_cache)
-    loss_fn = make_loss_fn(config.model)
-    state = init_train_state(init_params(config.model, config.seed), course.optimizer)
-    compile_for = functools.partial(
-        compile_buckets, microbatches_per_step=config.plan.microbatches_per_step, progress=config.progress
-    )
-    train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
-    eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
-
-    log = MetricsLog(run_dir / "metrics.jsonl")
-    with open_checkpoints(run_dir / "checkpoints") as checkpoints, log:
+    with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(run_dir / "metrics.jsonl") as log:
+        loss_fn = make_loss_fn(config.model)
+        state = init_train_state(init_params(config.model, config.seed), course.optimizer)
         place = course.first_place()
-        if config.resume is not None:
+        if not checkpoints.is_empty:
             state, place = checkpoints.restore_latest(state)
             course.check_place(place)
         log.cut_to(place.num_steps_done)
+
+        if config.compilation_cache is not None:
+            use_compilation_cache(config.compilation_cache)
+        compile_for = functools.partial(
+            compile_buckets, microbatches_per_step=config.plan.microbatches_per_step, progress=config.progress
+        )
+        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
+        eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
+        interrupts.check()
+
         # The first evaluation and the first save come before the guard: both compile small things once.
         params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
         state = state._replace(params=params)
-        if place.num_steps_done == 0:
-            log.write({"step": 0, "held_out_bits_per_byte": bits_per_byte})
+        if place.held_out_bits_per_byte_before is None:
+            place = dataclasses.replace(place, held_out_bits_per_byte_before=bits_per_byte)
         checkpoints.save(state, place)
-        before, after = log.first("held_out_bits_per_byte"), None
+        point_latest_to(run_dir)
 
-        with no_recompiles() as compilations, _interrupt_sets_event() as stop:
+        after = None
+        with no_recompiles() as compilations, interrupts.postponed() as stop:
             state, place = _train(config, course, data.train, train_step, state, place, checkpoints, log, stop)
             checkpoints.save(state, place)
-            if interrupted := place.num_steps_done < course.num_steps:
-                _say("Interrupted", f"continue with: jvarlen train --resume {run_dir}")
+            if is_interrupted := place.num_steps_done < course.num_steps:
+                _say(
+                    "Interrupted", f"{place.num_steps_done:,} steps are saved; continue with: train --resume {run_dir}"
+                )
             else:
                 params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
                 state = state._replace(params=params)
-                log.write({"step": place.num_steps_done, "held_out_bits_per_byte": after})
 
     ledger = (*train_step.ledger, *eval_step.ledger)
     summary = Summary(
-        held_out_bits_per_byte_before=before,
+        held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
         held_out_bits_per_byte_after=after,
         num_steps=place.num_steps_done,
         num_tokens=place.num_tokens_done,
@@ -157,9 +171,10 @@ def fit(config: FitConfig, data: Split | None = None) -> FitResult:
         num_cache_hits=sum(row.cache_hit for row in ledger),
         train_s=place.train_s,
         compilations_after_first_step=compilations.num_compilations,
-        interrupted=interrupted,
+        interrupted=is_interrupted,
     )
-    (run_dir / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+    with write_atomically(run_dir / "summary.json") as file:
+        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     _say("Summary", _format_summary(summary))
     print(run_dir, flush=True)
@@ -189,6 +204,8 @@ def _train(
 
         def finish(record: dict[str, Any], metrics: Metrics) -> None:
             record["loss"] = float(metrics.loss_sum) / float(metrics.weight_sum)
+            if not math.isfinite(record["loss"]):
+                raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
             record["time_s"] = seconds = time.perf_counter() - start
             log.write(record)
             bar.set_postfix_str(
@@ -221,25 +238,6 @@ def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: Data
         steps.append(metrics)
     nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)
     return params, nats / float(np.log(2))
-
-
-@contextmanager
-def _interrupt_sets_event() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, so that no step is cut in two; the second interrupts as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def on_interrupt(signum: int, frame: object) -> None:
-        stop.set()
-        signal.signal(signal.SIGINT, previous)
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)
 
 
 def _say(title: str, *texts: str) -> None:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from jvarlen.collate import StepSamples, pad_to_bucket
 from jvarlen.distributed import batch_shardings
+from jvarlen.interrupts import without_interrupts
 from jvarlen.lengths import DataSource
 from jvarlen.plan import Plan
 
@@ -125,7 +126,11 @@ def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_w
         _mark_absl_flags_as_parsed()
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER))
     on_device = batches.map(lambda batch: _put(batch, mesh))
-    return iter(grain.experimental.ThreadPrefetchIterDataset(on_device, prefetch_buffer_size=_DEVICE_BUFFER))
+    prefetched = grain.experimental.ThreadPrefetchIterDataset(on_device, prefetch_buffer_size=_DEVICE_BUFFER)
+    with without_interrupts():  # Ctrl-C is for the main thread to handle; workers that die of it would never be missed
+        iterator = iter(prefetched)
+        first = list(itertools.islice(iterator, 1))  # starts the threads and processes
+    return itertools.chain(first, iterator)
 
 
 def _put(batch: Any, mesh: Mesh | None) -> Any:

@@ -111,7 +111,14 @@ class Plan:
         return rows_BxM.T
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to one uncompressed `.npz` file, in one piece or not at all."""
+        """Writes the plan to one uncompressed `.npz` file, in one piece or not at all.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: it cannot be written; what was there stays.
+        """
         fields = {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)})
 
@@ -164,7 +171,7 @@ class Plan:
         lines.append(f"{'total':>15} {self.num_samples:>12,} {self.num_steps:>8,} {self.padding:9.2%}")
         lines.append(
             f"{int(self.num_tokens.sum()):,} real tokens in {int(self.positions_per_step.sum()):,} positions; "
-            f"{self.microbatches_per_step} microbatches a step"
+            f"microbatches a step: {self.microbatches_per_step}"
         )
         lines.append(
             f"longest bucket {self.buckets[-1].length:,} tokens; overlong={self.overlong!r}: "

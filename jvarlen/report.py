@@ -44,12 +44,23 @@ def length_histogram(lengths: Int64[np.ndarray, " N"], num_bins: int = 14) -> st
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, in order; a last line that was cut off is left out."""
-    lines = path.read_text().splitlines()
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError:
-        return [json.loads(line) for line in lines[:-1]]
+    """The lines of a `metrics.jsonl`, in order; a last line that was cut off is left out.
+
+    Raises:
+      ValueError: another line is no JSON object with a step; it is named.
+    """
+    lines = path.read_text(errors="replace").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            row["step"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}, is no record of a step: {error!r}") from None
+        rows.append(row)
+    return rows
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:

@@ -11,10 +11,23 @@ from pathlib import Path
 from typing import Any
 
 from jvarlen.config import FitConfig, differing_settings, load_config, save_config
+from jvarlen.files import write_atomically
 from jvarlen.plan import Plan
 from jvarlen.report import read_metrics
 
-__all__ = ["MetricsLog", "new_run_dir", "resumed_run_dir"]
+__all__ = ["MetricsLog", "new_run_dir", "point_latest_to", "resumed_run_dir"]
+
+# Settings that say how far and where a run goes, not which run it is.
+_MAY_CHANGE = {
+    "max_steps",
+    "num_epochs",
+    "num_workers",
+    "checkpoint_every",
+    "runs_dir",
+    "resume",
+    "compilation_cache",
+    "progress",
+}
 
 
 class MetricsLog:
@@ -39,17 +52,14 @@ class MetricsLog:
     def cut_to(self, num_steps_done: int) -> None:
         """Removes what was logged after the checkpoint that training continues from."""
         kept = [row for row in read_metrics(self._path) if row["step"] < num_steps_done]
-        self._file.truncate(0)
-        for row in kept:
-            self.write(row)
-
-    def first(self, name: str) -> Any:
-        """The first value of that name."""
-        return next(row[name] for row in read_metrics(self._path) if name in row)
+        self._file.close()
+        with write_atomically(self._path) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+        self._file = self._path.open("a")
 
 
 def new_run_dir(config: FitConfig, plan: Plan) -> Path:
-    """Makes a directory named by the time and the plan, puts settings and plan there, and lets `latest` point to it."""
+    """Makes a directory named by the time and the plan, and puts settings and plan there."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
     config.runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
@@ -61,27 +71,41 @@ def new_run_dir(config: FitConfig, plan: Plan) -> Path:
             continue
     save_config(config, run_dir / "config.json")
     plan.save(run_dir / "plan.npz")
-    link = config.runs_dir / f".latest-{os.getpid()}"
-    link.symlink_to(run_dir.name)
-    link.replace(config.runs_dir / "latest")
     return run_dir
 
 
-def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> Path:
-    """The directory of a run to continue.
+def point_latest_to(run_dir: Path) -> None:
+    """Lets the link `latest` beside a run directory point to it."""
+    link = run_dir.parent / f".latest-{os.getpid()}"
+    link.symlink_to(run_dir.name)
+    try:
+        link.replace(run_dir.parent / "latest")
+    except OSError:
+        link.unlink()
+        raise
+
+
+def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> tuple[Path, list[str]]:
+    """The directory of a run to continue, its settings brought up to date, and which of them changed.
 
     Raises:
       FileNotFoundError: there is no run, or no plan in it.
-      ValueError: its files are damaged, or it was planned otherwise than `plan`; the settings that differ are listed.
+      ValueError: its files are damaged; it has another plan; or settings differ that would make it another run. They
+        are listed.
     """
     run_dir = run_dir.resolve()
-    saved = load_config(run_dir / "config.json")
+    config_path = run_dir / "config.json"
+    saved = load_config(config_path)
+    config = dataclasses.replace(config, resume=saved.resume)
+    differing = differing_settings(saved, config)
+    refused = [setting for setting in differing if setting.partition(":")[0] not in _MAY_CHANGE]
+    if refused:
+        raise ValueError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")
     if saved_plan.digest != plan.digest:
-        differing = differing_settings(saved, dataclasses.replace(config, resume=saved.resume))
         raise ValueError(
-            f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these settings and data give "
-            f"{plan.digest[:12]}…: a run can only be resumed with its own plan. Settings that differ: "
-            f"{'; '.join(differing) or 'none, so the data differ'}"
+            f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
+            "a run can only be resumed with its own plan, and the data differ"
         )
-    return run_dir
+    save_config(config, config_path)
+    return run_dir, differing

@@ -50,7 +50,15 @@ class Metrics(NamedTuple):
 
 
 def init_train_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """The state before the first step.
+
+    Args:
+      params: pytree of arrays.
+      optimizer: any Optax optimizer.
+
+    Returns:
+      `TrainState`.
+    """
     return TrainState(params, optimizer.init(params))
 
 
@@ -69,6 +77,9 @@ def make_train_step(
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. Every leaf
       of the batch that is not a scalar has leading axis M, and `batch.num_sequences` counts its real samples.
+
+    Raises:
+      ValueError: when it is traced, shards that do not divide M.
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
@@ -82,7 +93,20 @@ def make_train_step(
 
 
 def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data") -> StepFn:
-    """`eval_step(params, batch) -> (params, Metrics)`: the sums of a step without a gradient; arguments as above."""
+    """An evaluation step: the sums of a step without a gradient.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      mesh: as for `make_train_step`.
+      axis_name: as for `make_train_step`.
+
+    Returns:
+      `eval_step(params, batch) -> (params, Metrics)`: a plain function; the parameters come back unchanged, so that
+      `compile_buckets` can donate them as it does a state.
+
+    Raises:
+      ValueError: when it is traced, shards that do not divide M.
+    """
 
     def without_gradient(params: Any, microbatch: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
         return loss_fn(params, microbatch), None

@@ -3,7 +3,11 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -132,22 +136,26 @@ def test_worker_processes_change_no_number(config, split):
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):
     run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
     other = dataclasses.replace(config, resume=run_dir, plan=dataclasses.replace(config.plan, max_tokens=96))
-    with pytest.raises(ValueError, match=r"only be resumed with its own plan.*plan\.max_tokens: 128, 96"):
+    with pytest.raises(ValueError, match=r"with its own settings; these differ: plan\.max_tokens: 128, 96"):
         fit(other, split)
     with pytest.raises(ValueError, match="the data differ"):
         fit(dataclasses.replace(config, max_steps=1, resume=run_dir), split._replace(train=random_dataset(90, 40)))
 
 
-def test_resuming_another_model_is_refused(config, split):
+def test_resuming_as_another_run_is_refused_by_its_settings(config, split):
     run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
     other = dataclasses.replace(config, resume=run_dir, model=TransformerConfig(num_layers=1, width=32, num_heads=1))
-    with pytest.raises(ValueError, match="cannot be resumed"):
+    with pytest.raises(ValueError, match=r"with its own settings; these differ: model\.width: 16, 32$"):
         fit(other, split)
+    with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
+        fit(dataclasses.replace(config, resume=run_dir, optimizer=OptimizerConfig(learning_rate=0.1)), split)
 
 
 def test_resuming_what_is_no_run_is_refused(config, split, tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         fit(dataclasses.replace(config, resume=tmp_path), split)
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        fit(dataclasses.replace(config, resume=tmp_path / "file" / "below"), split)
     run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
     damaged = bytearray((run_dir / "plan.npz").read_bytes())
     damaged[len(damaged) // 2] ^= 255
@@ -166,3 +174,48 @@ def test_a_learned_text_is_predicted(config):
     assert result.summary.held_out_bits_per_byte_after < 0.8
     losses = np.array([row["loss"] for row in step_records(result.run_dir)])
     assert losses[-5:].mean() < losses[:5].mean() / 5
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split):
+    whole = fit(config, split)
+    run_dir = fit(dataclasses.replace(config, max_steps=25), split).run_dir
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "metrics.jsonl").unlink()
+    assert same_training(whole, fit(dataclasses.replace(config, resume=run_dir), split))
+
+
+def test_more_steps_can_be_asked_for_on_resuming(config, split, capsys):
+    run_dir = fit(dataclasses.replace(config, max_steps=3), split).run_dir
+    capsys.readouterr()
+    resumed = fit(dataclasses.replace(config, max_steps=7, resume=run_dir), split)
+    assert resumed.summary.num_steps == 7
+    assert "changed: max_steps: 3, 7" in capsys.readouterr().out
+    assert load_config(run_dir / "config.json").max_steps == 7
+
+
+def test_a_loss_that_is_no_number_ends_the_run(config, split):
+    with pytest.raises(FloatingPointError, match="the loss is nan at step"):
+        fit(dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30)), split)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
+    """The real thing: a process of its own, its whole group signalled, as a terminal does."""
+    command = [sys.executable, "-m", "jvarlen", "train", f"--num-workers={num_workers}", "--max-steps=100000",
+               "--num-epochs=100000", "--plan.max-shapes=1", "--plan.max-length=16", "--plan.max-tokens=64",
+               "--model.width=8", "--model.num-layers=1", "--model.num-heads=1", f"--runs-dir={tmp_path}"]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(len(path.read_text().splitlines()) > 20 for path in tmp_path.glob("*/metrics.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    run_dir = printed.rstrip().splitlines()[-1]
+    assert f"continue with: train --resume {run_dir}" in printed
+    assert json.loads((tmp_path / "latest" / "summary.json").read_text())["num_steps"] > 20
