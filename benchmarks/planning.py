@@ -73,7 +73,7 @@ def main() -> None:
     lines = [
         f"# Planning, {datetime.date.today()}",
         "",
-        f"{num_samples:,} lengths, uniform from 128 to 4,095. Best of {REPEATS} in one run; ratios are against the first.",
+        f"{num_samples:,} lengths, uniform from 128 to 4,095. Best of {REPEATS} in one run; ratios to the first.",
         "",
         "| work | seconds | ratio |",
         "|---|---|---|",
