@@ -24,6 +24,8 @@ def write_atomically(path: Path) -> Iterator[IO[Any]]:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:

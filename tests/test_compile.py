@@ -220,3 +220,10 @@ print([row.cache_hit for row in compiled.ledger])
         for _ in range(2)
     ]
     assert printed == ["[False, False]\n", "[True, True]\n"]
+
+
+def test_a_cache_that_cannot_be_made_is_said_and_done_without(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="not kept for the next time"):
+        compile.use_compilation_cache(tmp_path / "file" / "cache")
+    assert jax.config.jax_compilation_cache_dir is None

@@ -101,3 +101,10 @@ def test_offsets_must_span_the_tokens(offsets):
 def test_samples_are_found_by_id_only(index):
     with pytest.raises(IndexError, match="of 2"):
         TokenDataset.from_bytes([b"a", b"bc"])[index]
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "_scan", lambda root, progress: [b"def f(): ..."])
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="not kept for the next time"):
+        assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1
