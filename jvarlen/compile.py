@@ -24,6 +24,7 @@ from tqdm import tqdm
 from jvarlen.buckets import Bucket, check_buckets
 from jvarlen.collate import token_batch_spec
 from jvarlen.distributed import batch_shardings
+from jvarlen.interrupts import raise_if_interrupted
 
 __all__ = [
     "CompiledBuckets",
@@ -132,6 +133,7 @@ def compile_buckets(
         largest_first, desc=f"compile {getattr(step_fn, '__name__', 'step')}", unit="bucket", disable=not progress
     ) as bar:
         for bucket in bar:
+            raise_if_interrupted()
             bar.set_postfix_str(f"{bucket.rows}×{bucket.length}")
             specs[bucket] = spec = _placed(batch_spec(bucket, microbatches_per_step), mesh)
             # A jitted function of its own for each bucket: only so can an executable be freed on its own.

@@ -22,6 +22,7 @@ from jaxtyping import Int, UInt8
 from tqdm import tqdm
 
 from jvarlen.files import write_atomically
+from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.lengths import DataSource
 
 __all__ = ["TokenDataset", "Split", "default_cache_dir", "split_held_out", "stdlib_functions"]
@@ -151,6 +152,7 @@ def _scan(root: Path, progress: bool) -> list[bytes]:
         raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
     samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
     for path in tqdm(sorted(files), desc="corpus", unit="file", disable=not progress):
+        raise_if_interrupted()
         source = path.read_bytes()
         try:
             with warnings.catch_warnings():

@@ -23,7 +23,7 @@ from jvarlen.config import FitConfig
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
 from jvarlen.files import write_atomically
-from jvarlen.interrupts import Interrupts
+from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.lengths import DataSource, measure_lengths
 from jvarlen.loader import load
 from jvarlen.models import init_params, make_loss_fn
@@ -100,20 +100,19 @@ def fit(config: FitConfig, data: Split | None = None) -> FitResult:
       FileNotFoundError: there is no run to resume.
       RecompileError: something was compiled after the first step.
     """
-    with Interrupts() as interrupts:
-        return _fit(config, data, interrupts)
+    with remembered_interrupts() as stop:
+        return _fit(config, data, stop)
 
 
-def _fit(config: FitConfig, data: Split | None, interrupts: Interrupts) -> FitResult:
+def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitResult:
     data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    interrupts.check()
     lengths = measure_lengths(data.train, progress=config.progress)
     _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
 
     course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
     first_plan = course.plan_of_epoch(0)
     _say("Plan", first_plan.report(course.rates_of_epoch(0).in_force), f"training takes {course.num_steps:,} steps")
-    interrupts.check()
+    raise_if_interrupted()
     if config.resume is None:
         run_dir = new_run_dir(config, first_plan)
     else:
@@ -136,7 +135,6 @@ def _fit(config: FitConfig, data: Split | None, interrupts: Interrupts) -> FitRe
         )
         train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
         eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
-        interrupts.check()
 
         # The first evaluation and the first save come before the guard: both compile small things once.
         params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
@@ -147,7 +145,7 @@ def _fit(config: FitConfig, data: Split | None, interrupts: Interrupts) -> FitRe
         point_latest_to(run_dir)
 
         after = None
-        with no_recompiles() as compilations, interrupts.postponed() as stop:
+        with no_recompiles() as compilations:
             state, place = _train(config, course, data.train, train_step, state, place, checkpoints, log, stop)
             checkpoints.save(state, place)
             if is_interrupted := place.num_steps_done < course.num_steps:
@@ -234,6 +232,7 @@ def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: Data
     """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
     steps = []
     for batch in load(plan, dataset):
+        raise_if_interrupted()
         params, metrics = eval_step(params, batch)
         steps.append(metrics)
     nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)

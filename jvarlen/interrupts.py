@@ -8,54 +8,42 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["Interrupts", "without_interrupts"]
+__all__ = ["raise_if_interrupted", "remembered_interrupts", "without_interrupts"]
+
+_pressed = threading.Event()
 
 
-class Interrupts:
-    """While it is open as a context, the first Ctrl-C is remembered.
+@contextmanager
+def remembered_interrupts() -> Iterator[threading.Event]:
+    """Inside, the first Ctrl-C only sets the event, and long work looks at it where it can stop; the second one raises.
 
-    Outside `postponed` it raises KeyboardInterrupt as usual; should a library swallow that, `check` raises it again.
-    Inside `postponed` it only sets `pressed`. The second Ctrl-C always raises. In other threads than the main one
-    nothing changes.
+    An exception out of a signal handler can strike anywhere: inside the compiler, or where a library prints and forgets
+    it. In other threads than the main one nothing changes.
 
-    Attributes:
-      pressed: set once Ctrl-C was pressed.
+    Yields:
+      The event.
     """
+    _pressed.clear()
+    if threading.current_thread() is not threading.main_thread():
+        yield _pressed
+        return
 
-    def __init__(self) -> None:
-        self.pressed = threading.Event()
-        self._postponed = False
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        _pressed.set()
+        signal.signal(signal.SIGINT, previous)
 
-    def __enter__(self) -> Interrupts:
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        if self._in_main_thread:
-            self._previous = signal.signal(signal.SIGINT, self._on_interrupt)
-        return self
+    previous = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield _pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        _pressed.clear()
 
-    def __exit__(self, *exception: object) -> None:
-        if self._in_main_thread:
-            signal.signal(signal.SIGINT, self._previous)
 
-    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
-        is_second = self.pressed.is_set()
-        self.pressed.set()
-        if is_second or not self._postponed:
-            raise KeyboardInterrupt
-
-    def check(self) -> None:
-        """Raises KeyboardInterrupt where Ctrl-C was pressed."""
-        if self.pressed.is_set():
-            raise KeyboardInterrupt
-
-    @contextmanager
-    def postponed(self) -> Iterator[threading.Event]:
-        """A region that looks at the event itself, and ends where it suits it."""
-        self.check()
-        self._postponed = True
-        try:
-            yield self.pressed
-        finally:
-            self._postponed = False
+def raise_if_interrupted() -> None:
+    """Raises KeyboardInterrupt where Ctrl-C was pressed inside `remembered_interrupts`; else nothing happens."""
+    if _pressed.is_set():
+        raise KeyboardInterrupt
 
 
 @contextmanager
