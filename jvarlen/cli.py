@@ -8,14 +8,15 @@ import io
 import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
 
-from jvarlen.config import FitConfig, Order, PlanConfig, load_config
+from jvarlen import __version__
+from jvarlen.config import FitConfig, PlanConfig, load_config
+from jvarlen.curriculum import Order
 from jvarlen.lengths import Overlong, check_lengths
 
 __all__ = ["PlanCommand", "main", "run"]
@@ -64,7 +65,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
-        print(f"jvarlen {version('jvarlen')}")
+        print(f"jvarlen {__version__}")
         return 0
     try:
         command = _parse(args)

@@ -16,14 +16,13 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, Strategy, make_buckets
+from jvarlen.curriculum import Order
 from jvarlen.datasets import default_cache_dir
 from jvarlen.lengths import Overlong, list_offenders, offenders_where
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan, make_plan
 
-__all__ = ["FitConfig", "OptimizerConfig", "Order", "PlanConfig", "differing_settings", "load_config", "save_config"]
-
-Order = Literal["dataset", "length", "length_descending", "shuffle"]
+__all__ = ["FitConfig", "OptimizerConfig", "PlanConfig", "differing_settings", "load_config", "save_config"]
 
 
 def _check_at_least(config: object, limit: int, *names: str) -> None:

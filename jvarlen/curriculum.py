@@ -6,7 +6,7 @@ device or the clock, so that the order is the same everywhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from jaxtyping import Int64, Shaped, UInt64
 from jvarlen.lengths import check_lengths, is_integer, list_offenders
 
 __all__ = [
-    "ORDERS",
+    "Order",
     "PackedKeys",
     "check_difficulty",
     "check_order_array",
@@ -26,7 +26,7 @@ __all__ = [
     "stable_argsort",
 ]
 
-ORDERS = ("dataset", "length", "length_descending", "shuffle")
+Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
 _VALUES_PER_PHILOX_BLOCK = 4
 
@@ -79,7 +79,7 @@ def sample_order(
         return num_samples - 1 - stable_argsort(by[::-1])[::-1]
     if order == "shuffle":
         return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
-    raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, not {order!r}")
+    raise ValueError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
 
 
 def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[np.ndarray, " count"]:

@@ -98,7 +98,10 @@ def fit(config: FitConfig, data: Split | None = None) -> FitResult:
     Raises:
       ValueError: settings that fit neither each other nor the data; resuming with another plan or model.
       FileNotFoundError: there is no run to resume.
+      OSError: the run directory cannot be written.
       RecompileError: something was compiled after the first step.
+      FloatingPointError: the loss is no number; the last checkpoint is from before that.
+      KeyboardInterrupt: Ctrl-C before the first step, or a second one.
     """
     with remembered_interrupts() as stop:
         return _fit(config, data, stop)
@@ -136,6 +139,8 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
         eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
 
+        raise_if_interrupted()
+
         # The first evaluation and the first save come before the guard: both compile small things once.
         params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
         state = state._replace(params=params)
@@ -143,15 +148,14 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
             place = dataclasses.replace(place, held_out_bits_per_byte_before=bits_per_byte)
         checkpoints.save(state, place)
         point_latest_to(run_dir)
+        raise_if_interrupted()
 
         after = None
         with no_recompiles() as compilations:
             state, place = _train(config, course, data.train, train_step, state, place, checkpoints, log, stop)
             checkpoints.save(state, place)
             if is_interrupted := place.num_steps_done < course.num_steps:
-                _say(
-                    "Interrupted", f"{place.num_steps_done:,} steps are saved; continue with: train --resume {run_dir}"
-                )
+                _say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"jvarlen train --resume {run_dir}")
             else:
                 params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
                 state = state._replace(params=params)
@@ -232,7 +236,6 @@ def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: Data
     """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
     steps = []
     for batch in load(plan, dataset):
-        raise_if_interrupted()
         params, metrics = eval_step(params, batch)
         steps.append(metrics)
     nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+import jvarlen
 from jvarlen import Plan, make_buckets, make_plan
 from jvarlen.cli import main
 from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
@@ -27,6 +28,11 @@ def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert expected.report() in printed
     assert expected.digest in printed
+
+
+def test_the_version_is_the_packages(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"jvarlen {jvarlen.__version__}\n"
 
 
 def test_plan_takes_every_setting(lengths_file, capsys):

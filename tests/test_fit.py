@@ -218,5 +218,5 @@ def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
     printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     run_dir = printed.rstrip().splitlines()[-1]
-    assert f"continue with: train --resume {run_dir}" in printed
+    assert f"jvarlen train --resume {run_dir}" in printed
     assert json.loads((tmp_path / "latest" / "summary.json").read_text())["num_steps"] > 20
