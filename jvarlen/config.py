@@ -18,7 +18,7 @@ from jaxtyping import Int64
 from jvarlen.buckets import Bucket, Strategy, make_buckets
 from jvarlen.curriculum import Order
 from jvarlen.datasets import default_cache_dir
-from jvarlen.lengths import Overlong, list_offenders, offenders_where
+from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan, make_plan
 
@@ -84,30 +84,17 @@ class PlanConfig:
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings, for the samples that will remain."""
-        if self.overlong == "drop" and self.max_length is not None:
-            lengths = self._undropped(lengths, self.max_length)
         return make_buckets(
             lengths,
             self.max_tokens,
             strategy=self.strategy,
             max_shapes=self.max_shapes,
             max_length=self.max_length,
+            overlong="drop" if self.overlong == "drop" else "truncate",
             microbatches_per_step=self.microbatches_per_step,
             row_multiple=self.row_multiple,
             length_multiple=self.length_multiple,
         )
-
-    def _undropped(self, lengths: Int64[np.ndarray, " N"], max_length: int) -> Int64[np.ndarray, " n"]:
-        """Lengths of the samples that remain; errors name samples by the ids that they have before."""
-        remain = lengths <= max_length
-        if not remain.any():
-            offenders = list_offenders(*offenders_where(~remain, lengths), max_length)
-            raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        fits = lengths <= self.max_tokens // self.length_multiple * self.length_multiple
-        if (remain & ~fits).any():
-            offenders = list_offenders(*offenders_where(remain & ~fits, lengths), self.max_tokens)
-            raise ValueError(f"max_tokens {self.max_tokens} is below the longest bucket: {offenders}")
-        return lengths[remain]
 
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int

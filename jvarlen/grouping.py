@@ -6,14 +6,14 @@ N samples, n of them in the plan, K buckets.
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
 from jvarlen.curriculum import pack_with_index, random_keys, sample_order
-from jvarlen.lengths import Overlong, list_offenders
+from jvarlen.lengths import Overlong, check_overlong, list_offenders
 
 __all__ = ["GroupedSamples", "group_by_bucket"]
 
@@ -68,8 +68,7 @@ def group_by_bucket(
       ValueError: what `sample_order` refuses; an unknown rule; longer samples under `"error"` (listed as id, value,
         limit); no sample left under `"drop"`.
     """
-    if overlong not in get_args(Overlong):
-        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
+    check_overlong(overlong)
     if isinstance(order, str) and difficulty is None:
         if order == "length" and (grouped := _by_length(lengths, edges, overlong)):
             return grouped

@@ -9,7 +9,7 @@ import functools
 import multiprocessing
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +116,12 @@ def _init_worker(dataset: DataSource, length_fn: Callable[[Any], int]) -> None:
 def _measure_range(start: int) -> np.ndarray:
     dataset, length_fn = _worker["dataset"], _worker["length_fn"]
     return np.array([length_fn(dataset[i]) for i in range(start, min(start + _SAMPLES_PER_TASK, len(dataset)))])
+
+
+def check_overlong(overlong: str) -> None:
+    """Raises ValueError where it is no rule for samples that are too long."""
+    if overlong not in get_args(Overlong):
+        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
 
 
 def check_at_least_one(**values: Any) -> None:

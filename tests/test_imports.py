@@ -13,7 +13,7 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "lengths", "curriculum", "buckets", "kernels", "batching", "grouping", "plan_file", "plan",
+    "files", "lengths", "curriculum", "costs", "budget", "edges", "buckets", "kernels", "batching", "grouping", "plan_file", "plan",
     "distributed", "interrupts", "collate", "masks", "loader", "compile", "lr", "train", "checkpoint", "datasets",
     "models", "config", "course", "report", "run_dir", "fit", "cli",
 ]  # fmt: skip
