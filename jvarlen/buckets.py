@@ -6,8 +6,9 @@ samples of a bucket, s its steps.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,26 @@ from jaxtyping import Bool, Int64
 
 from jvarlen.budget import Budget, CostFn, make_budget, round_up
 from jvarlen.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, least_rows_when_packed, optimal_edges
-from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, check_overlong, list_offenders, offenders_where
+from jvarlen.lengths import (
+    Overlong,
+    check_at_least_one,
+    check_lengths,
+    check_overlong,
+    is_integer,
+    list_offenders,
+    offenders_where,
+)
 
-__all__ = ["Bucket", "CostFn", "Strategy", "check_buckets", "choose_row_lengths", "make_buckets"]
+__all__ = [
+    "AnyBucket",
+    "Bucket",
+    "CostFn",
+    "PairBucket",
+    "Strategy",
+    "check_buckets",
+    "choose_row_lengths",
+    "make_buckets",
+]
 
 
 class Bucket(NamedTuple):
@@ -25,6 +43,43 @@ class Bucket(NamedTuple):
 
     rows: int
     length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row, one number for each sequence of a sample."""
+        return self[1:]
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that the bucket has room for."""
+        return self.rows * self.length
+
+    def __str__(self) -> str:
+        return f"{self.rows}×{self.length}"
+
+
+class PairBucket(NamedTuple):
+    """A static shape for pairs: `rows` × (`source_length` + `target_length`) tokens."""
+
+    rows: int
+    source_length: int
+    target_length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row, source and target."""
+        return self[1:]
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that the bucket has room for, of both sides."""
+        return self.rows * (self.source_length + self.target_length)
+
+    def __str__(self) -> str:
+        return f"{self.rows}×({self.source_length}, {self.target_length})"
+
+
+AnyBucket: TypeAlias = Bucket | PairBucket
 
 
 def make_buckets(
@@ -173,22 +228,31 @@ def choose_row_lengths(
     return tuple(optimal_edges(rounded, held, caps, max_shapes, budget, cost, compile_seconds).tolist())
 
 
-def check_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[Bucket, ...]:
-    """Checks buckets made elsewhere: (rows, length) pairs of integers ≥ 1 with strictly ascending lengths.
+def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
+    """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs.
+
+    Args:
+      buckets: tuples of integers ≥ 1, all of them of two or all of three, lengths strictly ascending; pairs by source,
+        then target.
+
+    Returns:
+      A tuple of `Bucket`, or of `PairBucket`.
 
     Raises:
       ValueError: not so; the buckets at fault are listed.
     """
-    pairs = np.array([tuple(bucket) for bucket in buckets])
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not np.issubdtype(pairs.dtype, np.integer):
-        raise ValueError(f"buckets must be at least one (rows, length) pair of integers, not {list(buckets)!r}")
-    if pairs.min() < 1:
-        raise ValueError(f"rows and length must be at least 1: {[tuple(p) for p in pairs.tolist() if min(p) < 1]}")
-    descends = np.flatnonzero(np.diff(pairs[:, 1]) <= 0)
-    if len(descends):
-        wrong = [tuple(map(tuple, pairs[i : i + 2].tolist())) for i in descends.tolist()]
-        raise ValueError(f"bucket lengths must strictly ascend: {wrong}")
-    return tuple(Bucket(rows, length) for rows, length in pairs.tolist())
+    given = [tuple(bucket) for bucket in buckets]
+    widths = {len(bucket) for bucket in given}
+    if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
+        raise ValueError(
+            f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
+        )
+    if wrong := [bucket for bucket in given if min(bucket) < 1]:
+        raise ValueError(f"rows and length must be at least 1: {wrong}")
+    if descending := [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]:
+        raise ValueError(f"bucket lengths must strictly ascend: {descending}")
+    kind = Bucket if widths == {2} else PairBucket
+    return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
 def _checked_budget(

@@ -1,20 +1,33 @@
-"""Collation: in go the samples of one step, out comes a `Batch` of host arrays in the shape of a bucket.
+"""Collation: in go the samples of one step, out comes a batch of host arrays in the shape of a bucket.
 
-Letters: M microbatches, B rows, T positions.
+Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen.buckets import Bucket
+from jvarlen.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.lengths import list_offenders
 
-__all__ = ["Batch", "StepSamples", "pad_to_bucket", "token_batch_spec"]
+__all__ = [
+    "Batch",
+    "PackedBatch",
+    "PairBatch",
+    "StepSamples",
+    "full_batch",
+    "pack_to_bucket",
+    "packed_batch_spec",
+    "pad_pairs_to_bucket",
+    "pad_to_bucket",
+    "pair_batch_spec",
+    "token_batch_spec",
+]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -35,19 +48,58 @@ class Batch(NamedTuple):
     num_sequences: Any
 
 
+class PackedBatch(NamedTuple):
+    """One step's arrays where a row holds several samples: a pytree.
+
+    Attributes:
+      tokens: int32[M, B, T], zero where there is no token.
+      segment_ids: int32[M, B, T], the sample of each token: 1, 2, … within its row, 0 where there is no token.
+      positions: int32[M, B, T], the place of each token in its own sample, from 0.
+      weights: float32[M, B, T], 1 on tokens and 0 elsewhere.
+      num_sequences: float32[], real samples in the whole step.
+    """
+
+    tokens: Any
+    segment_ids: Any
+    positions: Any
+    weights: Any
+    num_sequences: Any
+
+
+class PairBatch(NamedTuple):
+    """One step's arrays of pairs: a pytree.
+
+    Attributes:
+      source_tokens: int32[M, B, S], zero where there is no token.
+      source_lengths: int32[M, B], 0 for a dummy row.
+      target_tokens: int32[M, B, U].
+      target_lengths: int32[M, B].
+      weights: float32[M, B, U], 1 on target tokens and 0 elsewhere.
+      num_sequences: float32[], real pairs in the whole step.
+    """
+
+    source_tokens: Any
+    source_lengths: Any
+    target_tokens: Any
+    target_lengths: Any
+    weights: Any
+    num_sequences: Any
+
+
 class StepSamples(NamedTuple):
     """What a collate function gets: the samples of one step, as the dataset gave them.
 
     Attributes:
       bucket: the shape to fill.
-      ids: int64[M, B], the sample of every row; −1 for a dummy row. Dummy rows are the last of their microbatch.
-      samples: M lists of the samples of the real rows, in the order of `ids`.
+      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 where there is
+        none. Dummy rows are the last of their microbatch.
+      samples: M lists of the samples, in the order of `ids`.
       num_tokens: real tokens that were planned for the step, cut samples counted as cut.
       truncate: whether the plan cuts samples that are longer than the bucket.
     """
 
-    bucket: Bucket
-    ids: Int64[np.ndarray, "M B"]
+    bucket: AnyBucket
+    ids: Int64[np.ndarray, "M B *P"]
     samples: list[list[Any]]
     num_tokens: int
     truncate: bool
@@ -63,45 +115,75 @@ def pad_to_bucket(step: StepSamples) -> Batch:
       A `Batch` of NumPy arrays.
 
     Raises:
-      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not cut; or the lengths
-        of the samples are not those that were planned. The samples are named.
+      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not cut; the lengths of
+        the samples are not those that were planned; or the plan is packed. The samples are named.
     """
-    num_rows, max_length = step.bucket
-    samples = [np.asarray(sample) for microbatch in step.samples for sample in microbatch]
-    ids = step.ids[step.ids >= 0]  # in the order of `samples`: microbatch by microbatch
-    _check_tokens(ids, samples)
-    if step.truncate:
-        samples = [sample[:max_length] for sample in samples]
-    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
-    too_long = lengths > max_length
-    if too_long.any():
-        raise ValueError(
-            f"samples longer than their bucket: {list_offenders(ids[too_long], lengths[too_long], max_length)}"
-        )
-    if lengths.sum() != step.num_tokens:
-        raise ValueError(
-            f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
-            f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
-        )
-    joined = np.concatenate(samples)
-    if joined.min() < _INT32.min or joined.max() > _INT32.max:
-        raise ValueError(f"tokens must fit int32; those of a step reach from {joined.min()} to {joined.max()}")
-    lengths_MxB = np.zeros((len(step.samples), num_rows), np.int32)
-    lengths_MxB[step.ids >= 0] = lengths
-    is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
-    tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-    tokens_MxBxT[is_token_MxBxT] = joined
+    if step.ids.ndim == 3:
+        raise ValueError("a packed plan has several samples a row: collate it with pack_to_bucket")
+    max_length = step.bucket.lengths[0]
+    samples = _cut(step)
+    tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
+    _check_planned(step, lengths_MxB[step.ids >= 0])
     return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(len(samples)))
 
 
-def _check_tokens(ids: Int64[np.ndarray, " n"], samples: list[np.ndarray]) -> None:
-    wrong = [
-        f"id {i}: {sample.ndim}-D {sample.dtype}"
-        for i, sample in zip(ids.tolist(), samples, strict=True)
-        if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer)
-    ]
-    if wrong:
-        raise ValueError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
+def pack_to_bucket(step: StepSamples) -> PackedBatch:
+    """Lays the samples of each packed row one after the other, in the shape of the bucket.
+
+    Args:
+      step: of a packed plan; its samples are 1-D integer arrays whose tokens fit int32.
+
+    Returns:
+      A `PackedBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`; or the plan is not packed.
+    """
+    if step.ids.ndim != 3:
+        raise ValueError("pack_to_bucket is for packed plans, made by make_plan from what pack_samples gives")
+    is_sample_MxBxP = step.ids >= 0
+    samples = _cut(step)
+    tokens = _checked_tokens(step.ids[is_sample_MxBxP], samples)
+    lengths = np.fromiter(map(len, samples), np.int64, len(samples))
+    _check_planned(step, lengths)
+    lengths_MxBxP = np.zeros(step.ids.shape, np.int64)
+    lengths_MxBxP[is_sample_MxBxP] = lengths
+    length = step.bucket.lengths[0]
+    is_token_MxBxT = np.arange(length) < lengths_MxBxP.sum(axis=2, keepdims=True)
+
+    def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
+        array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+        array_MxBxT[is_token_MxBxT] = values
+        return array_MxBxT
+
+    return PackedBatch(
+        tokens=filled(tokens),
+        segment_ids=filled(np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)),
+        positions=filled(np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)),
+        weights=is_token_MxBxT.astype(np.float32),
+        num_sequences=np.float32(len(samples)),
+    )
+
+
+def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
+    """Pads both sides of each pair with zeros to the shape of the bucket.
+
+    Args:
+      step: of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32.
+
+    Returns:
+      A `PairBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`.
+    """
+    pairs = [pair for microbatch in step.samples for pair in microbatch]
+    sides = [[np.asarray(pair[side]) for pair in pairs] for side in (0, 1)]
+    source, target = (
+        _padded(step.ids, samples, length) for samples, length in zip(sides, step.bucket.lengths, strict=True)
+    )
+    _check_planned(step, (source[1] + target[1])[step.ids >= 0])
+    return PairBatch(*source[:2], *target[:2], target[2].astype(np.float32), np.float32(len(pairs)))
 
 
 def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
@@ -121,3 +203,93 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
         weights=jax.ShapeDtypeStruct(shape_MxBxT, np.float32),
         num_sequences=jax.ShapeDtypeStruct((), np.float32),
     )
+
+
+def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
+    """The shapes and dtypes of what `pack_to_bucket` makes: a `PackedBatch` of `jax.ShapeDtypeStruct`."""
+    shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
+    integers = jax.ShapeDtypeStruct(shape_MxBxT, np.int32)
+    weights = jax.ShapeDtypeStruct(shape_MxBxT, np.float32)
+    return PackedBatch(integers, integers, integers, weights, jax.ShapeDtypeStruct((), np.float32))
+
+
+def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
+    """The shapes and dtypes of what `pad_pairs_to_bucket` makes: a `PairBatch` of `jax.ShapeDtypeStruct`."""
+    shape_MxB = (microbatches_per_step, bucket.rows)
+    lengths = jax.ShapeDtypeStruct(shape_MxB, np.int32)
+    source, target = (jax.ShapeDtypeStruct((*shape_MxB, length), np.int32) for length in bucket.lengths)
+    weights = jax.ShapeDtypeStruct(target.shape, np.float32)
+    return PairBatch(source, lengths, target, lengths, weights, jax.ShapeDtypeStruct((), np.float32))
+
+
+def full_batch(spec: Any) -> Any:
+    """A batch without any padding, to measure a step with.
+
+    Args:
+      spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
+
+    Returns:
+      A pytree of NumPy arrays: ones, but for lengths and positions as full rows have them.
+    """
+    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
+    if isinstance(batch, Batch):
+        num_rows = np.float32(batch.lengths.size)
+        return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]), num_sequences=num_rows)
+    if isinstance(batch, PackedBatch):
+        positions = np.broadcast_to(np.arange(batch.tokens.shape[2], dtype=np.int32), batch.tokens.shape)
+        return batch._replace(positions=positions)
+    if isinstance(batch, PairBatch):
+        return batch._replace(
+            source_lengths=batch.source_lengths * np.int32(batch.source_tokens.shape[2]),
+            target_lengths=batch.target_lengths * np.int32(batch.target_tokens.shape[2]),
+        )
+    return batch
+
+
+def _cut(step: StepSamples) -> list[np.ndarray]:
+    """All samples of the step, in the order of its ids; cut at the bucket where the plan cuts."""
+    samples = [np.asarray(sample) for microbatch in step.samples for sample in microbatch]
+    return [sample[: step.bucket.lengths[0]] for sample in samples] if step.truncate else samples
+
+
+def _padded(
+    ids_MxB: Int64[np.ndarray, "M B"], samples: Sequence[np.ndarray], max_length: int
+) -> tuple[Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B"], Bool[np.ndarray, "M B T"]]:
+    """Tokens, lengths and where tokens are."""
+    ids = ids_MxB[ids_MxB >= 0]
+    tokens = _checked_tokens(ids, samples)
+    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
+    too_long = lengths > max_length
+    if too_long.any():
+        offenders = list_offenders(ids[too_long], lengths[too_long], max_length)
+        raise ValueError(f"samples longer than their bucket: {offenders}")
+    lengths_MxB = np.zeros(ids_MxB.shape, np.int32)
+    lengths_MxB[ids_MxB >= 0] = lengths
+    is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
+    tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+    tokens_MxBxT[is_token_MxBxT] = tokens
+    return tokens_MxBxT, lengths_MxB, is_token_MxBxT
+
+
+def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:
+    if lengths.sum() != step.num_tokens:
+        ids = step.ids[step.ids >= 0]  # in the order of the samples: microbatch by microbatch
+        raise ValueError(
+            f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
+            f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
+        )
+
+
+def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray]) -> Integer[np.ndarray, " tokens"]:
+    """All tokens, one sample after the other."""
+    wrong = [
+        f"id {i}: {sample.ndim}-D {sample.dtype}"
+        for i, sample in zip(ids.tolist(), samples, strict=True)
+        if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer)
+    ]
+    if wrong:
+        raise ValueError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
+    tokens = np.concatenate(samples)
+    if tokens.min() < _INT32.min or tokens.max() > _INT32.max:
+        raise ValueError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
+    return tokens

@@ -17,22 +17,26 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Float64, Int64
 from tqdm import tqdm
 
-from jvarlen.buckets import Bucket, check_buckets
-from jvarlen.collate import token_batch_spec
+from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.collate import full_batch, token_batch_spec
 from jvarlen.distributed import batch_shardings
 from jvarlen.interrupts import raise_if_interrupted
 
 __all__ = [
     "CompiledBuckets",
     "LedgerRow",
+    "MeasuredBuckets",
     "RecompileCount",
     "RecompileError",
     "UnplannedShapeError",
     "compile_buckets",
+    "measure_buckets",
     "no_recompiles",
     "use_compilation_cache",
 ]
@@ -57,12 +61,27 @@ class LedgerRow(NamedTuple):
       lower_s: seconds of tracing and lowering.
       compile_s: seconds in the compiler, or of reading from the persistent cache.
       cache_hit: whether the executable came from the persistent cache.
+      flops: floating-point operations of a step on one device, by the compiler's count; NaN where it gives none.
+      argument_bytes: bytes of state and batch on one device.
+      output_bytes: bytes of what comes back.
+      alias_bytes: bytes of the output that lie where donated arguments lay.
+      temp_bytes: bytes of everything in between.
     """
 
-    bucket: Bucket
+    bucket: AnyBucket
     lower_s: float
     compile_s: float
     cache_hit: bool
+    flops: float
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that one device holds during a step."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
 
 class CompiledBuckets:
@@ -72,30 +91,39 @@ class CompiledBuckets:
 
     Attributes:
       ledger: a `LedgerRow` for each bucket, in the order of compilation.
+      specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
+      microbatches_per_step: M.
     """
 
-    def __init__(self, executables: dict[Any, Callable], specs: dict[Bucket, Any], ledger: tuple[LedgerRow, ...]):
+    def __init__(
+        self,
+        executables: dict[Any, Callable],
+        specs: dict[AnyBucket, Any],
+        ledger: tuple[LedgerRow, ...],
+        microbatches_per_step: int,
+    ):
         self._executables = executables
-        self._specs = specs
+        self.specs = specs
         self.ledger = ledger
+        self.microbatches_per_step = microbatches_per_step
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
         try:
             executable = self._executables[_signature(batch)]
         except (KeyError, AttributeError):  # a Python number has no shape
-            raise UnplannedShapeError(_explain_unplanned(batch, self._specs)) from None
+            raise UnplannedShapeError(_explain_unplanned(batch, self.specs)) from None
         return executable(state, batch)
 
 
 def compile_buckets(
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
-    buckets: Sequence[tuple[int, int]],
+    buckets: Sequence[tuple[int, ...]],
     *,
     microbatches_per_step: int = 1,
     mesh: Mesh | None = None,
-    batch_spec: Callable[[Bucket, int], Any] = token_batch_spec,
+    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
@@ -103,7 +131,7 @@ def compile_buckets(
     Args:
       step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
-      buckets: (rows, length) pairs, lengths strictly ascending.
+      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length).
       microbatches_per_step: M.
       mesh: batches come spread over its axis "data"; state that is not placed on a mesh is replicated. None: one
         device.
@@ -126,15 +154,15 @@ def compile_buckets(
     state_spec = jax.tree.map(lambda leaf: _state_spec(leaf, mesh), state)
     state_shardings = None if mesh is None else jax.tree.map(lambda leaf: leaf.sharding, state_spec)
     executables: dict[Any, Callable] = {}
-    specs: dict[Bucket, Any] = {}
+    specs: dict[AnyBucket, Any] = {}
     ledger = []
-    largest_first = sorted(check_buckets(buckets), key=lambda bucket: -bucket.rows * bucket.length)
+    largest_first = sorted(check_buckets(buckets), key=lambda bucket: -bucket.num_positions)
     with tqdm(
         largest_first, desc=f"compile {getattr(step_fn, '__name__', 'step')}", unit="bucket", disable=not progress
     ) as bar:
         for bucket in bar:
             raise_if_interrupted()
-            bar.set_postfix_str(f"{bucket.rows}×{bucket.length}")
+            bar.set_postfix_str(str(bucket))
             specs[bucket] = spec = _placed(batch_spec(bucket, microbatches_per_step), mesh)
             # A jitted function of its own for each bucket: only so can an executable be freed on its own.
             jitted = jax.jit(step_fn, donate_argnums=0, out_shardings=(state_shardings, None))
@@ -142,10 +170,88 @@ def compile_buckets(
             lowered = jitted.lower(state_spec, spec)
             lowered_at = time.perf_counter()
             with _counting() as count:
-                executables[_signature(spec)] = lowered.compile()
+                executables[_signature(spec)] = executable = lowered.compile()
             compile_s = time.perf_counter() - lowered_at
-            ledger.append(LedgerRow(bucket, lowered_at - start, compile_s, count.num_cache_hits > 0))
-    return CompiledBuckets(executables, specs, tuple(ledger))
+            memory, operations = executable.memory_analysis(), executable.cost_analysis() or {}
+            ledger.append(
+                LedgerRow(
+                    bucket,
+                    lowered_at - start,
+                    compile_s,
+                    count.num_cache_hits > 0,
+                    float(operations.get("flops", math.nan)),
+                    *(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "alias", "temp")),
+                )
+            )
+    return CompiledBuckets(executables, specs, tuple(ledger), microbatches_per_step)
+
+
+class MeasuredBuckets(NamedTuple):
+    """What compiled buckets take, for `fit_cost_model`.
+
+    Attributes:
+      shapes: (rows, length) of each.
+      seconds: float64[K], of one microbatch.
+      num_bytes: int64[K], that one device holds during a step.
+      compile_seconds: of lowering and compiling one bucket, the mean of those that no cache held; NaN without such.
+      device: number and kind of the devices.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    seconds: Float64[np.ndarray, " K"]
+    num_bytes: Int64[np.ndarray, " K"]
+    compile_seconds: float
+    device: str
+
+
+def measure_buckets(
+    compiled: CompiledBuckets,
+    state: Any,
+    *,
+    repeats: int = 3,
+    make_batch: Callable[[Any], Any] = full_batch,
+    progress: bool = True,
+) -> MeasuredBuckets:
+    """Runs the step of every bucket some times, on a copy of the state and rows without padding.
+
+    Args:
+      compiled: what `compile_buckets` gave; its buckets have one length.
+      state: the state that it was compiled for; it is left as it is.
+      repeats: how often each bucket runs; the fastest counts.
+      make_batch: makes a batch from the pytree of `jax.ShapeDtypeStruct` of a bucket.
+      progress: whether to show a progress bar.
+
+    Returns:
+      `MeasuredBuckets`.
+
+    Example:
+      >>> def count(state, batch):
+      ...     return state + batch.num_sequences, {}
+      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> measure_buckets(compiled, np.float32(0), progress=False).shapes
+      ((2, 4), (1, 8))
+    """
+    state = jax.tree.map(jnp.array, state)
+    seconds = []
+    for spec in tqdm(compiled.specs.values(), desc="measure", unit="bucket", disable=not progress):
+        raise_if_interrupted()
+        batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
+        fastest = math.inf
+        for _ in range(repeats):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(compiled(state, batch))
+            fastest = min(fastest, time.perf_counter() - start)
+        seconds.append(fastest / compiled.microbatches_per_step)
+    rows = {row.bucket: row for row in compiled.ledger}
+    cold = [row.lower_s + row.compile_s for row in compiled.ledger if not row.cache_hit]
+    devices = sorted({device.device_kind for device in jax.devices()})
+    return MeasuredBuckets(
+        tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
+        np.array(seconds),
+        np.array([rows[bucket].total_bytes for bucket in compiled.specs]),
+        float(np.mean(cold)) if cold else math.nan,
+        f"{jax.device_count()} × {', '.join(devices)}",
+    )
 
 
 def use_compilation_cache(directory: Path) -> None:
@@ -290,12 +396,12 @@ def _placed(spec: Any, mesh: Mesh | None) -> Any:
     )
 
 
-def _explain_unplanned(batch: Any, specs: dict[Bucket, Any]) -> str:
+def _explain_unplanned(batch: Any, specs: dict[AnyBucket, Any]) -> str:
     """Every leaf that differs from the bucket whose axes are nearest, by ratio."""
     given = _leaves_by_name(batch)
     planned_by_bucket = {bucket: _leaves_by_name(spec) for bucket, spec in specs.items()}
 
-    def distance(bucket: Bucket) -> float:
+    def distance(bucket: AnyBucket) -> float:
         planned = planned_by_bucket[bucket]
         return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
 
@@ -306,9 +412,9 @@ def _explain_unplanned(batch: Any, specs: dict[Bucket, Any]) -> str:
         for name in planned | given
         if _describe(given.get(name)) != _describe(planned.get(name))
     ]
-    buckets = ", ".join(f"{bucket.rows}×{bucket.length}" for bucket in sorted(specs, key=lambda bucket: bucket.length))
+    buckets = ", ".join(map(str, sorted(specs, key=lambda bucket: bucket.lengths)))
     return (
-        f"no bucket was compiled for this batch. Nearest is {nearest.rows}×{nearest.length}: "
+        f"no bucket was compiled for this batch. Nearest is {nearest}: "
         f"{'; '.join(differing) or 'the containers of the leaves differ'}. Buckets: {buckets}"
     )
 

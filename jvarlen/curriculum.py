@@ -10,9 +10,9 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64, Shaped, UInt64
+from jaxtyping import Int64, Integer, Shaped, UInt64
 
-from jvarlen.lengths import check_lengths, is_integer, list_offenders
+from jvarlen.lengths import check_at_least_one, check_lengths, is_integer, list_offenders
 
 __all__ = [
     "Order",
@@ -29,6 +29,8 @@ __all__ = [
 Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
 _VALUES_PER_PHILOX_BLOCK = 4
+_CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
+_FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
 
 def sample_order(
@@ -36,6 +38,7 @@ def sample_order(
     order: str | npt.ArrayLike = "length",
     *,
     difficulty: npt.ArrayLike | None = None,
+    block_size: int | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> Int64[np.ndarray, " n"]:
@@ -47,6 +50,9 @@ def sample_order(
         difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
         sample ids, which may be a subset.
       difficulty: ints or floats[N] without NaN, what the two sorted orders go by; the length where None.
+      block_size: shuffles within blocks of so many places of the order: a sorted order becomes sorted with local
+        disorder. With `"shuffle"` the blocks are consecutive ids, and come in random order: samples that are near each
+        other in storage stay so.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
 
@@ -66,6 +72,11 @@ def sample_order(
     """
     lengths = check_lengths(lengths)
     check_seed(seed, epoch)
+    if block_size is not None:
+        check_at_least_one(block_size=block_size)
+        is_shuffle = isinstance(order, str) and order == "shuffle"
+        ids = sample_order(lengths, "dataset" if is_shuffle else order, difficulty=difficulty)
+        return _shuffle_within_blocks(ids, len(lengths), block_size, is_shuffle, seed, epoch)
     num_samples = len(lengths)
     if not isinstance(order, str):
         return check_order_array(order, num_samples)
@@ -80,6 +91,28 @@ def sample_order(
     if order == "shuffle":
         return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
     raise ValueError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
+
+
+def _shuffle_within_blocks(
+    ids: Int64[np.ndarray, " n"], num_samples: int, block_size: int, shuffle_blocks: bool, seed: int, epoch: int
+) -> Int64[np.ndarray, " n"]:
+    """Sorts each block of consecutive places by (key, id), as rows of a matrix whose last row is filled up."""
+    block_size = min(block_size, len(ids))
+    num_blocks = -(-len(ids) // block_size)
+    index_bits = max(1, (num_samples - 1).bit_length())
+    filler = np.iinfo(np.uint64).max  # above every key and id, so that it comes last in its block
+    packed = np.full(num_blocks * block_size, filler, np.uint64)
+    packed[: len(ids)] = random_keys(num_samples, seed=seed, epoch=epoch)[ids] << np.uint64(index_bits)
+    packed[: len(ids)] |= ids.view(np.uint64)
+    blocks = packed.reshape(num_blocks, block_size)
+    blocks.sort(axis=1)
+    if shuffle_blocks:
+        blocks = blocks[stable_argsort(random_keys(num_blocks, seed=seed, epoch=epoch, start=_FIRST_BLOCK_KEY))]
+    packed = blocks.reshape(-1)
+    if len(ids) < len(packed):
+        packed = packed[packed != filler]
+    packed &= np.uint64(2**index_bits - 1)
+    return packed.view(np.int64)
 
 
 def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[np.ndarray, " count"]:
@@ -119,14 +152,21 @@ class PackedKeys(NamedTuple):
     index_bits: int
     smallest: int
 
-    def unpack(self) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
-        """Indices and keys, int64[N] each; the packed keys are overwritten."""
-        keys = (self.keys >> np.uint64(self.index_bits)).view(np.int64)
-        if self.smallest:
-            keys += self.smallest
-        indices = self.keys
-        indices &= np.uint64(2**self.index_bits - 1)
-        return indices.view(np.int64), keys
+    def num_up_to(self, values: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+        """How many of the keys, which are sorted by now, are at most each value."""
+        above = [max(value + 1 - self.smallest, 0) << self.index_bits for value in values.tolist()]
+        return np.searchsorted(self.keys, np.array([min(first, 2**63) for first in above], np.uint64))
+
+    def unpack(self, max_key: int) -> tuple[Int64[np.ndarray, " N"], Integer[np.ndarray, " N"]]:
+        """Indices, int64[N], and keys cut at `max_key`, in the smallest type; the packed keys are overwritten."""
+        keys = np.empty(len(self.keys), np.min_scalar_type(max_key))
+        for start in range(0, len(keys), _CHUNK):  # so that no other array of N is needed
+            packed = self.keys[start : start + _CHUNK]
+            keys[start : start + _CHUNK] = np.minimum(
+                (packed >> np.uint64(self.index_bits)).view(np.int64) + self.smallest, max_key
+            )
+            packed &= np.uint64(2**self.index_bits - 1)
+        return self.keys.view(np.int64), keys
 
 
 def pack_with_index(keys: Shaped[np.ndarray, " N"]) -> PackedKeys | None:
@@ -144,7 +184,9 @@ def pack_with_index(keys: Shaped[np.ndarray, " N"]) -> PackedKeys | None:
     else:
         packed = keys.astype(np.uint64) - np.uint64(smallest % 2**64)  # it wraps, so this is right whatever the signs
     packed = packed << np.uint64(index_bits)
-    packed |= np.arange(len(keys), dtype=np.uint64)
+    for start in range(0, len(keys), _CHUNK):
+        part = packed[start : start + _CHUNK]
+        part |= np.arange(start, start + len(part), dtype=np.uint64)
     return PackedKeys(packed, index_bits, smallest)
 
 

@@ -6,6 +6,7 @@ N samples, n of them in the plan, K buckets.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +16,38 @@ from jaxtyping import Int64, Integer
 from jvarlen.curriculum import pack_with_index, random_keys, sample_order
 from jvarlen.lengths import Overlong, check_overlong, list_offenders
 
-__all__ = ["GroupedSamples", "group_by_bucket"]
+__all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 _KEY_BITS = 32
+
+# From the bucket of each sample, in order, to the order in which they arrive.
+Arrive = Callable[[Integer[np.ndarray, " n"]], Int64[np.ndarray, " n"]]
+
+
+class Ordering(NamedTuple):
+    """What decides the order of samples.
+
+    Attributes:
+      order: as in `sample_order`.
+      difficulty: as in `sample_order`; None where it is the length.
+      block_size: as in `sample_order`.
+      seed: as in `sample_order`.
+      epoch: as in `sample_order`.
+      arrive: reorders the samples that a bucket holds; None leaves them in order.
+    """
+
+    order: str | npt.ArrayLike
+    difficulty: npt.ArrayLike | None
+    block_size: int | None
+    seed: int
+    epoch: int
+    arrive: Arrive | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order is all there is."""
+        return self.difficulty is None and self.block_size is None and self.arrive is None
 
 
 class GroupedSamples(NamedTuple):
@@ -26,7 +55,7 @@ class GroupedSamples(NamedTuple):
 
     Attributes:
       ids: int64[n].
-      lengths: integers[n], cut at the longest bucket.
+      lengths: integers[n], cut at the longest bucket; of pairs, the sum of both.
       num_samples: int64[K], samples of each bucket.
       place: int64[n], the place of each in the order; None where the order is that of the groups, or random.
       num_dropped: samples left out because they are longer than the longest bucket.
@@ -42,24 +71,19 @@ class GroupedSamples(NamedTuple):
 
 
 def group_by_bucket(
-    lengths: Int64[np.ndarray, " N"],
-    edges: Int64[np.ndarray, " K"],
-    order: str | npt.ArrayLike,
-    difficulty: npt.ArrayLike | None,
-    seed: int,
-    epoch: int,
+    lengths: Int64[np.ndarray, " N *sides"],
+    edges: Int64[np.ndarray, " K *sides"],
+    ordering: Ordering,
     overlong: Overlong,
 ) -> GroupedSamples:
     """Groups the samples of an order by the smallest bucket that holds them.
 
     Args:
-      lengths: int64[N], checked.
-      edges: int64[K], lengths of the buckets, strictly ascending.
-      order: as in `sample_order`.
-      difficulty: as in `sample_order`; None where it is the length.
-      seed: as in `sample_order`.
-      epoch: as in `sample_order`.
-      overlong: what becomes of samples longer than the longest bucket.
+      lengths: int64[N], checked; int64[N, 2] of pairs.
+      edges: int64[K], lengths of the buckets, strictly ascending; int64[K, 2] of pairs, the first that holds a pair is
+        its bucket.
+      ordering: what decides the order; pairs go by the sum of their lengths.
+      overlong: what becomes of samples that no bucket holds.
 
     Returns:
       `GroupedSamples`.
@@ -69,15 +93,30 @@ def group_by_bucket(
         limit); no sample left under `"drop"`.
     """
     check_overlong(overlong)
-    if isinstance(order, str) and difficulty is None:
+    is_pairs = lengths.ndim == 2
+    if is_pairs and overlong == "truncate":
+        raise ValueError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
+    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    if isinstance(order, str) and ordering.is_plain and not is_pairs:
         if order == "length" and (grouped := _by_length(lengths, edges, overlong)):
             return grouped
         if order == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
             return grouped
-    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    bucket = _smallest_bucket(lengths, edges, overlong)[ids]
+    totals = lengths.sum(axis=1) if is_pairs else lengths
+    ids = sample_order(
+        totals, order, difficulty=ordering.difficulty, block_size=ordering.block_size, seed=seed, epoch=epoch
+    )
+    first = _first_bucket_that_holds if is_pairs else _smallest_bucket
+    bucket = first(lengths, edges, overlong)[ids]
+    if ordering.arrive is not None:
+        has_bucket = bucket < len(edges)
+        arrived = np.concatenate(
+            [np.flatnonzero(has_bucket)[ordering.arrive(bucket[has_bucket])], np.flatnonzero(~has_bucket)]
+        )
+        ids, bucket = ids[arrived], bucket[arrived]
     place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
-    return _grouped(lengths, edges, ids[place], np.bincount(bucket, minlength=len(edges) + 1), place, overlong)
+    num_samples = np.bincount(bucket, minlength=len(edges) + 1)
+    return _grouped(lengths, edges, ids[place], num_samples, place, overlong)
 
 
 def _by_length(
@@ -88,8 +127,8 @@ def _by_length(
     if packed is None:
         return None
     packed.keys.sort()
-    ids, ordered = packed.unpack()
-    num_samples = np.diff(np.searchsorted(ordered, edges, side="right"), prepend=0, append=len(ids))
+    num_samples = np.diff(packed.num_up_to(edges), prepend=0, append=len(lengths))
+    ids, ordered = packed.unpack(max_key=int(edges[-1]))
     return _grouped(lengths, edges, ids, num_samples, None, overlong, ordered)
 
 
@@ -112,16 +151,16 @@ def _by_random_key(
 
 
 def _grouped(
-    lengths: Int64[np.ndarray, " N"],
-    edges: Int64[np.ndarray, " K"],
+    lengths: Int64[np.ndarray, " N *sides"],
+    edges: Int64[np.ndarray, " K *sides"],
     ids: Int64[np.ndarray, " n"],
     num_samples: Int64[np.ndarray, " K_plus_1"],
     place: Int64[np.ndarray, " n"] | None,
     overlong: Overlong,
-    ordered: Int64[np.ndarray, " n"] | None = None,
+    ordered: Integer[np.ndarray, " n"] | None = None,
 ) -> GroupedSamples:
     """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
-    max_length = int(edges[-1])
+    max_length = edges[-1].tolist()
     num_samples, num_overlong = num_samples[:-1].copy(), int(num_samples[-1])
     num_fitting = len(ids) - num_overlong
     num_dropped = num_truncated = 0
@@ -138,15 +177,25 @@ def _grouped(
         offenders = list_offenders(offending, lengths[offending], max_length)
         if overlong == "drop":
             raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        raise ValueError(
-            f'samples longer than the longest bucket (overlong="drop" or "truncate" allows them): {offenders}'
-        )
+        allowed = '"drop"' if lengths.ndim == 2 else '"drop" or "truncate"'
+        raise ValueError(f"samples longer than the longest bucket (overlong={allowed} allows them): {offenders}")
     if ordered is None:
         # A gather is bound by memory: a smaller type makes it faster.
-        ordered = np.minimum(lengths, max_length).astype(np.min_scalar_type(max_length)).take(ids)
-    elif num_truncated:
-        ordered[num_fitting:] = max_length  # they are sorted
+        is_pairs = lengths.ndim == 2
+        counted = lengths.sum(axis=1) if is_pairs else np.minimum(lengths, max_length)
+        largest = edges.sum(axis=1).max() if is_pairs else max_length
+        ordered = counted.astype(np.min_scalar_type(largest)).take(ids)
     return GroupedSamples(ids, ordered, num_samples, place, num_dropped, num_truncated)
+
+
+def _first_bucket_that_holds(
+    lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"], overlong: Overlong
+) -> Integer[np.ndarray, " N"]:
+    """The index of the first bucket that holds both lengths of each pair, in the smallest type; K where none does."""
+    bucket = np.full(len(lengths), len(edges), np.min_scalar_type(len(edges)))
+    for k in range(len(edges) - 1, -1, -1):
+        bucket[(lengths[:, 0] <= edges[k, 0]) & (lengths[:, 1] <= edges[k, 1])] = k
+    return bucket
 
 
 def _smallest_bucket(

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Integer, UInt64
 
 try:
     import numba
 except ImportError:
     numba = None  # type: ignore[assignment]
 
-__all__ = ["close_by_budget", "close_by_capacity"]
+__all__ = ["close_by_budget", "close_by_capacity", "paced_arrival", "take_segments"]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,3 +131,50 @@ def take_segments(
     for i, segment in enumerate(taken):
         joined[taken_offsets[i] : taken_offsets[i + 1]] = values[offsets[segment] : offsets[segment + 1]]
     return joined
+
+
+@compiled
+def paced_arrival(
+    bucket_of_rank: Integer[np.ndarray, " n"],
+    samples_per_step: Int64[np.ndarray, " K"],
+    admitted: Int64[np.ndarray, " S"],
+    keys: UInt64[np.ndarray, " n"],
+) -> Int64[np.ndarray, " n"]:
+    """Draws samples in random order from those that are admitted, more of them with every step that gets full.
+
+    This is the shuffle of Fisher and Yates, each draw restricted to the ranks that are admitted so far. Where none of
+    these is left, the next one is admitted early.
+
+    Args:
+      bucket_of_rank: integers[n], the bucket of each sample, samples by rank.
+      samples_per_step: int64[K], how many samples of a bucket make a step.
+      admitted: int64[S], never falling: while step t is next, ranks below `admitted[t]` may come. After the last of
+        them it stays.
+      keys: uint64[n], each below 2**32; n ≤ 2**32.
+
+    Returns:
+      int64[n], the ranks in order of arrival.
+    """
+    num_samples = len(bucket_of_rank)
+    pool = np.arange(num_samples)
+    waiting = np.zeros(len(samples_per_step), np.int64)
+    step = 0
+    for place in range(num_samples):
+        end = min(max(admitted[step], place + 1), num_samples)
+        drawn = place + scaled_key(keys[place], end - place)
+        rank = pool[drawn]
+        pool[drawn] = pool[place]
+        pool[place] = rank
+        bucket = bucket_of_rank[rank]
+        waiting[bucket] += 1
+        if waiting[bucket] == samples_per_step[bucket]:
+            waiting[bucket] = 0
+            step = min(step + 1, len(admitted) - 1)
+    return pool
+
+
+@compiled
+def scaled_key(key: np.uint64, width: int) -> np.int64:
+    """⌊key · width / 2**32⌋: an integer in [0, width) from a key below 2**32; 1 ≤ width ≤ 2**32."""
+    # Unsigned, for the product can need all 64 bits, and all of one type, for numba makes a float of mixed signs.
+    return np.int64((np.uint64(key) * np.uint64(width)) >> np.uint64(32))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer, Shaped
 from tqdm import tqdm
 
-__all__ = ["DataSource", "Overlong", "check_lengths", "measure_lengths"]
+__all__ = ["DataSource", "Overlong", "check_lengths", "check_pair_lengths", "measure_lengths"]
 
 Overlong = Literal["error", "drop", "truncate"]
 
@@ -52,6 +52,26 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     if array.max() > np.iinfo(np.int64).max:
         limit = np.iinfo(np.int64).max
         raise ValueError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
+    return array.astype(np.int64, copy=False)
+
+
+def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
+    """Checks lengths of pairs: integers[N, 2], source and target tokens of a sample, each ≥ 1.
+
+    Returns:
+      int64[N, 2].
+
+    Raises:
+      ValueError: not so; the first offenders are listed as id and value.
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 2 or array.shape[1] != 2 or not array.size:
+        raise ValueError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"lengths must be integers, not {array.dtype}")
+    if array.min() < 1:
+        offenders = list_offenders(*offenders_where(array.min(axis=1) < 1, array), 1)
+        raise ValueError(f"lengths must be at least 1: {offenders}")
     return array.astype(np.int64, copy=False)
 
 
@@ -137,18 +157,20 @@ def is_integer(value: Any) -> bool:
 
 
 def list_offenders(
-    ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n"] | None = None, limit: object = None
+    ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n *axes"] | None = None, limit: object = None
 ) -> str:
     """The first few offenders, as id or as id and value, how many more there are, and the limit they break."""
     first = ids[:_MAX_LISTED].tolist()
-    listed = [f"id {i}" if values is None else f"id {i}: {values[place]}" for place, i in enumerate(first)]
+    shown = [] if values is None else values[:_MAX_LISTED].tolist()
+    listed = [f"id {i}: {tuple(v) if isinstance(v, list) else v}" for i, v in zip(first, shown, strict=False)]
+    listed = listed or [f"id {i}" for i in first]
     more = f" and {len(ids) - _MAX_LISTED:,} more" if len(ids) > _MAX_LISTED else ""
     return ", ".join(listed) + more + ("" if limit is None else f" (limit {limit})")
 
 
 def offenders_where(
-    is_offender: Bool[np.ndarray, " N"], values: Shaped[np.ndarray, " N"]
-) -> tuple[Int64[np.ndarray, " n"], Shaped[np.ndarray, " n"]]:
+    is_offender: Bool[np.ndarray, " N"], values: Shaped[np.ndarray, " N *axes"]
+) -> tuple[Int64[np.ndarray, " n"], Shaped[np.ndarray, " n *axes"]]:
     """Ids and values of the offenders, for `list_offenders`."""
     return np.flatnonzero(is_offender), values[is_offender]
 

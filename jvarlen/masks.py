@@ -1,7 +1,6 @@
-"""Masks: in go the lengths of rows, out come boolean masks; True marks what takes part.
+"""Masks: in go the lengths of rows or the segments in them, out come boolean masks; True marks what takes part.
 
-The B×T×T mask costs memory that grows with T². `jax.nn.dot_product_attention` says the same with
-`key_value_seq_lengths=lengths` and `is_causal=True`, which the models here use. Letters: B rows, T positions.
+The B×T×T mask costs memory that grows with T²; `jvarlen.attention` does without. Letters: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-__all__ = ["attention_mask", "padding_mask"]
+__all__ = ["attention_mask", "padding_mask", "segment_mask"]
 
 
 def padding_mask(lengths: Int[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
@@ -46,3 +45,33 @@ def attention_mask(lengths: Int[Array, " B"], seq_length: int, *, causal: bool =
     """
     is_key_BxTxT = jnp.broadcast_to(padding_mask(lengths, seq_length)[:, None], (len(lengths), seq_length, seq_length))
     return jnp.tril(is_key_BxTxT) if causal else is_key_BxTxT
+
+
+def segment_mask(
+    query_segments: Int[Array, "B Q"],
+    key_segments: Int[Array, "B T"],
+    *,
+    causal: bool = True,
+    first_query: Int[Array, ""] | int = 0,
+) -> Bool[Array, "B Q T"]:
+    """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
+
+    Args:
+      query_segments: int[B, Q], the segments of some consecutive positions; all of them, say.
+      key_segments: int[B, T], the segments of all positions.
+      causal: whether a position sees only itself and what comes before it.
+      first_query: the position of the first query.
+
+    Returns:
+      bool[B, Q, T].
+
+    Example:
+      >>> segments = jnp.array([[1, 1, 2, 0]])
+      >>> segment_mask(segments, segments).astype(int).tolist()
+      [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]]
+    """
+    is_same_BxQxT = query_segments[:, :, None] == key_segments[:, None, :]
+    if not causal:
+        return is_same_BxQxT
+    query_positions_Q = first_query + jnp.arange(query_segments.shape[1])
+    return is_same_BxQxT & (jnp.arange(key_segments.shape[1]) <= query_positions_Q[:, None])

@@ -1,6 +1,7 @@
 """Plan: in go lengths and buckets, out comes every step of an epoch, fixed before training.
 
-NumPy only. Letters: N samples, n samples in the plan, S steps, K buckets, M microbatches a step, B rows.
+NumPy only. Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
+microbatch, P samples of a row.
 """
 
 from __future__ import annotations
@@ -10,18 +11,21 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Float, Int32, Int64
+from jaxtyping import Float, Int32, Int64
 
-from jvarlen.buckets import Bucket, check_buckets
+from jvarlen.buckets import AnyBucket, CostFn, check_buckets
 from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
-from jvarlen.grouping import group_by_bucket
+from jvarlen.emission import Pacing, by_arrival, canonical_steps, paced_ranks
+from jvarlen.grouping import Ordering, group_by_bucket
 from jvarlen.kernels import take_segments
-from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, ends_to_offsets
+from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, check_pair_lengths, ends_to_offsets
+from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
+from jvarlen.plan_table import plan_table
 
 __all__ = ["Plan", "make_plan"]
 
@@ -40,9 +44,11 @@ class Plan:
       overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
+      row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
+        `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[AnyBucket, ...]
     microbatches_per_step: int
     step_bucket: Int32[np.ndarray, " S"]
     step_offsets: Int64[np.ndarray, " S_plus_1"]
@@ -51,10 +57,12 @@ class Plan:
     overlong: Overlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
 
     def __post_init__(self):
-        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens):
-            array.setflags(write=False)  # the digest is computed once
+        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens, self.row_offsets):
+            if array is not None:
+                array.setflags(write=False)  # the digest is computed once
 
     @property
     def num_steps(self) -> int:
@@ -67,6 +75,16 @@ class Plan:
         return len(self.sample_ids)
 
     @property
+    def num_rows(self) -> int:
+        """R, rows that hold samples: n where nothing is packed."""
+        return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row can hold several samples."""
+        return self.row_offsets is not None
+
+    @property
     def num_sequences(self) -> Int64[np.ndarray, " S"]:
         """int64[S], real samples of each step."""
         return np.diff(self.step_offsets)
@@ -74,30 +92,49 @@ class Plan:
     @property
     def positions_per_step(self) -> Int64[np.ndarray, " S"]:
         """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
-        shapes = np.array(self.buckets, np.int64)
-        return (self.microbatches_per_step * shapes.prod(axis=1))[self.step_bucket]
+        num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
+        return (self.microbatches_per_step * num_positions)[self.step_bucket]
 
     @property
     def padding(self) -> float:
         """The share of all positions that holds no token, dummy rows included, in [0, 1)."""
         return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
 
+    @property
+    def neighbour_correlation(self) -> float:
+        """Pearson's correlation of the mean sample length of neighbouring steps, in [−1, 1].
+
+        Near 1 in a curriculum by length; near 0 where a step's length says nothing of the next one's. NaN with fewer
+        than 3 steps, or where all are alike.
+        """
+        mean_length = self.num_tokens / self.num_sequences
+        before, after = mean_length[:-1], mean_length[1:]
+        if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
+            return float("nan")
+        return float(np.corrcoef(before, after)[0, 1])
+
     @functools.cached_property
     def digest(self) -> str:
         """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
         return plan_digest(
-            self.microbatches_per_step, self.buckets, self.step_bucket, self.step_offsets, self.sample_ids
+            self.microbatches_per_step,
+            self.buckets,
+            self.step_bucket,
+            self.step_offsets,
+            self.sample_ids,
+            self.row_offsets,
         )
 
-    def rows(self, step: int) -> Int64[np.ndarray, "M B"]:
-        """The sample of every row of a step.
+    def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
+        """The sample of every row of a step; of a packed plan, the samples.
 
         Args:
           step: 0 ≤ step < S.
 
         Returns:
-          int64[M, B] of sample ids, −1 for a dummy row. Row j of the step lies in microbatch j mod M, slot j // M, so
-          that all microbatches hold nearly the same tokens.
+          int64[M, B] of sample ids, −1 for a dummy row; of a packed plan int64[M, B, P], a row's samples from its
+          beginning, −1 after them, P the most of any row of the step. Row j of the step lies in microbatch j mod M,
+          slot j // M, so that all microbatches hold nearly the same tokens.
 
         Raises:
           IndexError: no such step.
@@ -105,10 +142,17 @@ class Plan:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
         num_rows = self.buckets[self.step_bucket[step]].rows
-        rows_BxM = np.full((num_rows, self.microbatches_per_step), -1, np.int64)
-        ids = self.sample_ids[self.step_offsets[step] : self.step_offsets[step + 1]]
-        rows_BxM.reshape(-1)[: len(ids)] = ids
-        return rows_BxM.T
+        start, end = self.step_offsets[step : step + 2]
+        ids = self.sample_ids[start:end]
+        if self.row_offsets is None:
+            rows_BxM = np.full((num_rows, self.microbatches_per_step), -1, np.int64)
+            rows_BxM.reshape(-1)[: len(ids)] = ids
+            return rows_BxM.T
+        first, last = np.searchsorted(self.row_offsets, [start, end])
+        num_in_row = np.diff(self.row_offsets[first : last + 1])
+        rows_BMxP = np.full((num_rows * self.microbatches_per_step, num_in_row.max()), -1, np.int64)
+        rows_BMxP[: len(num_in_row)][np.arange(rows_BMxP.shape[1]) < num_in_row[:, None]] = ids
+        return rows_BMxP.reshape(num_rows, self.microbatches_per_step, -1).swapaxes(0, 1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to one uncompressed `.npz` file, in one piece or not at all.
@@ -119,7 +163,8 @@ class Plan:
         Raises:
           OSError: it cannot be written; what was there stays.
         """
-        fields = {field.name: np.asarray(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
         write_plan_file(Path(path), fields | {"digest": np.array(self.digest)})
 
     @staticmethod
@@ -147,48 +192,38 @@ class Plan:
             overlong=cast(Overlong, str(fields["overlong"])),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
+            row_offsets=fields.get("row_offsets"),
         )
 
-    def report(self, learning_rates: Float[np.ndarray, " S"] | None = None) -> str:
+    def report(
+        self,
+        learning_rates: Float[np.ndarray, " S"] | None = None,
+        *,
+        cost: CostFn | None = None,
+        compile_seconds: float | None = None,
+    ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
 
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
+          cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
+          compile_seconds: of one bucket, to be shown with the prediction.
 
         Returns:
           Lines of text.
         """
-        num_buckets = len(self.buckets)
-        steps = np.bincount(self.step_bucket, minlength=num_buckets)
-        samples = np.bincount(self.step_bucket, self.num_sequences, num_buckets).astype(np.int64)
-        tokens = np.bincount(self.step_bucket, self.num_tokens, num_buckets)
-        positions = np.bincount(self.step_bucket, self.positions_per_step, num_buckets)
-        padding = 1.0 - tokens / np.maximum(positions, 1)
-        lines = [f"{'rows × length':>15} {'samples':>12} {'steps':>8} {'padding':>9}"]
-        for bucket, num_samples, num_steps, share in zip(self.buckets, samples, steps, padding, strict=True):
-            shown = f"{share:9.2%}" if num_steps else f"{'–':>9}"
-            lines.append(f"{bucket.rows:>6,} × {bucket.length:>6,} {num_samples:>12,} {num_steps:>8,} {shown}")
-        lines.append(f"{'total':>15} {self.num_samples:>12,} {self.num_steps:>8,} {self.padding:9.2%}")
-        lines.append(
-            f"{int(self.num_tokens.sum()):,} real tokens in {int(self.positions_per_step.sum()):,} positions; "
-            f"microbatches a step: {self.microbatches_per_step}"
-        )
-        lines.append(
-            f"longest bucket {self.buckets[-1].length:,} tokens; overlong={self.overlong!r}: "
-            f"{self.num_truncated:,} samples cut, {self.num_dropped:,} dropped"
-        )
-        if learning_rates is not None:
-            lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
-        return "\n".join(lines)
+        return plan_table(self, learning_rates, cost, compile_seconds)
 
 
 def make_plan(
-    lengths: npt.ArrayLike,
-    buckets: Sequence[tuple[int, int]],
+    lengths: npt.ArrayLike | Packing,
+    buckets: Sequence[tuple[int, ...]],
     *,
     microbatches_per_step: int = 1,
     order: str | npt.ArrayLike = "length",
     difficulty: npt.ArrayLike | None = None,
+    block_size: int | None = None,
+    pacing: Pacing | None = None,
     seed: int = 0,
     epoch: int = 0,
     shuffle_steps: bool = False,
@@ -201,25 +236,33 @@ def make_plan(
     rows; only a bucket's last step can be short, and dummy rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample.
-      buckets: (rows, length) pairs, lengths strictly ascending.
+      lengths: integers[N], tokens a sample. Integers[N, 2], source and target, where the buckets are for pairs. Or a
+        `Packing`: then its rows are planned as samples would be, and all that goes by sample here goes by row.
+      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length).
       microbatches_per_step: M, microbatches of one optimizer update. The plan depends on it, and on no number of
         devices or processes.
-      order: as in `sample_order`. It also decides when a step comes. `"length"`: by bucket ascending.
-        `"length_descending"`: by bucket descending. `"shuffle"`: at random. `"dataset"`, an array, or any order with a
-        difficulty other than the length: when the step's last sample arrives, short steps at the end.
+      order: as in `sample_order`; pairs have the sum of both lengths. It also decides when a step comes. `"length"`:
+        by bucket ascending. `"length_descending"`: by bucket descending. `"shuffle"`: at random. `"dataset"`, an array,
+        or any order with a difficulty other than the length, a block size or pacing: when the step's last sample
+        arrives, short steps at the end.
       difficulty: as in `sample_order`.
+      block_size: as in `sample_order`.
+      pacing: from the step, counted over all epochs, to the share of the samples that it may draw from, easiest first;
+        `linear_pacing` makes such a function. A sample is in no step that does not admit it, as long as admitted ones
+        are left. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
+      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
+        has its own; pairs are not cut.
 
     Returns:
       A `Plan`.
 
     Raises:
-      ValueError: arguments that are not as described; offending samples are listed as id, value, limit.
+      ValueError: arguments that are not as described, or do not go together; offending samples are listed as id, value,
+        limit.
 
     Example:
       >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], microbatches_per_step=2)
@@ -227,30 +270,69 @@ def make_plan(
       (2, [[1, 0], [3, 2]])
 
     References:
-      Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq".
+      Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq". Pacing:
+      Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
     """
     check_at_least_one(microbatches_per_step=microbatches_per_step)
-    lengths = check_lengths(lengths)
     buckets = check_buckets(buckets)
     check_seed(seed, epoch)
-    if difficulty is not None and np.array_equal(check_difficulty(difficulty, len(lengths)), lengths):
+    if pacing is not None and (
+        not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
+    ):
+        raise ValueError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+    if isinstance(lengths, Packing):
+        if overlong != "error":
+            raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+        plan_of_rows = make_plan(
+            lengths.num_tokens,
+            buckets,
+            microbatches_per_step=microbatches_per_step,
+            order=order,
+            difficulty=difficulty,
+            block_size=block_size,
+            pacing=pacing,
+            seed=seed,
+            epoch=epoch,
+            shuffle_steps=shuffle_steps,
+            longest_first=longest_first,
+        )
+        return _with_samples(plan_of_rows, lengths)
+    is_pairs = len(buckets[0]) == 3
+    if is_pairs != (np.ndim(lengths) == 2):
+        what = (
+            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
+        )
+        raise ValueError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+    lengths = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    if difficulty is not None and np.array_equal(
+        check_difficulty(difficulty, len(lengths)), lengths.sum(axis=1) if is_pairs else lengths
+    ):
         difficulty = None
-    edges = np.array([bucket.length for bucket in buckets])
-    samples = group_by_bucket(lengths, edges, order, difficulty, seed, epoch, overlong)
+    rows_per_step = int(microbatches_per_step) * np.array([bucket.rows for bucket in buckets], np.int64)
+    arrive = None
+    if pacing is not None:
+        arrive = functools.partial(
+            paced_ranks, rows_per_step=rows_per_step, pacing=pacing, seed=int(seed), epoch=int(epoch)
+        )
+    ordering = Ordering(order, difficulty, block_size, seed, epoch, arrive)
+    edges = np.array([bucket.lengths for bucket in buckets], np.int64)
+    samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
 
-    steps = _canonical_steps(samples.num_samples, buckets, microbatches_per_step)
-    by_arrival = not isinstance(order, str) or order == "dataset" or difficulty is not None
+    steps = canonical_steps(samples.num_samples, rows_per_step)
+    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
     num_steps = len(steps.bucket)
-    if by_arrival and samples.place is not None:
-        emitted = _by_arrival(steps, samples.place)
+    if emits_by_arrival and samples.place is not None:
+        emitted = by_arrival(steps, samples.place)
     elif order == "length_descending":
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
         emitted = np.arange(num_steps)
-    if shuffle_steps or (not by_arrival and order == "shuffle"):
+    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
         emitted = emitted[stable_argsort(random_keys(num_steps, seed=seed, epoch=epoch, start=len(lengths)))]
     if longest_first:
-        first = int((steps.bucket[emitted] == steps.bucket[-1]).argmax())
+        total_length = edges.sum(axis=1)[steps.bucket]
+        longest = steps.bucket[np.flatnonzero(total_length == total_length.max())[-1]]
+        first = int((steps.bucket[emitted] == longest).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
 
     is_canonical = bool((np.diff(emitted) == 1).all())
@@ -269,34 +351,22 @@ def make_plan(
     )
 
 
-class _CanonicalSteps(NamedTuple):
-    """Steps by bucket ascending, then position.
-
-    Attributes:
-      bucket: int32[S].
-      offsets: int64[S+1] into the grouped samples.
-      is_full: bool[S], whether all rows are real.
-    """
-
-    bucket: Int32[np.ndarray, " S"]
-    offsets: Int64[np.ndarray, " S_plus_1"]
-    is_full: Bool[np.ndarray, " S"]
-
-
-def _canonical_steps(
-    num_samples: Int64[np.ndarray, " K"], buckets: tuple[Bucket, ...], microbatches_per_step: int
-) -> _CanonicalSteps:
-    rows_per_step = microbatches_per_step * np.array([bucket.rows for bucket in buckets])
-    num_steps = -(-num_samples // rows_per_step)
-    bucket = np.repeat(np.arange(len(buckets), dtype=np.int32), num_steps)
-    sizes = rows_per_step[bucket]
-    has_steps = num_steps > 0
-    last = np.cumsum(num_steps)[has_steps] - 1
-    sizes[last] = (num_samples - (num_steps - 1) * rows_per_step)[has_steps]
-    return _CanonicalSteps(bucket, ends_to_offsets(np.cumsum(sizes)), sizes == rows_per_step[bucket])
-
-
-def _by_arrival(steps: _CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
-    """Full steps in order of the arrival of their last sample, then the short ones as they are."""
-    last_place = place[steps.offsets[1:] - 1]
-    return np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
+def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
+    """The plan with the samples of each row in place of the row."""
+    longest = plan_of_rows.buckets[-1].lengths
+    if packing.num_truncated and longest != packing.row_lengths[-1:]:
+        raise ValueError(
+            f"the packing cuts samples at {packing.row_lengths[-1]} tokens, so the longest bucket must have just that "
+            f"length, not {longest[-1]}"
+        )
+    rows = plan_of_rows.sample_ids
+    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
+    return dataclasses.replace(
+        plan_of_rows,
+        sample_ids=take_segments(packing.sample_ids, packing.row_offsets, rows, row_offsets),
+        step_offsets=row_offsets[plan_of_rows.step_offsets],
+        row_offsets=row_offsets,
+        overlong=packing.overlong,
+        num_dropped=packing.num_dropped,
+        num_truncated=packing.num_truncated,
+    )

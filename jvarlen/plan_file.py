@@ -25,6 +25,7 @@ Fields = dict[str, Shaped[np.ndarray, "..."]]
 
 _FORMAT_VERSION = 1
 _DIGEST_NAME = b"jvarlen-plan-1\0"
+_PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 _DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
@@ -42,6 +43,7 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "digest": (np.str_, 0),
     "checksum": (np.str_, 0),
 }
+_PACKED_FIELDS: dict[str, tuple[type, int]] = {"row_offsets": (np.int64, 1)}  # of packed plans only
 
 # What NumPy and zipfile raise for files that are damaged, cut off, or something else altogether.
 _UNREADABLE = (
@@ -59,17 +61,21 @@ _UNREADABLE = (
 
 def plan_digest(
     microbatches_per_step: int,
-    buckets: Sequence[tuple[int, int]],
+    buckets: Sequence[tuple[int, ...]],
     step_bucket: Int32[np.ndarray, " S"],
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     sample_ids: Int64[np.ndarray, " n"],
+    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
 ) -> str:
     """SHA-256 in hex of everything that decides the batches, as 64 hex digits."""
-    sha = hashlib.sha256(_DIGEST_NAME)
+    sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else _PACKED_DIGEST_NAME)
     sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), len(sample_ids)], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
     sha.update(step_bucket.astype("<i4", copy=False).tobytes())
     sha.update(step_offsets.astype("<i8", copy=False).tobytes())
+    if row_offsets is not None:
+        sha.update(np.array(len(row_offsets) - 1, "<i8").tobytes())
+        sha.update(row_offsets.astype("<i8", copy=False).tobytes())
     ids = sample_ids.astype("<i8", copy=False)
     for start in range(0, len(ids), _DIGEST_CHUNK):
         sha.update(hashlib.sha256(ids[start : start + _DIGEST_CHUNK].tobytes()).digest())
@@ -83,7 +89,7 @@ def write_plan_file(path: Path, fields: Fields) -> None:
         "checksum": np.array(_checksum(fields)),
     }
     arrays: dict[str, np.ndarray] = {
-        name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _FIELDS.items()
+        name: sealed[name].astype(dtype, copy=False) for name, (dtype, _) in _fields_of(sealed).items()
     }
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **arrays)
@@ -117,19 +123,24 @@ def read_plan_file(path: Path) -> Fields:
     return fields
 
 
+def _fields_of(fields: Fields) -> dict[str, tuple[type, int]]:
+    """The arrays that such a plan has."""
+    return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
+
+
 def _check_fields(fields: Fields) -> None:
     if "format_version" not in fields:
         raise ValueError("it holds no plan (no format_version)")
     version = fields["format_version"]
     if version.shape != () or version != _FORMAT_VERSION:
         raise ValueError(f"its format_version is {version}, this version of the library reads {_FORMAT_VERSION}")
-    if fields.keys() != _FIELDS.keys():
-        raise ValueError(
-            f"its fields are not those of a plan; at fault: {', '.join(sorted(fields.keys() ^ _FIELDS.keys()))}"
-        )
+    expected = _fields_of(fields)
+    if fields.keys() != expected.keys():
+        at_fault = ", ".join(sorted(fields.keys() ^ expected.keys()))
+        raise ValueError(f"its fields are not those of a plan; at fault: {at_fault}")
     mistyped = [
         f"{name} is {fields[name].dtype}{list(fields[name].shape)}"
-        for name, (dtype, ndim) in _FIELDS.items()
+        for name, (dtype, ndim) in expected.items()
         if not np.issubdtype(fields[name].dtype, dtype) or fields[name].ndim != ndim
     ]
     if mistyped:
@@ -151,9 +162,14 @@ def _check_structure(fields: Fields) -> None:
     elif step_bucket.min() < 0 or step_bucket.max() >= len(rows):
         wrong.append("step_bucket names buckets that do not exist")
     else:
-        sizes = np.diff(offsets)
         if offsets[0] != 0 or offsets[-1] != len(ids):
             wrong.append("step_offsets do not span sample_ids")
+        row_offsets = fields.get("row_offsets", np.arange(len(ids) + 1))
+        if row_offsets[:1] != [0] or row_offsets[-1:] != [len(ids)] or (np.diff(row_offsets) < 1).any():
+            wrong.append("row_offsets do not ascend from 0 to the number of samples")
+        elif not np.isin(offsets, row_offsets).all():
+            wrong.append("step_offsets cut rows")
+        sizes = np.diff(np.searchsorted(row_offsets, offsets))
         if (sizes < 1).any() or (sizes > microbatches * rows[step_bucket]).any():
             wrong.append("step_offsets give steps without samples, or with more than they have rows")
     if len(ids) and ids.min() < 0:
@@ -165,13 +181,14 @@ def _check_structure(fields: Fields) -> None:
 
 
 def _check_seals(fields: Fields) -> None:
-    buckets = [(rows, length) for rows, length in fields["buckets"].tolist()]
+    buckets = [tuple(bucket) for bucket in fields["buckets"].tolist()]
     digest = plan_digest(
         int(fields["microbatches_per_step"]),
         buckets,
         fields["step_bucket"],
         fields["step_offsets"],
         fields["sample_ids"],
+        fields.get("row_offsets"),
     )
     if digest != str(fields["digest"]):
         raise ValueError(f"its digest is {digest}, but it says {fields['digest']}: it was damaged or edited")

@@ -18,6 +18,8 @@ from jvarlen import (
     compile,
     compile_buckets,
     data_mesh,
+    fit_cost_model,
+    measure_buckets,
     no_recompiles,
     token_batch_spec,
 )
@@ -227,3 +229,35 @@ def test_a_cache_that_cannot_be_made_is_said_and_done_without(tmp_path):
     with pytest.warns(UserWarning, match="not kept for the next time"):
         compile.use_compilation_cache(tmp_path / "file" / "cache")
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_costs_of_compiled_buckets_can_be_fitted():
+    """Memory is exact and known without a run; seconds come from runs that leave the state as it is."""
+
+    def step(state, batch):
+        scores = jax.nn.softmax(jnp.einsum("mbt,mbu->mbtu", batch.weights, batch.weights))
+        return state + scores.sum(), scores.max()
+
+    state = jnp.float32(1)
+    shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
+    compiled = [compile_buckets(step, state, [shape], microbatches_per_step=2, progress=False) for shape in shapes]
+    measured = [measure_buckets(one, state, progress=False) for one in compiled]
+    assert float(state) == 1
+    assert all(one.seconds[0] > 0 for one in measured)
+    memory = fit_cost_model(shapes, [one.num_bytes[0] for one in measured], unit="bytes", device=measured[0].device)
+    assert memory.quadratic > 0
+    assert memory.largest_error < 0.25
+    assert "cpu" in memory.device
+    seconds = fit_cost_model(shapes, [one.seconds[0] for one in measured])
+    assert float(seconds(4, 256)) > float(seconds(8, 16))
+
+
+def test_the_ledger_tells_operations_and_bytes():
+    compiled = compile_buckets(
+        lambda state, batch: (state, batch.weights @ batch.weights.mT), jnp.ones(3), [(4, 32)], progress=False
+    )
+    (row,) = compiled.ledger
+    assert row.flops >= 2 * 4 * 4 * 32
+    batch_bytes = 4 * (4 * 32 + 4 + 4 * 32 + 1)
+    assert row.argument_bytes in range(3 * 4, batch_bytes + 3 * 4 + 1)  # what the step never reads may be left out
+    assert row.total_bytes >= row.argument_bytes

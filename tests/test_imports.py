@@ -13,9 +13,10 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "lengths", "curriculum", "costs", "budget", "edges", "buckets", "kernels", "batching", "grouping", "plan_file", "plan",
-    "distributed", "interrupts", "collate", "masks", "loader", "compile", "lr", "train", "checkpoint", "datasets",
-    "models", "config", "course", "report", "run_dir", "fit", "cli",
+    "files", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "streams", "pairs", "kernels",
+    "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan",
+    "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train", "checkpoint",
+    "datasets", "models", "config", "course", "report", "run_dir", "fit", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("plan") + 1]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvarlen.collate import Batch
+from jvarlen.attention import AttentionImplementation, attend, attend_within_segments
+from jvarlen.collate import Batch, PackedBatch
 
 __all__ = ["Transformer", "TransformerConfig", "flat_params", "init_params", "make_loss_fn"]
 
-LossFn = Callable[[nnx.State, Batch], tuple[jax.Array, jax.Array]]
+LossFn = Callable[[nnx.State, Batch | PackedBatch], tuple[jax.Array, jax.Array]]
 
 NUM_BYTES = 256
 BEGIN_OF_SAMPLE = 256  # the input at position 0; never predicted, so the logits cover the 256 bytes only
@@ -35,6 +37,8 @@ class TransformerConfig:
     """Size of the residual stream."""
     num_heads: int = 2
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
+    packed_attention: AttentionImplementation | None = None
+    """How packed rows attend; None chooses by their length."""
 
     def __post_init__(self):
         if min(self.num_layers, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
@@ -44,12 +48,27 @@ class TransformerConfig:
             )
 
 
+class Rows(NamedTuple):
+    """What attention must know of the rows.
+
+    Attributes:
+      lengths: int[B], tokens of a row that holds one sample; None where rows are packed.
+      segment_ids: int[B, T], the sample of each position of packed rows; None where they are not.
+      positions: int[B, T], the place of each position in its own sample; None where that is its place in the row.
+    """
+
+    lengths: Any = None
+    segment_ids: Any = None
+    positions: Any = None
+
+
 class Block(nnx.Module):
     """Attention and a two-layer perceptron, each on a normalised residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         width = config.width
         self.num_heads = config.num_heads
+        self.implementation = config.packed_attention
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
         self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
@@ -57,17 +76,17 @@ class Block(nnx.Module):
         self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
 
-    def __call__(self, x_BxTxD: Float[Array, "B T D"], lengths_B: Int[Array, " B"]) -> Float[Array, "B T D"]:
+    def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
         batch, seq_length, width = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        attended = jax.nn.dot_product_attention(
-            rotate_positions(q_BxTxHxK),
-            rotate_positions(k_BxTxHxK),
-            v_BxTxHxK,
-            is_causal=True,
-            key_value_seq_lengths=lengths_B,
-        )
+        q_BxTxHxK, k_BxTxHxK = (rotate_positions(x, rows.positions) for x in (q_BxTxHxK, k_BxTxHxK))
+        if rows.segment_ids is None:
+            attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths)
+        else:
+            attended = attend_within_segments(
+                q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.implementation
+            )
         x_BxTxD = x_BxTxD + self.out(attended.reshape(batch, seq_length, width))
         return x_BxTxD + self.down(jax.nn.gelu(self.up(self.norm2(x_BxTxD))))
 
@@ -83,22 +102,28 @@ class Transformer(nnx.Module):
             config.width, NUM_BYTES, use_bias=False, kernel_init=jax.nn.initializers.normal(0.02), rngs=rngs
         )
 
-    def __call__(self, tokens_BxT: Int[Array, "B T"], lengths_B: Int[Array, " B"]) -> Float[Array, "B T V"]:
-        """Logits of every byte; positions past a row's length give numbers without meaning."""
+    def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
+        """Logits of every byte; positions without a token give numbers without meaning."""
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN_OF_SAMPLE)
-        x_BxTxD = self.embed(inputs_BxT)
+        if rows.positions is not None:
+            inputs_BxT = jnp.where(rows.positions == 0, BEGIN_OF_SAMPLE, inputs_BxT)
+        x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
         for block in self.blocks:
-            x_BxTxD = block(x_BxTxD, lengths_B)
+            x_BxTxD = block(x_BxTxD, rows)
         return self.head(self.norm(x_BxTxD))
 
 
-def rotate_positions(x_BxTxHxK: Float[Array, "B T H K"], theta: float = 10_000.0) -> Float[Array, "B T H K"]:
+def rotate_positions(
+    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None, theta: float = 10_000.0
+) -> Float[Array, "B T H K"]:
     """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864)."""
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
     angles_Tx1xK = np.arange(seq_length)[:, None, None] * theta ** (-np.arange(half) / half)
     cos, sin = (jnp.asarray(f(angles_Tx1xK), x_BxTxHxK.dtype) for f in (np.cos, np.sin))
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     x1, x2 = x_BxTxHxK[..., :half], x_BxTxHxK[..., half:]
     return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
@@ -115,14 +140,18 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
       config: the model that the parameters belong to.
 
     Returns:
-      A function of the parameters and a `Batch` without its leading axis (tokens int32[B, T], lengths int32[B],
-      weights float32[B, T]) that gives two float32 scalars: the weighted sum of the cross-entropy of every byte given
-      the bytes before it, and the sum of the weights.
+      A function of the parameters and a `Batch` or a `PackedBatch` without its leading axis (tokens int32[B, T],
+      weights float32[B, T] and the rest) that gives two float32 scalars: the weighted sum of the cross-entropy of every
+      byte given the bytes before it in its sample, and the sum of the weights.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
-    def loss_fn(params: nnx.State, microbatch: Batch) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV = nnx.merge(graphdef, params)(microbatch.tokens, microbatch.lengths)
+    def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
+        if isinstance(microbatch, PackedBatch):
+            rows = Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
+        else:
+            rows = Rows(lengths=microbatch.lengths)
+        logits_BxTxV = nnx.merge(graphdef, params)(microbatch.tokens, rows)
         losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
         return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
 

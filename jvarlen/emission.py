@@ -1,0 +1,109 @@
+"""Emission: in go samples grouped by bucket, out come the steps of an epoch and the order in which they are taken.
+
+NumPy only. Letters: n samples (or rows), S steps, K buckets, M microbatches a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Int32, Int64, Integer
+
+from jvarlen.curriculum import random_keys
+from jvarlen.kernels import paced_arrival
+
+__all__ = ["CanonicalSteps", "Pacing", "by_arrival", "canonical_steps", "paced_ranks"]
+
+Pacing = Callable[[np.ndarray], npt.ArrayLike]
+
+
+class CanonicalSteps(NamedTuple):
+    """Steps by bucket ascending, then position.
+
+    Attributes:
+      bucket: int32[S].
+      offsets: int64[S+1] into the grouped samples.
+      is_full: bool[S], whether all rows are real.
+    """
+
+    bucket: Int32[np.ndarray, " S"]
+    offsets: Int64[np.ndarray, " S_plus_1"]
+    is_full: Bool[np.ndarray, " S"]
+
+
+def canonical_steps(num_samples: Int64[np.ndarray, " K"], rows_per_step: Int64[np.ndarray, " K"]) -> CanonicalSteps:
+    """Cuts the samples of each bucket into steps; only a bucket's last step can be short.
+
+    Args:
+      num_samples: int64[K], samples of each bucket.
+      rows_per_step: int64[K], M × rows of each.
+
+    Returns:
+      `CanonicalSteps`.
+    """
+    num_steps = -(-num_samples // rows_per_step)
+    bucket = np.repeat(np.arange(len(rows_per_step), dtype=np.int32), num_steps)
+    sizes = rows_per_step[bucket]
+    has_steps = num_steps > 0
+    last = np.cumsum(num_steps)[has_steps] - 1
+    sizes[last] = (num_samples - (num_steps - 1) * rows_per_step)[has_steps]
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return CanonicalSteps(bucket, offsets, sizes == rows_per_step[bucket])
+
+
+def by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
+    """Full steps in order of the arrival of their last sample, then the short ones as they are.
+
+    Args:
+      steps: of samples grouped by bucket.
+      place: int64[n], the place of each grouped sample in the order.
+
+    Returns:
+      int64[S], indices of canonical steps.
+    """
+    last_place = place[steps.offsets[1:] - 1]
+    return np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
+
+
+def paced_ranks(
+    bucket_of_rank: Integer[np.ndarray, " n"],
+    rows_per_step: Int64[np.ndarray, " K"],
+    pacing: Pacing,
+    seed: int,
+    epoch: int,
+) -> Int64[np.ndarray, " n"]:
+    """The order in which samples arrive when they are admitted little by little.
+
+    Every arriving sample is drawn at random from those that are admitted and left; where none is left, the next one is
+    admitted early. A step is taken once all of its samples have arrived, so none is in a step that does not admit it.
+
+    Args:
+      bucket_of_rank: integers[n], the bucket of each sample, easiest first.
+      rows_per_step: int64[K], M × rows of each bucket.
+      pacing: from the step, counted over all epochs, int64[S], to the admitted fraction, floats[S].
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+
+    Returns:
+      int64[n] of ranks.
+
+    Raises:
+      ValueError: fractions that are not finite and in [0, 1], listed by step.
+    """
+    num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
+    num_steps = int((-(-num_samples // rows_per_step)).sum())
+    steps = epoch * num_steps + np.arange(num_steps)
+    fractions = np.asarray(pacing(steps), np.float64)
+    if fractions.shape != steps.shape:
+        raise ValueError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")
+    wrong = ~((fractions >= 0) & (fractions <= 1))
+    if wrong.any():
+        listed = ", ".join(f"step {step}: {fractions[step - steps[0]]}" for step in steps[wrong][:5].tolist())
+        raise ValueError(f"pacing must give fractions between 0 and 1: {listed}")
+    admitted = np.maximum.accumulate(np.ceil(fractions * len(bucket_of_rank)).astype(np.int64))
+    keys = random_keys(len(bucket_of_rank), seed=seed, epoch=epoch)
+    return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)
