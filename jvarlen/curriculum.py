@@ -6,6 +6,7 @@ device or the clock, so that the order is the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -20,7 +21,9 @@ __all__ = [
     "check_difficulty",
     "check_order_array",
     "check_seed",
+    "CHUNK",
     "pack_with_index",
+    "random_key_chunks",
     "random_keys",
     "sample_order",
     "stable_argsort",
@@ -29,7 +32,7 @@ __all__ = [
 Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
 _VALUES_PER_PHILOX_BLOCK = 4
-_CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
+CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
 
@@ -130,13 +133,23 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[
     Raises:
       ValueError: seed or epoch out of range.
     """
+    values = np.empty(count, np.uint64)
+    for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start):
+        values[first : first + len(chunk)] = chunk
+    return values
+
+
+def random_key_chunks(
+    count: int, *, seed: int, epoch: int, start: int = 0
+) -> Iterator[tuple[int, UInt64[np.ndarray, " chunk"]]]:
+    """The values of `random_keys` in chunks that stay in the cache, each with the place of its first in the result."""
     check_seed(seed, epoch)
     stream = np.random.Philox(key=np.array([seed, epoch], np.uint64))
     blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
     stream.advance(blocks)
-    values = stream.random_raw(skipped + count)[skipped:]
-    values >>= np.uint64(32)
-    return values
+    stream.random_raw(skipped)
+    for first in range(0, count, CHUNK):
+        yield first, stream.random_raw(min(CHUNK, count - first)) >> np.uint64(32)
 
 
 class PackedKeys(NamedTuple):
@@ -160,9 +173,9 @@ class PackedKeys(NamedTuple):
     def unpack(self, max_key: int) -> tuple[Int64[np.ndarray, " N"], Integer[np.ndarray, " N"]]:
         """Indices, int64[N], and keys cut at `max_key`, in the smallest type; the packed keys are overwritten."""
         keys = np.empty(len(self.keys), np.min_scalar_type(max_key))
-        for start in range(0, len(keys), _CHUNK):  # so that no other array of N is needed
-            packed = self.keys[start : start + _CHUNK]
-            keys[start : start + _CHUNK] = np.minimum(
+        for start in range(0, len(keys), CHUNK):  # so that no other array of N is needed
+            packed = self.keys[start : start + CHUNK]
+            keys[start : start + CHUNK] = np.minimum(
                 (packed >> np.uint64(self.index_bits)).view(np.int64) + self.smallest, max_key
             )
             packed &= np.uint64(2**self.index_bits - 1)
@@ -184,8 +197,8 @@ def pack_with_index(keys: Shaped[np.ndarray, " N"]) -> PackedKeys | None:
     else:
         packed = keys.astype(np.uint64) - np.uint64(smallest % 2**64)  # it wraps, so this is right whatever the signs
     packed = packed << np.uint64(index_bits)
-    for start in range(0, len(keys), _CHUNK):
-        part = packed[start : start + _CHUNK]
+    for start in range(0, len(keys), CHUNK):
+        part = packed[start : start + CHUNK]
         part |= np.arange(start, start + len(part), dtype=np.uint64)
     return PackedKeys(packed, index_bits, smallest)
 

@@ -5,19 +5,19 @@ NumPy only. Letters: n samples (or rows), S steps, K buckets, M microbatches a s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen.curriculum import random_keys
+from jvarlen.curriculum import CHUNK, random_keys
 from jvarlen.kernels import paced_arrival
+from jvarlen.pacing import Pacing
 
-__all__ = ["CanonicalSteps", "Pacing", "by_arrival", "canonical_steps", "paced_ranks"]
+__all__ = ["CanonicalSteps", "by_arrival", "canonical_steps", "paced_ranks", "sum_segments"]
 
-Pacing = Callable[[np.ndarray], npt.ArrayLike]
+_LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
 
 
 class CanonicalSteps(NamedTuple):
@@ -53,6 +53,17 @@ def canonical_steps(num_samples: Int64[np.ndarray, " K"], rows_per_step: Int64[n
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
     return CanonicalSteps(bucket, offsets, sizes == rows_per_step[bucket])
+
+
+def sum_segments(values: Integer[np.ndarray, " n"], offsets: Int64[np.ndarray, " S_plus_1"]) -> Int64[np.ndarray, " S"]:
+    """int64[S], the sum of `values[offsets[i]:offsets[i+1]]` for each i; no segment is empty."""
+    sums = np.empty(len(offsets) - 1, np.int64)
+    # NumPy converts all that it sums to int64 at once, so it gets one part after the other.
+    cuts = np.unique(np.searchsorted(offsets, np.arange(0, offsets[-1], CHUNK)))
+    for first, last in itertools.pairwise([*cuts.tolist(), len(sums)]):
+        start, end = offsets[first], offsets[last]
+        sums[first:last] = np.add.reduceat(values[start:end], offsets[first:last] - start, dtype=np.int64)
+    return sums
 
 
 def by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
@@ -96,7 +107,7 @@ def paced_ranks(
     """
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    steps = epoch * num_steps + np.arange(num_steps)
+    steps = min(epoch * num_steps, _LATE) + np.arange(num_steps)
     fractions = np.asarray(pacing(steps), np.float64)
     if fractions.shape != steps.shape:
         raise ValueError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
-from jvarlen.curriculum import pack_with_index, random_keys, sample_order
+from jvarlen.curriculum import CHUNK, pack_with_index, random_key_chunks, sample_order
 from jvarlen.lengths import Overlong, check_overlong, list_offenders
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
@@ -55,7 +55,8 @@ class GroupedSamples(NamedTuple):
 
     Attributes:
       ids: int64[n].
-      lengths: integers[n], cut at the longest bucket; of pairs, the sum of both.
+      lengths: integers[n], cut at the longest bucket; None where they would have to be gathered.
+      lengths_by_id: integers[N], the same by id, in a small type; of pairs, the sum of both.
       num_samples: int64[K], samples of each bucket.
       place: int64[n], the place of each in the order; None where the order is that of the groups, or random.
       num_dropped: samples left out because they are longer than the longest bucket.
@@ -63,7 +64,8 @@ class GroupedSamples(NamedTuple):
     """
 
     ids: Int64[np.ndarray, " n"]
-    lengths: Integer[np.ndarray, " n"]
+    lengths: Integer[np.ndarray, " n"] | None
+    lengths_by_id: Integer[np.ndarray, " N"] | None
     num_samples: Int64[np.ndarray, " K"]
     place: Int64[np.ndarray, " n"] | None
     num_dropped: int
@@ -106,8 +108,8 @@ def group_by_bucket(
     ids = sample_order(
         totals, order, difficulty=ordering.difficulty, block_size=ordering.block_size, seed=seed, epoch=epoch
     )
-    first = _first_bucket_that_holds if is_pairs else _smallest_bucket
-    bucket = first(lengths, edges, overlong)[ids]
+    bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else _BucketTable(edges, overlong)(lengths)
+    bucket = bucket_by_id[ids]
     if ordering.arrive is not None:
         has_bucket = bucket < len(edges)
         arrived = np.concatenate(
@@ -139,11 +141,15 @@ def _by_random_key(
     index_bits = max(1, (len(lengths) - 1).bit_length())
     if len(edges).bit_length() + _KEY_BITS + index_bits > 64:
         return None
-    packed = random_keys(len(lengths), seed=seed, epoch=epoch)
-    packed <<= np.uint64(index_bits)
-    packed |= np.arange(len(lengths), dtype=np.uint64)
+    bucket_of_length = _BucketTable(edges, overlong)
     first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
-    packed |= np.append(np.uint64(0), first_of_bucket)[_smallest_bucket(lengths, edges, overlong)]
+    bucket_bits = np.append(np.uint64(0), first_of_bucket)
+    packed = np.empty(len(lengths), np.uint64)
+    for start, keys in random_key_chunks(len(lengths), seed=seed, epoch=epoch):
+        part = packed[start : start + len(keys)]
+        np.left_shift(keys, np.uint64(index_bits), out=part)
+        part |= np.arange(start, start + len(keys), dtype=np.uint64)
+        part |= bucket_bits[bucket_of_length(lengths[start : start + len(keys)])]
     packed.sort()
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)
@@ -179,18 +185,17 @@ def _grouped(
             raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
         allowed = '"drop"' if lengths.ndim == 2 else '"drop" or "truncate"'
         raise ValueError(f"samples longer than the longest bucket (overlong={allowed} allows them): {offenders}")
+    by_id = None
     if ordered is None:
-        # A gather is bound by memory: a smaller type makes it faster.
         is_pairs = lengths.ndim == 2
-        counted = lengths.sum(axis=1) if is_pairs else np.minimum(lengths, max_length)
-        largest = edges.sum(axis=1).max() if is_pairs else max_length
-        ordered = counted.astype(np.min_scalar_type(largest)).take(ids)
-    return GroupedSamples(ids, ordered, num_samples, place, num_dropped, num_truncated)
+        by_id = np.empty(len(lengths), np.min_scalar_type(edges.sum(axis=1).max() if is_pairs else max_length))
+        for start in range(0, len(lengths), CHUNK):
+            part = lengths[start : start + CHUNK]
+            by_id[start : start + CHUNK] = part.sum(axis=1) if is_pairs else np.minimum(part, max_length)
+    return GroupedSamples(ids, ordered, by_id, num_samples, place, num_dropped, num_truncated)
 
 
-def _first_bucket_that_holds(
-    lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"], overlong: Overlong
-) -> Integer[np.ndarray, " N"]:
+def _first_that_holds(lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"]) -> Integer[np.ndarray, " N"]:
     """The index of the first bucket that holds both lengths of each pair, in the smallest type; K where none does."""
     bucket = np.full(len(lengths), len(edges), np.min_scalar_type(len(edges)))
     for k in range(len(edges) - 1, -1, -1):
@@ -198,16 +203,20 @@ def _first_bucket_that_holds(
     return bucket
 
 
-def _smallest_bucket(
-    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], overlong: Overlong
-) -> Integer[np.ndarray, " N"]:
-    """The index of the smallest bucket that holds each length, in the smallest type.
+class _BucketTable:
+    """The index of the smallest bucket that holds a length, in the smallest type.
 
     Where none does it is K, so that those samples form the last group, or K − 1 where they are cut.
     """
-    dtype = np.min_scalar_type(len(edges))
-    last = len(edges) - 1 if overlong == "truncate" else len(edges)
-    if edges[-1] > _LARGEST_TABLE:
-        return np.minimum(np.searchsorted(edges, lengths), last).astype(dtype)
-    table = np.minimum(np.searchsorted(edges, np.arange(edges[-1] + 2)), last).astype(dtype)
-    return table[np.minimum(lengths, edges[-1] + 1)]
+
+    def __init__(self, edges: Int64[np.ndarray, " K"], overlong: Overlong):
+        self._edges = edges
+        self._last = len(edges) - 1 if overlong == "truncate" else len(edges)
+        self._dtype = np.min_scalar_type(len(edges))
+        self._table = self._look_up(np.arange(edges[-1] + 2)) if edges[-1] <= _LARGEST_TABLE else None
+
+    def __call__(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        return self._look_up(lengths) if self._table is None else self._table.take(lengths, mode="clip")
+
+    def _look_up(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        return np.minimum(np.searchsorted(self._edges, lengths), self._last).astype(self._dtype)

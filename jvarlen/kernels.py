@@ -17,7 +17,7 @@ try:
 except ImportError:
     numba = None  # type: ignore[assignment]
 
-__all__ = ["close_by_budget", "close_by_capacity", "paced_arrival", "take_segments"]
+__all__ = ["close_by_budget", "close_by_capacity", "paced_arrival", "take_segments", "take_segments_with_sums"]
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +131,35 @@ def take_segments(
     for i, segment in enumerate(taken):
         joined[taken_offsets[i] : taken_offsets[i + 1]] = values[offsets[segment] : offsets[segment + 1]]
     return joined
+
+
+@compiled
+def take_segments_with_sums(
+    ids: Int64[np.ndarray, " n"],
+    values: Integer[np.ndarray, " N"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    taken: Int64[np.ndarray, " T"],
+    taken_offsets: Int64[np.ndarray, " T_plus_1"],
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " T"]]:
+    """Joins segments of ids as `take_segments` does, and sums the values of their ids on the way.
+
+    Args:
+      ids: int64[n], each below N.
+      values: integers[N].
+      offsets: int64[S+1], where segments begin and end.
+      taken: int64[T], which segments.
+      taken_offsets: int64[T+1], where they begin and end in the result.
+
+    Returns:
+      The joined ids, int64[m], and the sum of each segment's values, int64[T].
+    """
+    joined = np.empty(taken_offsets[-1], np.int64)
+    sums = np.empty(len(taken), np.int64)
+    for i, segment in enumerate(taken):
+        ids_of_segment = ids[offsets[segment] : offsets[segment + 1]]
+        joined[taken_offsets[i] : taken_offsets[i + 1]] = ids_of_segment
+        sums[i] = values[ids_of_segment].astype(np.int64).sum()
+    return joined, sums
 
 
 @compiled

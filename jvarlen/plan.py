@@ -19,10 +19,11 @@ from jaxtyping import Float, Int32, Int64
 
 from jvarlen.buckets import AnyBucket, CostFn, check_buckets
 from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
-from jvarlen.emission import Pacing, by_arrival, canonical_steps, paced_ranks
+from jvarlen.emission import by_arrival, canonical_steps, paced_ranks, sum_segments
 from jvarlen.grouping import Ordering, group_by_bucket
-from jvarlen.kernels import take_segments
+from jvarlen.kernels import take_segments, take_segments_with_sums
 from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, check_pair_lengths, ends_to_offsets
+from jvarlen.pacing import Pacing
 from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.plan_table import plan_table
@@ -337,14 +338,18 @@ def make_plan(
 
     is_canonical = bool((np.diff(emitted) == 1).all())
     offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    num_tokens = np.add.reduceat(samples.lengths, steps.offsets[:-1], dtype=np.int64)
+    if samples.lengths is None:
+        ids, num_tokens = take_segments_with_sums(samples.ids, samples.lengths_by_id, steps.offsets, emitted, offsets)
+    else:
+        ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
+        num_tokens = sum_segments(samples.lengths, steps.offsets)[emitted]
     return Plan(
         buckets=buckets,
         microbatches_per_step=int(microbatches_per_step),
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
-        sample_ids=samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets),
-        num_tokens=num_tokens[emitted],
+        sample_ids=ids,
+        num_tokens=num_tokens,
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,

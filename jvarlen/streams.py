@@ -93,7 +93,7 @@ def stream_batches(
       row_multiple: as in `make_buckets`, for the estimate.
       length_multiple: as in `make_buckets`, for the estimate.
       max_waiting: the most samples that wait at a time, at least 1. Where one more does, the bucket that is filled
-        best (ties: the shorter) gives a step with dummy rows. None: M × rows of all buckets is the limit.
+        best (ties: the shorter) gives a step with dummy rows. None: as many as the buckets hold.
       overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
       state: what `StreamBatches.state` gave. With the same stream, from its beginning again, the steps go on where they
         were then. All other options are those of that time, and what is given here is ignored.

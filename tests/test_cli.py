@@ -53,7 +53,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 is below the longest bucket"),
+        (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 leaves no row for a bucket"),
         (["plan", "LENGTHS", "--max-tokens", "many"], "--max-tokens"),
         (["plan", "LENGTHS", "--max-tokens", "0"], "max_tokens"),
         (["plan", "LENGTHS"], "--max-tokens"),
@@ -63,7 +63,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["plan", "TEXT", "--max-tokens", "4096"], "not a readable .npy file"),
         (["plan", "FLOATS", "--max-tokens", "4096"], "lengths must be integers, not float64"),
         (["train", "--plan.max-tokens", "0"], "max_tokens"),
-        (["train", "--plan.max-tokens", "12"], "max_tokens 12 is below the longest bucket"),
+        (["train", "--plan.max-tokens", "12"], "max_tokens 12 leaves no row for a bucket"),
         (["train", "--model.width", "7"], "width (7)"),
         (["train", "--optimiser.b1", "0.5"], "--optimiser.b1"),
         (["train", "--resume", "nowhere"], "there is no run to resume"),
