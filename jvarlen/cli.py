@@ -1,4 +1,4 @@
-"""Command line: parses and calls. `jvarlen plan` and `jvarlen train`; the settings are the fields of dataclasses."""
+"""Command line: parses and calls. `jvarlen plan`, `train` and `measure`; settings are the fields of dataclasses."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from jvarlen import __version__
 from jvarlen.config import FitConfig, PlanConfig, load_config
 from jvarlen.curriculum import Order
 from jvarlen.lengths import Overlong, check_lengths
+from jvarlen.models import TransformerConfig
 
-__all__ = ["PlanCommand", "main", "run"]
+__all__ = ["MeasureCommand", "PlanCommand", "main", "run"]
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -54,11 +55,49 @@ class PlanCommand(PlanConfig):
         """Prints the plan, and saves it where a file is named."""
         lengths = check_lengths(_load_lengths(self.lengths))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
-        print(plan.report())
+        print(plan.report(cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
         if self.out is not None:
             plan.save(self.out)
             print(self.out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeasureCommand:
+    """Measure what a training step of the built-in model takes, for `plan --cost-model` and `--memory-model`."""
+
+    max_tokens: int = 4096
+    """Tokens of the largest buckets that are measured."""
+    lengths: tuple[int, ...] = (32, 128, 512, 1024)
+    """Lengths of rows that are measured."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update."""
+    pack: bool = False
+    """Measure rows that hold several samples."""
+    out: Path = Path("cost.json")
+    """Where the cost model in seconds goes."""
+    memory_out: Path = Path("memory.json")
+    """Where the cost model in bytes goes."""
+    progress: bool = True
+    """Show progress bars."""
+    model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
+
+    def run(self) -> None:
+        """Measures, prints and saves."""
+        from jvarlen.measure import measure_costs  # here: only measuring needs it
+
+        costs = measure_costs(
+            self.model,
+            max_tokens=self.max_tokens,
+            lengths=self.lengths,
+            microbatches_per_step=self.microbatches_per_step,
+            packed=self.pack,
+            progress=self.progress,
+        )
+        for fitted, path in ((costs.seconds, self.out), (costs.num_bytes, self.memory_out)):
+            fitted.save(path)
+            print(f"{path}: {fitted}")
+        print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -69,7 +108,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     try:
         command = _parse(args)
-        if isinstance(command, PlanCommand):
+        if not isinstance(command, FitConfig):
             command.run()
             return 0
         from jvarlen.fit import fit  # here: only training needs it
@@ -88,14 +127,15 @@ def run() -> None:
     sys.exit(main())
 
 
-def _parse(args: list[str]) -> PlanCommand | FitConfig:
+def _parse(args: list[str]) -> PlanCommand | MeasureCommand | FitConfig:
     """The command; tyro's framed errors become a ValueError of one line."""
     train = Annotated[FitConfig, tyro.conf.subcommand("train", default=_train_defaults(args))]
     plan = Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    measure = Annotated[MeasureCommand, tyro.conf.subcommand("measure")]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(plan | train, prog="jvarlen", args=args)
+            return tyro.cli(plan | train | measure, prog="jvarlen", args=args)
     except SystemExit as stopped:
         if stopped.code:
             raise ValueError(_unframed(errors.getvalue())) from None
@@ -118,7 +158,7 @@ def _unframed(text: str) -> str:
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
     text = " ".join(lines[: rules[0] if rules else None])
     # The names of our classes say nothing to who typed a flag.
-    return re.sub(r"Error parsing (__tyro\S*?|PlanCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
+    return re.sub(r"Error parsing (__tyro\S*?|PlanCommand|MeasureCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
 
 
 def _load_lengths(path: Path) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,14 +16,26 @@ import dacite
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.buckets import Bucket, Strategy, make_buckets
+from jvarlen.buckets import Bucket, Strategy, choose_row_lengths, make_buckets
+from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
 from jvarlen.datasets import default_cache_dir
 from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
+from jvarlen.pacing import Pacing, competence_pacing, linear_pacing, root_pacing
+from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import Plan, make_plan
 
 __all__ = ["FitConfig", "OptimizerConfig", "PlanConfig", "differing_settings", "load_config", "save_config"]
+
+PacingName = Literal["none", "linear", "root", "competence"]
+
+_PACINGS: dict[str, Callable[[int, float], Pacing] | None] = {
+    "none": None,
+    "linear": linear_pacing,
+    "root": root_pacing,
+    "competence": competence_pacing,
+}
 
 
 def _check_at_least(config: object, limit: int, *names: str) -> None:
@@ -69,6 +82,28 @@ class PlanConfig:
     """Permute the steps at random, whatever the order of the samples."""
     longest_first: bool = False
     """Begin with a step of the longest bucket, so that running out of memory shows at once."""
+    block_size: int | None = None
+    """Shuffle within blocks of so many samples: blocks of ids where the order is random, which keeps reading local."""
+    pacing: PacingName = "none"
+    """How a curriculum admits samples, easiest first; needs order length."""
+    pacing_steps: int = 1000
+    """The step from which on all samples are admitted."""
+    pacing_initial: float = 0.1
+    """Share of the samples that the first step draws from."""
+    pack: bool = False
+    """Put several samples into a row."""
+    row_lengths: tuple[int, ...] = ()
+    """Lengths of packed rows; chosen where none are given, at most max_shapes."""
+    cost_model: Path | None = None
+    """JSON file of a cost model in seconds: what is then minimised, and predicted."""
+    max_cost: float | None = None
+    """Most seconds of a microbatch, by the cost model."""
+    compile_seconds: float | None = None
+    """Seconds that each more bucket costs; with a cost model it decides how many are worth having."""
+    memory_model: Path | None = None
+    """JSON file of a cost model in bytes."""
+    max_bytes: float | None = None
+    """Most bytes of a bucket, by the memory model."""
 
     def __post_init__(self):
         _check_at_least(
@@ -80,37 +115,77 @@ class PlanConfig:
             "microbatches_per_step",
             "row_multiple",
             "length_multiple",
+            "block_size",
+            "pacing_steps",
         )
+        _check(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
+        if self.row_lengths and not self.pack:
+            raise ValueError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model, read from its file."""
+        return None if self.cost_model is None else CostModel.load(self.cost_model)
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
-        """`make_buckets` with these settings, for the samples that will remain."""
-        return make_buckets(
-            lengths,
-            self.max_tokens,
-            strategy=self.strategy,
-            max_shapes=self.max_shapes,
-            max_length=self.max_length,
-            overlong="drop" if self.overlong == "drop" else "truncate",
-            microbatches_per_step=self.microbatches_per_step,
-            row_multiple=self.row_multiple,
-            length_multiple=self.length_multiple,
-        )
+        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have."""
+        limits: dict[str, Any] = {
+            "microbatches_per_step": self.microbatches_per_step,
+            "row_multiple": self.row_multiple,
+            "cost": self.cost,
+            "max_cost": self.max_cost,
+            "memory": None if self.memory_model is None else CostModel.load(self.memory_model),
+            "max_bytes": self.max_bytes,
+        }
+        choice: dict[str, Any] = {
+            "max_shapes": self.max_shapes,
+            "max_length": self.max_length,
+            "overlong": "drop" if self.overlong == "drop" else "truncate",
+            "length_multiple": self.length_multiple,
+            "compile_seconds": self.compile_seconds,
+        }
+        if not self.pack:
+            return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
+        row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
+        rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
+        return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
 
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
     ) -> Plan:
-        """`make_plan` with these settings."""
+        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random."""
+        pacing = _PACINGS[self.pacing]
         return make_plan(
-            lengths,
+            self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
             order=self.order,
+            block_size=self.block_size,
+            pacing=None if pacing is None else pacing(self.pacing_steps, self.pacing_initial),
             seed=seed,
             epoch=epoch,
             shuffle_steps=self.shuffle_steps,
             longest_first=self.longest_first,
-            overlong=self.overlong,
+            overlong="error" if self.pack else self.overlong,
         )
+
+    def make_held_out_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
+        """A plan of samples that are not trained on, in the same buckets, in order of length."""
+        return make_plan(
+            self._rows(lengths, buckets, "dataset", 0, 0),
+            buckets,
+            microbatches_per_step=self.microbatches_per_step,
+            overlong="error" if self.pack else self.overlong,
+        )
+
+    def _rows(
+        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
+    ) -> Int64[np.ndarray, " N"] | Packing:
+        """What a plan plans: the samples, or rows of them as long as the buckets are."""
+        if not self.pack:
+            return lengths
+        row_lengths = [bucket.length for bucket in buckets]
+        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self.overlong)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +262,7 @@ def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote; raises FileNotFoundError or a ValueError that names what is wrong."""
     try:
         settings = json.loads(path.read_text())
-        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path], strict=True, check_types=True))
+        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, AttributeError) as error:  # AttributeError: JSON, but no object

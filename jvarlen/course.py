@@ -17,11 +17,11 @@ from jvarlen.buckets import Bucket
 from jvarlen.checkpoint import Place
 from jvarlen.config import FitConfig
 from jvarlen.lr import base_rates, lr_scale, scale_by_batch_size
-from jvarlen.plan import Plan, make_plan
+from jvarlen.plan import Plan
 
 __all__ = ["Course", "Rates"]
 
-_CACHED_EPOCHS = 2  # the one that trains, and the one whose steps are loaded ahead
+_CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
 
 
 class Rates(NamedTuple):
@@ -61,12 +61,7 @@ class Course:
     def __init__(self, config: FitConfig, lengths: Int64[np.ndarray, " N"], held_out_lengths: Int64[np.ndarray, " H"]):
         self.buckets = config.plan.make_buckets(lengths)
         try:
-            self.held_out_plan = make_plan(
-                held_out_lengths,
-                self.buckets,
-                microbatches_per_step=config.plan.microbatches_per_step,
-                overlong=config.plan.overlong,
-            )
+            self.held_out_plan = config.plan.make_held_out_plan(held_out_lengths, self.buckets)
         except ValueError as error:
             raise ValueError(f"held-out samples: {error}") from None
         self.held_out_buckets = [self.buckets[k] for k in np.unique(self.held_out_plan.step_bucket)]

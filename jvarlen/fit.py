@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
+from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_to_bucket, token_batch_spec
 from jvarlen.compile import CompiledBuckets, compile_buckets, no_recompiles, use_compilation_cache
 from jvarlen.config import FitConfig
 from jvarlen.course import Course
@@ -134,7 +135,10 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         if config.compilation_cache is not None:
             use_compilation_cache(config.compilation_cache)
         compile_for = functools.partial(
-            compile_buckets, microbatches_per_step=config.plan.microbatches_per_step, progress=config.progress
+            compile_buckets,
+            microbatches_per_step=config.plan.microbatches_per_step,
+            batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
+            progress=config.progress,
         )
         train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
         eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
@@ -196,7 +200,12 @@ def _train(
 ) -> tuple[TrainState, Place]:
     """Takes the steps that are left; metrics are read a step late, so that no step waits for them."""
     batches = load(
-        course.plan_of_epoch, dataset, epoch=place.epoch, start_step=place.step, num_workers=config.num_workers
+        course.plan_of_epoch,
+        dataset,
+        epoch=place.epoch,
+        start_step=place.step,
+        num_workers=config.num_workers,
+        collate=pack_to_bucket if config.plan.pack else pad_to_bucket,
     )
     start = time.perf_counter() - place.train_s
     running: tuple[dict[str, Any], Metrics] | None = None
@@ -235,7 +244,7 @@ def _train(
 def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: DataSource) -> tuple[Any, float]:
     """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
     steps = []
-    for batch in load(plan, dataset):
+    for batch in load(plan, dataset, collate=pack_to_bucket if plan.is_packed else pad_to_bucket):
         params, metrics = eval_step(params, batch)
         steps.append(metrics)
     nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -105,14 +106,31 @@ def load(
         raise ValueError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
         batch_shardings(np.empty(first.microbatches_per_step), mesh)
-    epochs = _iterate_epoch(PlanSource(first, dataset, collate), mesh, start_step, num_workers)
+    steps = _iterate_epoch(PlanSource(first, dataset, collate), mesh, start_step, num_workers)
     if plan_of_epoch is None:
-        return epochs
+        return steps
     later = (
-        _iterate_epoch(PlanSource(plan_of_epoch(later_epoch), dataset, collate), mesh, 0, num_workers)
-        for later_epoch in itertools.count(epoch + 1)
+        _iterate_epoch(PlanSource(planned, dataset, collate), mesh, 0, num_workers)
+        for planned in _plan_ahead(plan_of_epoch, epoch + 1)
     )
-    return itertools.chain(epochs, itertools.chain.from_iterable(later))
+    return itertools.chain(steps, itertools.chain.from_iterable(later))
+
+
+def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int) -> Iterator[Plan]:
+    """The plans of all epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
+    planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+    planned = planner.submit(plan_of_epoch, first_epoch)
+
+    def plans() -> Iterator[Plan]:
+        nonlocal planned
+        try:
+            for epoch in itertools.count(first_epoch + 1):
+                plan, planned = planned.result(), planner.submit(plan_of_epoch, epoch)
+                yield plan
+        finally:
+            planner.shutdown(wait=False, cancel_futures=True)
+
+    return plans()
 
 
 def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_workers: int) -> Iterator[Any]:

@@ -33,6 +33,35 @@ def test_places_run_through_all_epochs():
     assert walked[-1].num_positions_done == 3 * course.plan_of_epoch(0).positions_per_step.sum()
 
 
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+def test_packed_rows_keep_their_shapes_over_all_epochs(order):
+    plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9])
+    plans = [course.plan_of_epoch(epoch) for epoch in range(3)]
+    assert {p.num_steps for p in plans} == {course.steps_per_epoch}
+    assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
+    for p in (*plans, course.held_out_plan):
+        assert p.is_packed
+    kept = np.flatnonzero(LENGTHS <= 32)
+    assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
+
+
+def test_a_curriculum_admits_samples_over_all_epochs():
+    plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.2)
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9])
+    ascending = np.sort(np.minimum(LENGTHS, 32))
+    longest_admitted = [
+        ascending[min(int(np.ceil((0.2 + 0.8 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
+        for step in range(course.steps_per_epoch)
+    ]
+    first = course.plan_of_epoch(0)
+    samples = [np.setdiff1d(first.rows(step), [-1]) for step in range(first.num_steps)]
+    longest = [int(np.minimum(LENGTHS, 32)[ids].max()) for ids in samples]
+    early = course.steps_per_epoch // 3  # later, samples may run out before others are admitted
+    assert all(a <= b for a, b in zip(longest[:early], longest_admitted[:early], strict=True))
+    assert (np.sort(first.sample_ids) == np.arange(len(LENGTHS))).all()
+
+
 def test_records_hold_what_the_plan_says():
     course = Course(CONFIG, LENGTHS, LENGTHS[:9])
     for place in list(places(course))[:-1]:

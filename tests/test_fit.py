@@ -134,6 +134,20 @@ def test_worker_processes_change_no_number(config, split):
     assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
 
 
+def test_packed_rows_train_and_resume_as_well(config, split):
+    packed = dataclasses.replace(config, plan=dataclasses.replace(config.plan, pack=True), num_epochs=6)
+    result = fit(packed, split)
+    plan = Plan.load(result.run_dir / "plan.npz")
+    assert plan.is_packed
+    assert result.summary.num_steps == 25
+    records = step_records(result.run_dir)
+    assert [row["num_sequences"] for row in records[: plan.num_steps]] == plan.num_sequences.tolist()
+    assert sum(row["num_sequences"] for row in records[: plan.num_steps]) == len(split.train)
+    assert result.summary.padding < 0.1 < fit(config, split).summary.padding
+    first = fit(dataclasses.replace(packed, max_steps=7, runs_dir=config.runs_dir / "first"), split)
+    assert step_records(first.run_dir)[0]["loss"] == records[0]["loss"]
+
+
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):
     run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
     other = dataclasses.replace(config, resume=run_dir, plan=dataclasses.replace(config.plan, max_tokens=96))

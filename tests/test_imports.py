@@ -16,7 +16,7 @@ LAYERS = [
     "files", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "streams", "pairs", "kernels",
     "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan",
     "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train", "checkpoint",
-    "datasets", "models", "config", "course", "report", "run_dir", "fit", "cli",
+    "datasets", "models", "measure", "config", "course", "report", "run_dir", "fit", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("plan") + 1]
 

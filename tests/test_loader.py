@@ -1,5 +1,6 @@
 """Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
 
+import threading
 from typing import NamedTuple
 
 import jax
@@ -51,6 +52,22 @@ def test_loading_starts_at_any_step(start_step):
     start_step = {"last": plan.num_steps - 1, "end": plan.num_steps}.get(start_step, start_step)
     batches = list(load(plan, DATASET, start_step=start_step))
     assert [rows_of(b) for b in batches] == [planned_rows(plan, s) for s in range(start_step, plan.num_steps)]
+
+
+def test_the_next_epoch_is_planned_while_one_is_loaded():
+    planned = []
+    is_planned = threading.Event()
+
+    def plan_and_tell(epoch):
+        planned.append((epoch, threading.current_thread() is threading.main_thread()))
+        if epoch == 2:
+            is_planned.set()
+        return plan_of_epoch(epoch)
+
+    batches = load(plan_and_tell, DATASET, epoch=1)
+    next(batches)
+    assert is_planned.wait(timeout=60)
+    assert planned == [(1, True), (2, False)]
 
 
 def test_steps_before_the_start_are_not_read():

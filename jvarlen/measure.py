@@ -1,0 +1,92 @@
+"""Measuring: in go a model and some shapes, out come cost models of its training step in seconds and in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import optax
+
+from jvarlen.collate import packed_batch_spec, token_batch_spec
+from jvarlen.compile import compile_buckets, measure_buckets
+from jvarlen.costs import CostModel, fit_cost_model
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.train import init_train_state, make_train_step
+
+__all__ = ["MeasuredCosts", "measure_costs"]
+
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
+
+
+class MeasuredCosts(NamedTuple):
+    """What training steps of a model take.
+
+    Attributes:
+      seconds: of one microbatch.
+      num_bytes: on one device, during a step.
+      compile_seconds: of one bucket, where no cache held it; NaN where all were held.
+    """
+
+    seconds: CostModel
+    num_bytes: CostModel
+    compile_seconds: float
+
+
+def measure_costs(
+    model: TransformerConfig,
+    *,
+    max_tokens: int,
+    lengths: Sequence[int],
+    microbatches_per_step: int = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Compiles AdamW steps of the built-in model in some shapes, runs them, and fits cost models.
+
+    Args:
+      model: the model.
+      max_tokens: tokens of the full buckets; a quarter of that is measured as well.
+      lengths: lengths of rows to measure, at least 2, strictly ascending.
+      microbatches_per_step: M.
+      packed: whether rows hold several samples.
+      repeats: runs of each shape; the fastest counts.
+      progress: whether to show progress bars.
+
+    Returns:
+      `MeasuredCosts`.
+
+    Raises:
+      ValueError: too few lengths; or lengths above a quarter of `max_tokens`.
+    """
+    too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
+    if too_long:
+        raise ValueError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
+    optimizer = optax.adamw(1e-3)
+    state = init_train_state(init_params(model, seed=0), optimizer)
+    shapes: list[tuple[int, int]] = []
+    seconds: list[float] = []
+    num_bytes: list[int] = []
+    compile_seconds = []
+    for share in _SHARES_OF_BUDGET:
+        compiled = compile_buckets(
+            make_train_step(make_loss_fn(model), optimizer),
+            state,
+            [(max_tokens // share // length, length) for length in lengths],
+            microbatches_per_step=microbatches_per_step,
+            batch_spec=packed_batch_spec if packed else token_batch_spec,
+            progress=progress,
+        )
+        measured = measure_buckets(compiled, state, repeats=repeats, progress=progress)
+        shapes += measured.shapes
+        seconds += measured.seconds.tolist()
+        num_bytes += measured.num_bytes.tolist()
+        compile_seconds.append(measured.compile_seconds)
+    name = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(model).items() if value is not None)
+    name += f", {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
+    return MeasuredCosts(
+        fit_cost_model(shapes, seconds, device=measured.device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured.device, model=name),
+        sum(compile_seconds) / len(compile_seconds),
+    )

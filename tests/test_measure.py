@@ -1,0 +1,46 @@
+"""Measuring: from compiled steps to cost models on disk, and from these to buckets."""
+
+import numpy as np
+import pytest
+
+from jvarlen.cli import main
+from jvarlen.costs import CostModel
+from jvarlen.measure import measure_costs
+from jvarlen.models import TransformerConfig
+
+TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured(packed):
+    costs = measure_costs(TINY, max_tokens=1024, lengths=[16, 64, 256], packed=packed, repeats=1, progress=False)
+    assert costs.num_bytes.quadratic > 0
+    assert costs.num_bytes.largest_error < 0.3
+    assert float(costs.num_bytes(4, 256)) > float(costs.num_bytes(64, 16))
+    assert float(costs.seconds(64, 256)) > float(costs.seconds(1, 16)) > 0
+    assert "width 16" in costs.seconds.model
+    assert ("packed" in costs.seconds.model) == packed
+    assert "cpu" in costs.seconds.device
+    assert len(costs.seconds.measured) == 6
+
+
+def test_lengths_that_the_budget_cannot_hold_are_named():
+    with pytest.raises(ValueError, match=r"\[512\]"):
+        measure_costs(TINY, max_tokens=1024, lengths=[64, 512], progress=False)
+
+
+@pytest.mark.slow
+def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.random.default_rng(0).integers(8, 250, 500))
+    tiny = ["--model.num-layers", "1", "--model.width", "16", "--model.num-heads", "1"]
+    assert main(["measure", "--max-tokens", "1024", "--lengths", "16", "64", "256", *tiny, "--no-progress"]) == 0
+    assert "microseconds" not in capsys.readouterr().out
+    memory = CostModel.load("memory.json")
+    limit = float(memory(2, 256))
+    arguments = ["--max-tokens", "4096", "--cost-model", "cost.json", "--memory-model", "memory.json"]
+    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", str(limit), "--compile-seconds", "0.001"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", "10"]) == 2
+    assert "max_bytes 10" in capsys.readouterr().err
