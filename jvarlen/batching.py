@@ -95,7 +95,7 @@ def batch_by_tokens(
     _check_options(max_tokens, budget, max_sequences, sequence_multiple)
     lengths = check_lengths(lengths)
     ids = sample_order(lengths, order, seed=seed, epoch=epoch)
-    ordered = lengths[ids]
+    ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
     if shapes is not None:
         return _batch_by_shapes(ids, ordered, _check_shapes(shapes))
     _check_limit(ids, ordered, max_tokens, "max_tokens")
@@ -141,8 +141,8 @@ def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]
 
 
 def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], limit: int, name: str) -> None:
-    too_long = ordered > limit
-    if too_long.any():
+    if ordered.max() > limit:
+        too_long = ordered > limit
         by_id = np.argsort(ids[too_long])
         offenders = list_offenders(ids[too_long][by_id], ordered[too_long][by_id], limit)
         raise ValueError(f"samples longer than {name}: {offenders}")
