@@ -26,6 +26,17 @@ def test_the_script_trains_on_every_sample(monkeypatch):
     assert 0 < float(names["metrics"].loss) < 8
 
 
+def test_the_lines_of_the_planning_guide_run(capsys):
+    text = (README.parent / "docs" / "planning.md").read_text()
+    names: dict = {}
+    for script in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(script, names)
+    assert names["plan"].num_samples == len(names["lengths"])
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert "of the rows" in printed
+
+
 def test_the_commands_it_names_exist():
     text = README.read_text()
     makefile = (README.parent / "Makefile").read_text()
