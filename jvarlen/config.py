@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,20 +21,13 @@ from jvarlen.curriculum import Order
 from jvarlen.datasets import default_cache_dir
 from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
-from jvarlen.pacing import Pacing, competence_pacing, linear_pacing, root_pacing
+from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import Plan, make_plan
 
 __all__ = ["FitConfig", "OptimizerConfig", "PlanConfig", "differing_settings", "load_config", "save_config"]
 
-PacingName = Literal["none", "linear", "root", "competence"]
-
-_PACINGS: dict[str, Callable[[int, float], Pacing] | None] = {
-    "none": None,
-    "linear": linear_pacing,
-    "root": root_pacing,
-    "competence": competence_pacing,
-}
+PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
 
 def _check_at_least(config: object, limit: int, *names: str) -> None:
@@ -90,6 +82,8 @@ class PlanConfig:
     """The step from which on all samples are admitted."""
     pacing_initial: float = 0.1
     """Share of the samples that the first step draws from."""
+    pacing_stages: int = 5
+    """Stages of discrete pacing."""
     pack: bool = False
     """Put several samples into a row."""
     row_lengths: tuple[int, ...] = ()
@@ -117,6 +111,7 @@ class PlanConfig:
             "length_multiple",
             "block_size",
             "pacing_steps",
+            "pacing_stages",
         )
         _check(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
@@ -154,14 +149,13 @@ class PlanConfig:
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
     ) -> Plan:
         """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random."""
-        pacing = _PACINGS[self.pacing]
         return make_plan(
             self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
             order=self.order,
             block_size=self.block_size,
-            pacing=None if pacing is None else pacing(self.pacing_steps, self.pacing_initial),
+            pacing=self._pacing(),
             seed=seed,
             epoch=epoch,
             shuffle_steps=self.shuffle_steps,
@@ -177,6 +171,14 @@ class PlanConfig:
             microbatches_per_step=self.microbatches_per_step,
             overlong="error" if self.pack else self.overlong,
         )
+
+    def _pacing(self) -> Pacing | None:
+        if self.pacing == "none":
+            return None
+        if self.pacing == "discrete":
+            return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
+        named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
+        return named[self.pacing](self.pacing_steps, self.pacing_initial)
 
     def _rows(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int

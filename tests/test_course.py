@@ -46,6 +46,19 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
 
 
+@pytest.mark.parametrize("pacing", ["linear", "root", "competence", "discrete"])
+def test_every_pacing_makes_another_plan_of_all_samples(pacing):
+    by_length = dataclasses.replace(CONFIG.plan, order="length")
+    paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40, pacing_stages=4)
+    plans = [
+        Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9]).plan_of_epoch(0)
+        for plan in (by_length, paced)
+    ]
+    assert plans[0].digest != plans[1].digest
+    assert plans[0].num_steps == plans[1].num_steps
+    assert (np.sort(plans[1].sample_ids) == np.arange(len(LENGTHS))).all()
+
+
 def test_a_curriculum_admits_samples_over_all_epochs():
     plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
     course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9])
