@@ -1,32 +1,51 @@
 """Lengths in, plans, learning rates and batches out: an independent PyTorch reference of the planning contract."""
 
 from torch_ref.batching import Batches, batch_by_tokens
-from torch_ref.buckets import Bucket, make_buckets
+from torch_ref.buckets import Bucket, PairBucket, make_buckets
+from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.model import Transformer, load_params
 from torch_ref.order import sample_order
+from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from torch_ref.packing import Packing, choose_row_lengths, pack_samples
+from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
+from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.train import loss_sums, train_step
 
 __all__ = [
     "Batch",
     "Batches",
     "Bucket",
+    "CostModel",
+    "Packing",
+    "PairBucket",
     "Plan",
     "PlanBatchSampler",
+    "StreamBatches",
+    "StreamStep",
     "Transformer",
     "VariableBatchSizeLR",
     "batch_by_tokens",
     "check_lengths",
+    "choose_row_lengths",
+    "competence_pacing",
+    "discrete_pacing",
+    "fit_cost_model",
+    "linear_pacing",
     "load",
     "load_params",
     "loss_sums",
     "lr_scale",
     "lr_sequence",
     "make_buckets",
+    "make_pair_buckets",
     "make_plan",
+    "pack_samples",
+    "root_pacing",
     "sample_order",
+    "stream_batches",
     "train_step",
 ]

@@ -1,4 +1,4 @@
-"""Lengths and a token budget in, static shapes (rows, length) out; six strategies choose the lengths."""
+"""Lengths and budgets in, static shapes (rows, length) out; six strategies choose the lengths, or a caller does."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer, list_offenders, to_tensor
-from torch_ref.edges import CLOSED_FORM, ceil_div, optimal_edges
-from torch_ref.lengths import check_lengths
-
-Cost = Callable[[NDArray[np.int64], NDArray[np.int64]], ArrayLike]
+from torch_ref.checks import MAX_LISTED, check_integer, check_number, to_tensor
+from torch_ref.edges import CLOSED_FORM, optimal_edges
+from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
+from torch_ref.rows import Budget, Cost, RowRule, checked_costs, round_up
 
 
 class Bucket(NamedTuple):
@@ -24,188 +23,301 @@ class Bucket(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowRule:
-    """How many rows a microbatch gets, from the budget and from how many samples its bucket holds.
+class PairBucket(NamedTuple):
+    """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens."""
 
-    Attributes:
-        max_tokens: the budget of a microbatch, rows times length.
-        microbatches_per_step: M.
-        row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
-    """
-
-    max_tokens: int
-    microbatches_per_step: int
-    row_multiple: int
-
-    def rows_and_steps(self, num_samples: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of a microbatch and the steps that the samples take.
-
-        Args:
-            num_samples: int64, samples in the bucket; 0 gives as many rows as the budget allows, and no step.
-            length: int64 of a shape that broadcasts, in tokens, at most `max_tokens`.
-
-        Returns:
-            (rows, steps), two int64 tensors of the common shape.
-        """
-        cap = self.max_tokens // length
-        cap = torch.where(cap >= self.row_multiple, cap - cap % self.row_multiple, cap)
-        # ceil(ceil(n / M) / x) = ceil(n / (M * x)), without a product that could overflow.
-        share = ceil_div(num_samples, self.microbatches_per_step)
-        steps = ceil_div(share, cap)
-        rows = ceil_div(ceil_div(share, steps.clamp(min=1)), self.row_multiple) * self.row_multiple
-        return torch.where(steps > 0, torch.minimum(rows, cap), cap), steps
+    rows: int
+    source_length: int
+    target_length: int
 
 
 def make_buckets(
     lengths: ArrayLike,
     max_tokens: int,
     *,
-    strategy: str = "optimal",
+    strategy: str | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
+    overlong: str = "truncate",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
     cost: Cost | None = None,
     compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: Cost | None = None,
+    max_bytes: float | None = None,
 ) -> tuple[Bucket, ...]:
     """Choose the static shapes for a list of lengths.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
         max_tokens: the budget: rows times length of a microbatch never exceed it.
-        strategy: "pad_to_max" | "powers_of_two" | "geometric" | "quantile" | "equal_tokens" | "optimal". "optimal"
-            finds the least total cost exactly, in time quadratic in the number of distinct lengths.
-        max_shapes: at most this many buckets ("powers_of_two" takes as many as it needs).
-        max_length: samples above it count as samples of this length.
+        strategy: "pad_to_max" | "powers_of_two" | "geometric" | "quantile" | "equal_tokens" | "optimal", or strictly
+            ascending lengths >= 1, the last of which then limits the samples as `max_length` does. "optimal" finds the
+            least total cost exactly, in time quadratic in the number of distinct lengths.
+        max_shapes: at most this many buckets ("powers_of_two" and given lengths take as many as they need).
+        max_length: the longest bucket is at most this long.
+        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
         microbatches_per_step: M.
-        row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
+        row_multiple: rows are a multiple of it wherever the budgets leave at least one multiple.
         length_multiple: bucket lengths are multiples of it.
-        cost: for "optimal", the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast,
-            gives float64 >= 0. None counts positions, rows times length.
+        cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
+            float64 >= 0. "optimal" minimises it; None counts positions, rows times length.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
+        max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
+        memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
+        max_bytes: a microbatch needs at most this; only together with `memory`.
 
     Returns:
-        The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budget allows.
+        The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow.
 
     Raises:
-        ValueError: if an argument is out of its range, if a sample does not fit the budget (the first are listed),
-            or if `max_length` cannot hold the longest length rounded up to `length_multiple`.
+        ValueError: if an argument is out of its range, if a sample does not fit the budgets or `overlong` refuses it
+            (the first are listed), or if `max_length` cannot hold the longest length rounded up to `length_multiple`.
 
     Example:
         >>> make_buckets([2, 2, 3, 9], 18, max_shapes=2)
         (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
+        >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9])
+        (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
     """
-    lengths = check_lengths(lengths)
     max_shapes = check_integer("max_shapes", max_shapes)
     length_multiple = check_integer("length_multiple", length_multiple)
-    rule = RowRule(
-        max_tokens=check_integer("max_tokens", max_tokens),
-        microbatches_per_step=check_integer("microbatches_per_step", microbatches_per_step),
-        row_multiple=check_integer("row_multiple", row_multiple),
-    )
-    _check_cost(cost, compile_seconds)
-    ordered = torch.sort(to_tensor(_clip(lengths, max_length, rule.max_tokens, length_multiple))).values
-    if strategy == "optimal":
-        distinct, counts = torch.unique_consecutive(_round_up(ordered, length_multiple), return_counts=True)
-        edges = optimal_edges(distinct, counts, max_shapes, _bucket_cost(rule, cost, compile_seconds))
-    elif strategy in CLOSED_FORM:
-        edges = torch.unique(_round_up(CLOSED_FORM[strategy](ordered, max_shapes), length_multiple))
-    else:
+    rule = check_rule(microbatches_per_step, row_multiple)
+    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    given = None
+    if not isinstance(strategy, str):
+        given = _check_edges(strategy, length_multiple, max_length)
+        max_length = given[-1]
+    elif strategy != "optimal" and strategy not in CLOSED_FORM:
         raise ValueError(f"strategy must be one of {', '.join([*CLOSED_FORM, 'optimal'])}, got {strategy!r}")
+    check_compile_seconds(cost, compile_seconds)
+    fitting = fit_budget(
+        lengths, max_length, overlong, length_multiple, budget, every=given is None and strategy == "optimal"
+    )
+    ordered = fitting.ordered
+    if given is not None:
+        edges = torch.tensor(given)
+    elif str(strategy) == "optimal":
+        cheapest = Cheapest(fitting, rule, cost, compile_seconds)
+        before = cheapest.before
+        edges = cheapest.edges(max_shapes, lambda last: before[last + 1] - before[: last + 1])
+    else:
+        edges = torch.unique(round_up(CLOSED_FORM[str(strategy)](ordered, max_shapes), length_multiple))
+    caps = budget.caps(edges, rule.row_multiple)
+    if bool((caps < 1).any()):
+        fitting.refuse(edges[caps < 1])
     num_samples = torch.bincount(torch.bucketize(ordered, edges), minlength=len(edges))
-    rows, _ = rule.rows_and_steps(num_samples, edges)
+    rows, _ = rule.rows_and_steps(num_samples, caps)
     return tuple(Bucket(*pair) for pair in zip(rows.tolist(), edges.tolist(), strict=True))
 
 
-def check_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[Bucket, ...]:
+def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
     """Check buckets that a caller made.
 
     Args:
-        buckets: (rows, length) pairs.
+        buckets: (rows, length) pairs, or (rows, source length, target length) triples.
 
     Returns:
-        The same as `Bucket`s of Python ints.
+        The same as `Bucket`s or `PairBucket`s of Python ints.
 
     Raises:
-        ValueError: if there are none, if one is not a pair of integers >= 1, or if lengths do not strictly ascend.
+        ValueError: if there are none, if they differ in width, if one is not made of integers >= 1, or if lengths do
+            not strictly ascend.
     """
     checked = []
-    for index, pair in enumerate(buckets):
-        if len(pair) != 2:
-            raise ValueError(f"bucket {index} must be a pair (rows, length), got {pair!r}")
-        rows, length = pair
-        checked.append(
-            Bucket(check_integer(f"rows of bucket {index}", rows), check_integer(f"length of bucket {index}", length))
-        )
-    lengths = [bucket.length for bucket in checked]
-    if not checked or any(after <= before for before, after in pairwise(lengths)):
-        raise ValueError(f"buckets must be at least one, of strictly ascending lengths, got lengths {lengths}")
-    return tuple(checked)
-
-
-def _clip(lengths: NDArray[np.int64], max_length: int | None, max_tokens: int, multiple: int) -> NDArray[np.int64]:
-    """Cut the lengths to `max_length` and refuse those that then fit no microbatch."""
-    clipped = lengths
-    if max_length is not None:
-        clipped = np.minimum(lengths, check_integer("max_length", max_length))
-        longest = -(-int(clipped.max()) // multiple) * multiple
-        if longest > max_length:
+    for index, bucket in enumerate(buckets):
+        if len(bucket) not in (2, 3) or len(bucket) != len(buckets[0]):
             raise ValueError(
-                f"the longest bucket would be {longest}, above max_length={max_length}: "
-                f"make max_length a multiple of length_multiple={multiple}"
+                f"bucket {index} must be (rows, length), or all buckets (rows, source, target), got {bucket!r}"
             )
-    ids = np.flatnonzero(clipped > max_tokens // multiple * multiple)
-    if len(ids):
-        # Python integers: rounding up the largest int64 would overflow.
-        rounded = [-(-int(length) // multiple) * multiple for length in clipped[ids[:MAX_LISTED]]]
-        raise ValueError(
-            f"samples do not fit a microbatch of max_tokens={max_tokens}, lengths rounded up to a multiple of "
-            f"{multiple}: {list_offenders(ids, rounded, max_tokens)}"
-        )
-    return clipped
+        names = ("rows", "length") if len(bucket) == 2 else ("rows", "source length", "target length")
+        checked.append([check_integer(f"{name} of bucket {index}", n) for name, n in zip(names, bucket, strict=True)])
+    lengths = [bucket[1:] for bucket in checked]
+    if not checked or any(after <= before for before, after in pairwise(lengths)):
+        listed = [length[0] if len(length) == 1 else tuple(length) for length in lengths]
+        raise ValueError(f"buckets must be at least one, of strictly ascending lengths, got lengths {listed}")
+    if len(checked[0]) == 2:
+        return tuple(Bucket(*bucket) for bucket in checked)
+    return tuple(PairBucket(*bucket) for bucket in checked)
 
 
-def _check_cost(cost: Cost | None, compile_seconds: float | None) -> None:
-    if cost is not None and not callable(cost):
-        raise ValueError(f"cost must be a function of (rows, length), got {cost!r}")
+def check_rule(microbatches_per_step: int, row_multiple: int) -> RowRule:
+    """Return the row rule of checked arguments."""
+    return RowRule(
+        microbatches_per_step=check_integer("microbatches_per_step", microbatches_per_step),
+        row_multiple=check_integer("row_multiple", row_multiple),
+    )
+
+
+def check_budget(
+    max_tokens: int, cost: Cost | None, max_cost: float | None, memory: Cost | None, max_bytes: float | None
+) -> Budget:
+    """Return the budget of checked arguments; those that do not go together are a ValueError."""
+    for name, function, limit_name, limit in (
+        ("cost", cost, "max_cost", max_cost),
+        ("memory", memory, "max_bytes", max_bytes),
+    ):
+        if function is not None and not callable(function):
+            raise ValueError(f"{name} must be a function of (rows, length), got {function!r}")
+        if limit is not None and function is None:
+            raise ValueError(f"{limit_name} needs {name}, a function of (rows, length)")
+    return Budget(
+        max_tokens=check_integer("max_tokens", max_tokens),
+        cost=cost,
+        max_cost=None if max_cost is None else check_number("max_cost", max_cost, above=0),
+        memory=memory,
+        max_bytes=None if max_bytes is None else check_number("max_bytes", max_bytes, above=0),
+    )
+
+
+def check_compile_seconds(cost: Cost | None, compile_seconds: float | None) -> None:
+    """Refuse a price of a bucket that is no number, or that has nothing to be compared with."""
     if compile_seconds is None:
         return
     if cost is None:
         raise ValueError("compile_seconds needs a cost in seconds")
-    if not 0 <= compile_seconds < float("inf"):
-        raise ValueError(f"compile_seconds must be finite and at least 0, got {compile_seconds!r}")
+    check_number("compile_seconds", compile_seconds)
 
 
-def _bucket_cost(rule: RowRule, cost: Cost | None, compile_seconds: float | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the cost of whole buckets, from num_samples int64[n] and length int64[1] to int64[n] or float64[n]."""
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """Samples that a longest length was applied to.
 
-    def positions(num_samples: Tensor, length: Tensor) -> Tensor:
-        rows, steps = rule.rows_and_steps(num_samples, length)
-        return steps * rule.microbatches_per_step * rows * length
+    Attributes:
+        sample_ids: int64[n], ascending.
+        lengths: int64[n], cut, each of which `length_multiple` rounds to at most `max_tokens`.
+        length_multiple: bucket lengths are multiples of it.
+        budget: what a microbatch may take.
+    """
 
-    def seconds(num_samples: Tensor, length: Tensor) -> Tensor:
-        assert cost is not None
-        rows, steps = rule.rows_and_steps(num_samples, length)
-        microbatches = (steps * rule.microbatches_per_step).to(torch.float64)
-        each = _checked_cost(cost(rows.numpy(), length.numpy()), rows, length)
-        return microbatches * each + (0.0 if compile_seconds is None else compile_seconds)
+    sample_ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    length_multiple: int
+    budget: Budget
 
-    return positions if cost is None else seconds
+    @property
+    def ordered(self) -> Tensor:
+        """int64[n], the lengths ascending."""
+        return torch.sort(to_tensor(self.lengths)).values
+
+    @property
+    def rounded(self) -> Tensor:
+        """int64[n], in the order of the ids."""
+        return round_up(to_tensor(self.lengths), self.length_multiple)
+
+    def refuse(self, edges: Tensor) -> None:
+        """Raise a ValueError for edges int64[k], k >= 1, of which not even one row fits.
+
+        It lists the samples whose own rounded length no microbatch holds; there may be none.
+        """
+        rounded = [-(-int(length) // self.length_multiple) * self.length_multiple for length in self.lengths]
+        limits = {length: self.budget.refusals(length) for length in {*rounded, *edges.tolist()}}
+        unfit = [(int(i), length) for i, length in zip(self.sample_ids, rounded, strict=True) if limits[length]]
+        names = {name: limit for refused in limits.values() for name, limit in refused.items()}
+        listed = [
+            f"id {i}: {length} ({', '.join(f'{name} {limit}' for name, limit in limits[length].items())})"
+            for i, length in unfit[:MAX_LISTED]
+        ]
+        raise ValueError(
+            f"{', '.join(f'{name}={limit}' for name, limit in names.items())} leaves no row of some lengths, rounded "
+            f"up to a multiple of {self.length_multiple}: {', '.join(listed) or f'lengths {edges.tolist()}'}"
+            + (f" and {len(unfit) - MAX_LISTED} more" if len(unfit) > MAX_LISTED else "")
+        )
 
 
-def _checked_cost(values: Any, rows: Tensor, length: Tensor) -> Tensor:
-    costs = np.asarray(values)
-    if costs.dtype.kind not in "iuf":
-        raise ValueError(f"cost must return float64, got dtype {costs.dtype}")
-    costs = np.broadcast_to(costs, rows.shape).astype(np.float64)
-    bad = np.flatnonzero(~(np.isfinite(costs) & (costs >= 0)))
-    if len(bad):
-        shapes = ", ".join(f"{int(rows[i])} x {int(length)}: {costs[i]}" for i in bad[:MAX_LISTED])
-        raise ValueError(f"cost must be finite and at least 0; rows x length: {shapes}")
-    return to_tensor(costs)
+def fit_budget(
+    lengths: ArrayLike, max_length: int | None, overlong: str, length_multiple: int, budget: Budget, *, every: bool
+) -> Fitting:
+    """Apply the longest length and the budget to the samples.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        max_length: the longest bucket is at most this long, or None.
+        overlong: "error" | "drop" | "truncate".
+        length_multiple: bucket lengths are multiples of it.
+        budget: what a microbatch may take.
+        every: whether one row of each sample's own rounded length must fit all budgets, or only `max_tokens`.
+
+    Returns:
+        The samples that are left.
+
+    Raises:
+        ValueError: if a sample does not fit, or `max_length` cannot hold the longest one, rounded.
+    """
+    checked = check_lengths(lengths)
+    check_overlong(overlong)
+    ids = np.arange(len(checked))
+    clipped = checked
+    if max_length is not None:
+        max_length = check_integer("max_length", max_length)
+        ids, clipped, *_ = fit_lengths(checked, ids, max_length, overlong, name="max_length")
+        longest = -(-int(clipped.max()) // length_multiple) * length_multiple
+        if longest > max_length:
+            raise ValueError(
+                f"the longest bucket would be {longest}, above max_length={max_length}: "
+                f"make max_length a multiple of length_multiple={length_multiple}"
+            )
+    fitting = Fitting(sample_ids=ids, lengths=clipped, length_multiple=length_multiple, budget=budget)
+    if int(clipped.max()) > budget.max_tokens // length_multiple * length_multiple:
+        fitting.refuse(torch.empty(0, dtype=torch.int64))
+    if every:
+        distinct = torch.unique(fitting.rounded)
+        if bool((budget.caps(distinct, 1) < 1).any()):
+            fitting.refuse(distinct)
+    return fitting
 
 
-def _round_up(values: Tensor, multiple: int) -> Tensor:
-    return ceil_div(values, multiple) * multiple
+class Cheapest:
+    """The dynamic program over the distinct rounded lengths of samples.
+
+    Attributes:
+        distinct: int64[D], the rounded lengths, ascending.
+        before: int64[D + 1], how many samples have a shorter rounded length; the last is their number.
+    """
+
+    def __init__(self, fitting: Fitting, rule: RowRule, cost: Cost | None, compile_seconds: float | None) -> None:
+        """Count the samples of each length."""
+        self._rule, self._cost, self._compile_seconds = rule, cost, compile_seconds
+        self.distinct, counts = torch.unique(fitting.rounded, return_counts=True)
+        self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
+        self._caps = fitting.budget.caps(self.distinct, rule.row_multiple)
+
+    def edges(self, max_shapes: int, num_held: Callable[[int], Tensor]) -> Tensor:
+        """Return the cheapest edges.
+
+        Args:
+            max_shapes: at most this many.
+            num_held: from an index j to how many samples or rows a bucket of the lengths i..j holds, for i = 0..j:
+                int64[j + 1], each at least 1.
+
+        Returns:
+            int64[k], as `optimal_edges` chooses them.
+        """
+        return optimal_edges(self.distinct, max_shapes, lambda last: self._costs(num_held(last), last))
+
+    def _costs(self, num_held: Tensor, last: int) -> Tensor:
+        length, cap = self.distinct[last : last + 1], self._caps[last : last + 1]
+        rows, steps = self._rule.rows_and_steps(num_held, cap)
+        microbatches = steps * self._rule.microbatches_per_step
+        if self._cost is None:
+            return microbatches * rows * length
+        each = checked_costs("cost", self._cost, rows, length)
+        return microbatches.to(torch.float64) * each + (self._compile_seconds or 0.0)
+
+
+def _check_edges(values: Any, length_multiple: int, max_length: int | None) -> list[int]:
+    """Return given edges, rounded up and deduplicated."""
+    try:
+        given = list(values)
+    except TypeError:
+        raise ValueError(f"strategy must be a name or a sequence of lengths, got {values!r}") from None
+    raw = [check_integer(f"edge {index} of strategy", value) for index, value in enumerate(given)]
+    if not raw or any(after <= before for before, after in pairwise(raw)):
+        raise ValueError(f"strategy must be at least one length, strictly ascending, got {given}")
+    edges = sorted({-(-edge // length_multiple) * length_multiple for edge in raw})
+    check_integer("the last edge of strategy, rounded up to length_multiple,", edges[-1])
+    if max_length is not None and edges[-1] > check_integer("max_length", max_length):
+        raise ValueError(f"the last edge of strategy, {edges[-1]}, is above max_length={max_length}")
+    return edges

@@ -36,6 +36,27 @@ def check_integer(name: str, value: Any, minimum: int = 1, maximum: int = INT64_
     return number
 
 
+def check_number(name: str, value: Any, *, above: float | None = None) -> float:
+    """Return `value` as a float.
+
+    Args:
+        name: what the message calls it.
+        value: a number of any kind; a bool is not one.
+        above: it must be greater than this; None means at least 0.
+
+    Returns:
+        The same number as a float.
+
+    Raises:
+        ValueError: if it is no finite number or not in that range.
+    """
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not np.isfinite(value) or (value < 0 if above is None else value <= above):
+        bound = "at least 0" if above is None else f"above {above:g}"
+        raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
+    return float(value)
+
+
 def integer_array(name: str, values: Any) -> NDArray[Any]:
     """Return `values` as a 1-D array of some integer dtype with at least one element.
 

@@ -6,15 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-
-def ceil_div(numerator: Tensor, denominator: Tensor | int) -> Tensor:
-    """Return the quotient of integers >= 0, rounded up."""
-    return -(-numerator // denominator)
+from torch_ref.rows import ceil_div
 
 
-def optimal_edges(
-    distinct: Tensor, counts: Tensor, max_shapes: int, bucket_cost: Callable[[Tensor, Tensor], Tensor]
-) -> Tensor:
+def optimal_edges(distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor]) -> Tensor:
     """Choose at most `max_shapes` bucket lengths of the least total cost.
 
     With D distinct lengths and K shapes it takes O(K * D**2) time and O(K * D) memory. The row rule's ceilings make the
@@ -22,20 +17,18 @@ def optimal_edges(
 
     Args:
         distinct: int64[D], the lengths that samples have, ascending, in tokens.
-        counts: int64[D], how many samples have each.
         max_shapes: K >= 1.
-        bucket_cost: from num_samples int64[n] and length int64[1] to the cost of such buckets, int64[n] or float64[n],
-            each >= 0.
+        bucket_costs: from an index j to the costs of the buckets that hold the lengths i..j, for i = 0..j: int64[j + 1]
+            or float64[j + 1], each >= 0.
 
     Returns:
         int64[k], 1 <= k <= K, ascending, the last of them the longest length. Among equal totals: the fewest buckets,
         then, from the longest down, the smaller edges.
     """
     num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
-    before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
     # total[k, j]: the least cost of the j shortest lengths in exactly k buckets, summed from the shortest bucket up.
     # first[k, j]: the first length of the last of these buckets.
-    kind = bucket_cost(counts[:1], distinct[:1]).numpy().dtype
+    kind = bucket_costs(0).numpy().dtype
     unreachable = np.inf if kind == np.float64 else 2**62
     total = np.full((max_shapes + 1, num_distinct + 1), unreachable, dtype=kind)
     first = np.zeros((max_shapes + 1, num_distinct + 1), dtype=np.int32)
@@ -45,8 +38,7 @@ def optimal_edges(
     # than the arithmetic where cores are shared, and NumPy's argmin is several times faster.
     for last in range(num_distinct):
         # The last bucket holds lengths i..last, for every i <= last at once.
-        costs = bucket_cost(before[last + 1] - before[: last + 1], distinct[last : last + 1])
-        sums = total[:-1, : last + 1] + costs.numpy()
+        sums = total[:-1, : last + 1] + bucket_costs(last).numpy()
         # argmin gives the first of equals: the bucket that starts earliest, so that the next edge down is smallest.
         start = sums.argmin(axis=1)
         first[1:, last + 1] = start

@@ -27,43 +27,41 @@ def emit_steps(
     sample_bucket: Tensor,
     rows_per_step: Tensor,
     *,
-    order: str,
-    by_length: bool,
-    random_stream: tuple[int, int, int],
-    shuffle_steps: bool,
-    longest_first: bool,
+    by_arrival: bool,
+    descending: bool = False,
+    shuffle_stream: tuple[int, int, int] | None = None,
+    longest_first: Tensor | None = None,
 ) -> Steps:
     """Cut each bucket's samples into steps and put the steps in order.
 
     Args:
         sample_bucket: int64[n], the bucket of each sample, in the order of the samples.
         rows_per_step: int64[K], rows of a step in each bucket, over all microbatches.
-        order: "length" | "length_descending" | "shuffle" | "dataset" | "array".
-        by_length: whether the samples' difficulty is their length.
-        random_stream: (seed, epoch, position of the first step's key).
-        shuffle_steps: permute the steps at random.
-        longest_first: swap the first step of the longest bucket in use with step 0.
+        by_arrival: steps come when their last sample does, those that never fill at the end; otherwise by bucket.
+        descending: with steps by bucket, the last bucket comes first.
+        shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position); None does not.
+        longest_first: int64[K], the length of each bucket: swap the first step of the longest one in use (the last
+            such bucket) with step 0; None does not.
 
     Returns:
         The steps in the order in which they run.
     """
     steps = _canonical_steps(sample_bucket, rows_per_step)
     num_steps = len(steps.bucket)
-    by_arrival = order in ("dataset", "array") or not by_length
     if by_arrival:
         emitted = _by_arrival(steps, rows_per_step)
-    elif order == "length_descending":
+    elif descending:
         emitted = torch.sort(steps.bucket, stable=True, descending=True).indices
     else:
         emitted = torch.arange(num_steps)
-    # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
-    if shuffle_steps or (order == "shuffle" and not by_arrival):
-        seed, epoch, position = random_stream
+    if shuffle_stream is not None:
+        seed, epoch, position = shuffle_stream
         emitted = emitted[to_tensor(stable_argsort(random_keys(seed, epoch, position, num_steps)))]
-    if longest_first:
+    if longest_first is not None:
         buckets = steps.bucket[emitted]
-        first_longest = int(torch.nonzero(buckets == buckets.max())[0])
-        emitted[[0, first_longest]] = emitted[[first_longest, 0]]
+        longest = buckets[longest_first[buckets] == longest_first[buckets].max()].max()
+        first = int(torch.nonzero(buckets == longest)[0])
+        emitted[[0, first]] = emitted[[first, 0]]
     return _select(steps, emitted)
 
 

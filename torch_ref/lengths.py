@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import INT64_MAX, integer_array, list_offenders
+from torch_ref.checks import INT64_MAX, MAX_LISTED, integer_array, list_offenders
 
 Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
@@ -51,7 +51,32 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
-def fit_lengths(lengths: NDArray[np.int64], order: NDArray[np.int64], limit: int, overlong: str) -> Fitted:
+def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+    """Check the lengths of pairs.
+
+    Args:
+        lengths: [N, 2] integers of any dtype, source and target, in tokens.
+
+    Returns:
+        The same values as int64[N, 2].
+
+    Raises:
+        ValueError: if they are not N >= 1 pairs of integers, or if some lie below 1 or their sum above int64; the first
+            offenders are listed as id and (source, target).
+    """
+    values = np.asarray(lengths)
+    if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
+        raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
+    _refuse_pairs(values, np.any(values < 1, axis=1), "lengths must be at least 1 (limit 1)")
+    _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths of pairs must be at most {INT64_MAX // 2}")
+    return values.astype(np.int64, copy=False)
+
+
+def fit_lengths(
+    lengths: NDArray[np.int64], order: NDArray[np.int64], limit: int, overlong: str, *, name: str = "the longest bucket"
+) -> Fitted:
     """Apply the `overlong` rule to the ordered samples.
 
     Args:
@@ -59,34 +84,54 @@ def fit_lengths(lengths: NDArray[np.int64], order: NDArray[np.int64], limit: int
         order: int64[n], the ids of the samples in use. A sample that is not among them is not looked at.
         limit: the length of the longest bucket, in tokens.
         overlong: "error" | "drop" | "truncate".
+        name: what the messages call the limit.
 
     Returns:
         The samples that remain, with their lengths and the two counts.
 
     Raises:
         ValueError: if `overlong` is unknown; if it is "error" and a sample is longer than `limit` (the first are
-            listed); if it is "drop" and no sample remains.
+            listed); if it is "drop" and no sample remains (likewise).
     """
-    if overlong not in OVERLONG:
-        raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
+    check_overlong(overlong)
     ordered = lengths[order]
     too_long = ordered > limit
     count = int(too_long.sum())
-    if count and overlong == "error":
+    if count and (overlong == "error" or (overlong == "drop" and count == len(order))):
         # By id, not by place in the order: the first offenders are then the same whatever the order.
         ids = np.sort(order[too_long])
+        listed = list_offenders(ids, lengths[ids], limit)
+        if overlong == "drop":
+            raise ValueError(f'overlong="drop" leaves no sample: all {count} are longer than {name}: {listed}')
         raise ValueError(
-            f"{count} samples are longer than the longest bucket: {list_offenders(ids, lengths[ids], limit)}; "
-            'add a longer bucket or pass overlong="drop" or "truncate"'
+            f'{count} samples are longer than {name}: {listed}; make it longer or pass overlong="drop" or "truncate"'
         )
     if overlong == "drop":
-        if count == len(order):
-            raise ValueError(f"all {count} samples are longer than the longest bucket ({limit}): nothing is left")
         return Fitted(order[~too_long], ordered[~too_long], count, 0)
     return Fitted(order, np.minimum(ordered, limit), 0, count)
+
+
+def check_overlong(overlong: str) -> None:
+    """Refuse what is no rule for samples above a limit, with a ValueError."""
+    if overlong not in OVERLONG:
+        raise ValueError(f"overlong must be one of {', '.join(OVERLONG)}, got {overlong!r}")
 
 
 def _refuse(values: NDArray[Any], bad: NDArray[np.bool_], limit: int, message: str) -> None:
     ids = np.flatnonzero(bad)
     if len(ids):
         raise ValueError(f"{message}: {list_offenders(ids, values[ids], limit)}")
+
+
+def _refuse_pairs(values: NDArray[Any], bad: NDArray[np.bool_], message: str) -> None:
+    ids = np.flatnonzero(bad)
+    if len(ids):
+        raise ValueError(f"{message}: {list_pairs(ids, values[ids])}")
+
+
+def list_pairs(ids: NDArray[Any], pairs: NDArray[Any]) -> str:
+    """Write out the first few pairs, int[n, 2], with their ids, int[n], and how many more there are."""
+    first = zip(ids[:MAX_LISTED].tolist(), pairs[:MAX_LISTED].tolist(), strict=True)
+    text = ", ".join(f"id {number}: ({source}, {target})" for number, (source, target) in first)
+    left = len(ids) - MAX_LISTED
+    return f"{text} and {left} more" if left > 0 else text

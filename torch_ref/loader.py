@@ -21,12 +21,17 @@ class Batch(NamedTuple):
         lengths: int64[m, B], real tokens of each row, 0 for a dummy row.
         weights: float32[m, B, T], 1 on real tokens, 0 elsewhere.
         num_sequences: real samples of the whole step, over all replicas.
+        segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
+            0 on padding. None where a row is a sample.
+        positions: int64[m, B, T] likewise: the place of each token in its sample, 0 on padding.
     """
 
     tokens: Tensor
     lengths: Tensor
     weights: Tensor
     num_sequences: float
+    segment_ids: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class SampleSource(Protocol):
@@ -36,11 +41,12 @@ class SampleSource(Protocol):
         """Return sample `index`."""
 
 
-class PlanBatchSampler(Sampler[list[int]]):
+class PlanBatchSampler(Sampler[list[Any]]):
     """The microbatches of one replica, in the plan's order, for a DataLoader's `batch_sampler`.
 
-    Yields the B sample ids of a microbatch, -1 marking a dummy row, M / num_replicas microbatches a step. Every replica
-    gets the same number of microbatches. A dataset behind it must know what -1 stands for.
+    Yields the B sample ids of a microbatch, -1 marking a dummy row, M / num_replicas microbatches a step; for packed
+    rows B lists of P ids, -1 where there is no sample. Every replica gets the same number of microbatches. A dataset
+    behind it must know what -1 stands for.
 
     Args:
         plan: the plan; M must be a multiple of `num_replicas`.
@@ -57,8 +63,8 @@ class PlanBatchSampler(Sampler[list[int]]):
         self._num_microbatches = plan.microbatches_per_step // num_replicas
         self._plan = plan
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield lists of B sample ids."""
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Yield lists of B sample ids, or of B lists of them."""
         for step in range(self._plan.num_steps):
             yield from self._plan.rows(step)[self._share].tolist()
 
@@ -76,17 +82,36 @@ class _Steps(Dataset[Batch]):
         self._share = share
 
     def __getitem__(self, step: int) -> Batch:
-        rows_MxB = self._plan.rows(step)[self._share]
-        length = self._plan.buckets[self._plan.step_bucket[step]].length
-        tokens_MxBxT = np.zeros((*rows_MxB.shape, length), dtype=np.int64)
-        lengths_MxB = np.zeros(rows_MxB.shape, dtype=np.int64)
-        for place in zip(*np.nonzero(rows_MxB >= 0), strict=True):
-            sample = self._read(int(rows_MxB[place]), length)
-            tokens_MxBxT[place][: len(sample)] = sample
-            lengths_MxB[place] = len(sample)
+        rows_MxB = self._plan.rows(step)[self._share]  # of packed rows [M, B, P]
+        length = self._plan.buckets[self._plan.step_bucket[step]][1]
+        packed = self._plan.row_offsets is not None
+        rows_MxBxP = rows_MxB if packed else rows_MxB[..., None]
+        tokens_MxBxT = np.zeros((*rows_MxBxP.shape[:2], length), dtype=np.int64)
+        segments_MxBxT, positions_MxBxT = np.zeros_like(tokens_MxBxT), np.zeros_like(tokens_MxBxT)
+        lengths_MxB = np.zeros(rows_MxBxP.shape[:2], dtype=np.int64)
+        # In the order of the places in a row: each sample begins where the one before it ended.
+        for *place, segment in np.argwhere(rows_MxBxP >= 0).tolist():
+            row = tuple(place)
+            sample = self._read(int(rows_MxBxP[*row, segment]), length)
+            start, end = lengths_MxB[row], lengths_MxB[row] + len(sample)
+            if end > length:
+                raise ValueError(
+                    f"row {rows_MxBxP[row].tolist()} takes {end} tokens, its bucket's limit is {length}: "
+                    "the plan was made for other lengths than the dataset has"
+                )
+            tokens_MxBxT[row][start:end] = sample
+            segments_MxBxT[row][start:end] = segment + 1
+            positions_MxBxT[row][start:end] = np.arange(len(sample))
+            lengths_MxB[row] = end
         lengths = torch.from_numpy(lengths_MxB)
-        weights = (torch.arange(length) < lengths[..., None]).to(torch.float32)
-        return Batch(torch.from_numpy(tokens_MxBxT), lengths, weights, float(self._plan.num_sequences[step]))
+        return Batch(
+            tokens=torch.from_numpy(tokens_MxBxT),
+            lengths=lengths,
+            weights=(torch.arange(length) < lengths[..., None]).to(torch.float32),
+            num_sequences=float(self._plan.num_sequences[step]),
+            segment_ids=torch.from_numpy(segments_MxBxT) if packed else None,
+            positions=torch.from_numpy(positions_MxBxT) if packed else None,
+        )
 
     def _read(self, sample_id: int, limit: int) -> NDArray[Any]:
         sample = np.asarray(self._dataset[sample_id])
@@ -96,7 +121,7 @@ class _Steps(Dataset[Batch]):
                 f"got {sample.dtype} of shape {sample.shape}"
             )
         # Only samples of the longest bucket were planned to be cut: elsewhere the plan was made for other lengths.
-        if len(sample) > limit and not (self._plan.overlong == "truncate" and limit == self._plan.buckets[-1].length):
+        if len(sample) > limit and not (self._plan.overlong == "truncate" and limit == self._plan.buckets[-1][1]):
             raise ValueError(
                 f"sample {sample_id} has length {len(sample)}, its bucket's limit is {limit}: "
                 "the plan was made for other lengths than the dataset has"
@@ -124,13 +149,16 @@ def load(
         num_workers: processes that read ahead; 0 reads in this one.
 
     Returns:
-        An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`. Iterating raises a
+        An iterable of `Batch`es with m = M / num_replicas, one for each step from `start_step`; those of packed rows
+        have segment ids and positions. Iterating raises a
         ValueError that names the sample, its length and the limit for one longer than its bucket, unless the plan
         truncates and the bucket is the longest.
 
     Raises:
-        ValueError: if an argument is out of its range or `num_replicas` does not divide M.
+        ValueError: if an argument is out of its range, `num_replicas` does not divide M, or the plan is one of pairs.
     """
+    if len(plan.buckets[0]) != 2:
+        raise ValueError(f"load reads samples of one length, the plan has buckets of pairs like {plan.buckets[0]}")
     start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
     num_workers = check_integer("num_workers", num_workers, minimum=0)
     steps = _Steps(plan, dataset, _share(plan, rank, num_replicas))

@@ -43,20 +43,39 @@ class Transformer(nn.Module):
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=_INIT_STD)
 
-    def forward(self, tokens_BxT: Tensor) -> Tensor:
+    def forward(
+        self, tokens_BxT: Tensor, *, segment_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Predict each token from those before it.
 
         Args:
             tokens_BxT: int64[B, T], each in [0, 256). What follows a position never changes its output, so padding
                 at the end of a row needs no mask.
+            segment_ids: int64[B, T], for rows of several samples: a token is predicted from those before it of the
+                same id alone. Together with `positions`.
+            positions: int64[B, T], the place of each token in its sample.
 
         Returns:
             Logits [B, T, 256] in the parameters' dtype; those at t are for token t.
+
+        Raises:
+            ValueError: if only one of `segment_ids` and `positions` is given.
         """
+        if (segment_ids is None) != (positions is None):
+            raise ValueError("segment_ids and positions go together")
         begin = tokens_BxT.new_full((tokens_BxT.shape[0], 1), _BEGIN)
-        hidden_BxTxD = self.embed(torch.cat([begin, tokens_BxT[:, :-1]], dim=1))
+        inputs_BxT = torch.cat([begin, tokens_BxT[:, :-1]], dim=1)
+        mask_Bx1xTxT = None
+        if segment_ids is None or positions is None:
+            positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)[None]
+        else:
+            inputs_BxT = torch.where(positions == 0, _BEGIN, inputs_BxT)
+            same_BxTxT = segment_ids[:, :, None] == segment_ids[:, None, :]
+            # Padding sees padding: a row of the mask without any True would give NaN.
+            mask_Bx1xTxT = same_BxTxT.tril()[:, None]
+        hidden_BxTxD = self.embed(inputs_BxT)
         for block in self.blocks:
-            hidden_BxTxD = block(hidden_BxTxD)
+            hidden_BxTxD = block(hidden_BxTxD, positions, mask_Bx1xTxT)
         logits_BxTxV: Tensor = self.head(self.norm(hidden_BxTxD))
         return logits_BxTxV
 
@@ -72,26 +91,27 @@ class _Block(nn.Module):
         self.up = nn.Linear(embed_dim, 4 * embed_dim, bias=False)
         self.down = nn.Linear(4 * embed_dim, embed_dim, bias=False)
 
-    def forward(self, x_BxTxD: Tensor) -> Tensor:
-        x_BxTxD = x_BxTxD + self.out(self._attend(self.norm1(x_BxTxD)))
+    def forward(self, x_BxTxD: Tensor, positions_BxT: Tensor, mask_Bx1xTxT: Tensor | None) -> Tensor:
+        x_BxTxD = x_BxTxD + self.out(self._attend(self.norm1(x_BxTxD), positions_BxT, mask_Bx1xTxT))
         mlp_BxTxD: Tensor = self.down(functional.gelu(self.up(self.norm2(x_BxTxD)), approximate="tanh"))
         return x_BxTxD + mlp_BxTxD
 
-    def _attend(self, x_BxTxD: Tensor) -> Tensor:
+    def _attend(self, x_BxTxD: Tensor, positions_BxT: Tensor, mask_Bx1xTxT: Tensor | None) -> Tensor:
         qkv_BxTx3xHxd = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv_BxTx3xHxd.permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
-        mixed_BxHxTxd = functional.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        mixed_BxHxTxd = functional.scaled_dot_product_attention(
+            _rotate(q, positions_BxT), _rotate(k, positions_BxT), v, mask_Bx1xTxT, is_causal=mask_Bx1xTxT is None
+        )
         return mixed_BxHxTxd.transpose(1, 2).flatten(2)
 
 
-def _rotate(x_BxHxTxd: Tensor) -> Tensor:
-    """Turn each pair (i, i + d/2) of a head by an angle that grows with the position."""
+def _rotate(x_BxHxTxd: Tensor, positions_BxT: Tensor) -> Tensor:
+    """Turn each pair (i, i + d/2) of a head by an angle that grows with the position, int64[B or 1, T]."""
     half = x_BxHxTxd.shape[-1] // 2
     # float64: in float32 the angles of late positions would carry an error of their own.
     exponents = torch.arange(half, dtype=torch.float64, device=x_BxHxTxd.device) / half
-    positions = torch.arange(x_BxHxTxd.shape[-2], dtype=torch.float64, device=x_BxHxTxd.device)
-    angles_Txh = positions[:, None] * _ROPE_THETA**-exponents
-    cos, sin = angles_Txh.cos().to(x_BxHxTxd.dtype), angles_Txh.sin().to(x_BxHxTxd.dtype)
+    angles_Bx1xTxh = positions_BxT[:, None, :, None].to(torch.float64) * _ROPE_THETA**-exponents
+    cos, sin = angles_Bx1xTxh.cos().to(x_BxHxTxd.dtype), angles_Bx1xTxh.sin().to(x_BxHxTxd.dtype)
     first, second = x_BxHxTxd.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 

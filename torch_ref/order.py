@@ -11,6 +11,7 @@ from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offe
 from torch_ref.lengths import check_lengths
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
+_BLOCK_KEYS = 2**62
 
 
 def sample_order(
@@ -20,6 +21,7 @@ def sample_order(
     difficulty: ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
+    block_size: int | None = None,
 ) -> NDArray[np.int64]:
     """Put the samples in order.
 
@@ -30,6 +32,9 @@ def sample_order(
         difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
+        block_size: shuffle within each so many consecutive places of the order, so that it stays an order roughly.
+            With "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near
+            each other.
 
     Returns:
         int64[N] sample ids, or int64[n] for an order array.
@@ -45,15 +50,26 @@ def sample_order(
     seed = check_integer("seed", seed, minimum=0)
     epoch = check_integer("epoch", epoch, minimum=0)
     values = check_difficulty(difficulty, lengths)
+    if block_size is not None:
+        block_size = check_integer("block_size", block_size)
     if not isinstance(order, str):
-        return _check_order_array(order, len(lengths))
-    if order not in ORDERS:
+        ids = _check_order_array(order, len(lengths))
+    elif order not in ORDERS:
         raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, got {order!r}")
-    if order == "dataset":
-        return np.arange(len(lengths), dtype=np.int64)
-    if order == "shuffle":
-        return stable_argsort(random_keys(seed, epoch, 0, len(lengths)))
-    return stable_argsort(values, descending=order == "length_descending")
+    elif order == "dataset" or (order == "shuffle" and block_size is not None):
+        ids = np.arange(len(lengths), dtype=np.int64)
+    elif order == "shuffle":
+        ids = stable_argsort(random_keys(seed, epoch, 0, len(lengths)))
+    else:
+        ids = stable_argsort(values, descending=order == "length_descending")
+    if block_size is None:
+        return ids
+    keys = random_keys(seed, epoch, 0, len(lengths))
+    block = np.arange(len(ids), dtype=np.int64) // block_size
+    columns = [ids, keys[ids], block]
+    if isinstance(order, str) and order == "shuffle":
+        columns.append(random_keys(seed, epoch, _BLOCK_KEYS, int(block[-1]) + 1)[block])
+    return ids[np.lexsort(columns)]
 
 
 def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int64]:
@@ -62,7 +78,8 @@ def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int
     Args:
         seed: 0 <= seed < 2**63.
         epoch: 0 <= epoch < 2**63.
-        start: the first position in the stream; sample i has position i, step s position N + s.
+        start: the first position in the stream; sample i has position i, step s position N + s, block j position
+            2**62 + j.
         count: how many keys.
 
     Returns:
@@ -70,7 +87,9 @@ def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int
         versions and depends on no process or device.
     """
     stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    return (stream.random_raw(start + count)[start:] >> np.uint64(32)).astype(np.int64)
+    # A unit of `advance` is four values.
+    stream.advance(start // 4)
+    return (stream.random_raw(start % 4 + count)[start % 4 :] >> np.uint64(32)).astype(np.int64)
 
 
 def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray[np.int64]:

@@ -4,17 +4,21 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from torch_ref.buckets import Bucket, check_buckets
-from torch_ref.checks import check_integer, to_tensor
-from torch_ref.emission import Steps, emit_steps
-from torch_ref.lengths import check_lengths, fit_lengths
+from torch_ref.assign import Items, assign_buckets
+from torch_ref.buckets import Bucket, PairBucket, check_buckets
+from torch_ref.checks import check_integer
+from torch_ref.emission import emit_steps
+from torch_ref.lengths import check_lengths, check_pair_lengths
 from torch_ref.order import check_difficulty, sample_order
+from torch_ref.pacing import Pacing, num_admitted, paced_arrival
+from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
 
@@ -30,25 +34,29 @@ class Plan:
         step_offsets: int64[S + 1]; step s holds `sample_ids[step_offsets[s]:step_offsets[s + 1]]`.
         sample_ids: int64[n], real samples only.
         num_tokens: int64[S], real tokens of each step (of cut samples what is left of them).
+        row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
+            `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         overlong: the rule the plan was made with: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
     """
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...] | tuple[PairBucket, ...]
     microbatches_per_step: int
     step_bucket: NDArray[np.int32]
     step_offsets: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
+    row_offsets: NDArray[np.int64] | None = None
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens):
-            array.setflags(write=False)
+        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens, self.row_offsets):
+            if array is not None:
+                array.setflags(write=False)
 
     @property
     def num_steps(self) -> int:
@@ -61,6 +69,11 @@ class Plan:
         return len(self.sample_ids)
 
     @property
+    def num_rows(self) -> int:
+        """The number of rows that are no dummies; as many as samples where these are not packed."""
+        return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
+
+    @property
     def num_sequences(self) -> NDArray[np.int64]:
         """int64[S], real samples of each step."""
         return np.diff(self.step_offsets)
@@ -70,11 +83,29 @@ class Plan:
         """The share of all positions, dummy rows included, that hold no real token."""
         return 1.0 - int(self.num_tokens.sum()) / int(self._positions().sum())
 
+    @property
+    def neighbour_correlation(self) -> float:
+        """Pearson's correlation of the mean sample lengths of neighbouring steps.
+
+        Near 1 where lengths come sorted, near 0 where they come at random; NaN for fewer than three steps or where
+        either side is constant.
+        """
+        means = self.num_tokens / self.num_sequences
+        one, next_one = means[:-1], means[1:]
+        if len(means) < 3 or np.ptp(one) == 0 or np.ptp(next_one) == 0:
+            return float("nan")
+        return float(np.corrcoef(one, next_one)[0, 1])
+
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the plan as 64 hex digits; equal digests mean the same steps."""
         return plan_digest(
-            self.microbatches_per_step, np.array(self.buckets), self.step_bucket, self.step_offsets, self.sample_ids
+            self.microbatches_per_step,
+            np.array(self.buckets),
+            self.step_bucket,
+            self.step_offsets,
+            self.sample_ids,
+            self.row_offsets,
         )
 
     def rows(self, step: int) -> NDArray[np.int64]:
@@ -85,17 +116,24 @@ class Plan:
 
         Returns:
             int64[M, B] sample ids, -1 for a dummy row. Row j of the step lies in microbatch j mod M at slot j // M.
+            For packed rows int64[M, B, P], P the most samples of a row in this step, -1 where there is none.
 
         Raises:
             IndexError: if there is no such step.
         """
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
-        ids = self.sample_ids[self.step_offsets[step] : self.step_offsets[step + 1]]
+        begin, end = self.step_offsets[step : step + 2]
+        offsets = np.arange(begin, end + 1)
+        if self.row_offsets is not None:
+            first, last = np.searchsorted(self.row_offsets, (begin, end))
+            offsets = self.row_offsets[first : last + 1]
+        sizes = np.diff(offsets)
         rows_per_microbatch = self.buckets[self.step_bucket[step]].rows
-        rows = np.full(rows_per_microbatch * self.microbatches_per_step, -1, dtype=np.int64)
-        rows[: len(ids)] = ids
-        return np.ascontiguousarray(rows.reshape(rows_per_microbatch, self.microbatches_per_step).T)
+        rows = np.full((rows_per_microbatch * self.microbatches_per_step, sizes.max()), -1, dtype=np.int64)
+        rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = self.sample_ids[begin:end]
+        split = rows.reshape(rows_per_microbatch, self.microbatches_per_step, -1).swapaxes(0, 1)
+        return np.ascontiguousarray(split if self.row_offsets is not None else split[..., 0])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, whole or not at all.
@@ -106,8 +144,10 @@ class Plan:
         Raises:
             OSError: if the file cannot be written.
         """
+        packed = {} if self.row_offsets is None else {"row_offsets": self.row_offsets}
         write_plan_file(
             path,
+            **packed,
             microbatches_per_step=self.microbatches_per_step,
             buckets=np.array(self.buckets),
             step_bucket=self.step_bucket,
@@ -135,12 +175,13 @@ class Plan:
         """
         fields = read_plan_file(path)
         return cls(
-            buckets=check_buckets([(int(rows), int(length)) for rows, length in fields["buckets"]]),
+            buckets=check_buckets(fields["buckets"].tolist()),
             microbatches_per_step=int(fields["microbatches_per_step"]),
             step_bucket=fields["step_bucket"],
             step_offsets=fields["step_offsets"],
             sample_ids=fields["sample_ids"],
             num_tokens=fields["num_tokens"],
+            row_offsets=fields.get("row_offsets"),
             overlong=str(fields["overlong"]),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
@@ -149,25 +190,28 @@ class Plan:
     def report(self) -> str:
         """Return a table: shape, samples, steps and padding of each bucket, then the totals."""
         table = steps_table(self.buckets, self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
+        packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         return (
-            f"{table}\n{self.microbatches_per_step} microbatches a step; {self.num_dropped:,} samples dropped, "
+            f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{self.num_dropped:,} samples dropped, "
             f"{self.num_truncated:,} truncated; digest {self.digest[:16]}"
         )
 
     def _positions(self) -> NDArray[np.int64]:
-        per_step = [rows * length * self.microbatches_per_step for rows, length in self.buckets]
+        per_step = [rows * sum(lengths) * self.microbatches_per_step for rows, *lengths in self.buckets]
         return np.array(per_step, dtype=np.int64)[self.step_bucket]
 
 
 def make_plan(
-    lengths: ArrayLike,
-    buckets: Sequence[tuple[int, int]],
+    lengths: ArrayLike | Packing,
+    buckets: Sequence[tuple[int, ...]],
     *,
     microbatches_per_step: int = 1,
     order: str | ArrayLike = "length",
     difficulty: ArrayLike | None = None,
     seed: int = 0,
     epoch: int = 0,
+    block_size: int | None = None,
+    pacing: Pacing | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
@@ -175,17 +219,24 @@ def make_plan(
     """Cut the ordered samples into steps of static shapes.
 
     Args:
-        lengths: [N] integers >= 1, in tokens.
-        buckets: (rows, length) pairs of strictly ascending lengths; a sample goes to the first that holds it.
+        lengths: [N] integers >= 1, in tokens; or [N, 2], source and target of pairs, ordered by their sum; or a
+            `Packing`, whose R rows are then ordered and cut into steps as samples would be.
+        buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
+            strictly by (source, target); a sample goes to the first that holds it.
         microbatches_per_step: M, data-parallel shards times accumulation.
-        order: "length" | "length_descending" | "dataset" | "shuffle", or an array of unique sample ids.
+        order: "length" | "length_descending" | "dataset" | "shuffle", or an array of unique sample (or row) ids.
         difficulty: [N] integers or floats to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
+        block_size: shuffle within each so many consecutive places of the order, as in `sample_order`; steps then come
+            in the order in which they fill up.
+        pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
+            ones in the order first; `linear_pacing` and its like make them. Samples then come at random from the
+            admitted ones, and steps as they fill up. Only for "length" and "length_descending".
         shuffle_steps: shuffle the steps as well, whatever the order of the samples.
         longest_first: swap the first step of the longest bucket in use to the front.
-        overlong: samples above the longest bucket: "error" | "drop" | "truncate".
+        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs).
 
     Returns:
         The plan; it depends on nothing but these arguments.
@@ -198,47 +249,107 @@ def make_plan(
         >>> [plan.rows(step).tolist() for step in range(plan.num_steps)]
         [[[0, 1]], [[2, -1]], [[3]]]
     """
-    lengths = check_lengths(lengths)
-    buckets = check_buckets(buckets)
+    packing = lengths if isinstance(lengths, Packing) else None
+    checked = check_buckets(buckets)
     num_microbatches = check_integer("microbatches_per_step", microbatches_per_step)
-    values = check_difficulty(difficulty, lengths)
-    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
-    fitted = fit_lengths(lengths, ids, buckets[-1].length, overlong)
-
-    edges = torch.tensor([bucket.length for bucket in buckets])
-    rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in buckets])
+    if packing is not None:
+        _check_packing(packing, checked, overlong)
+    values = _check_values(lengths)
+    if values.ndim != len(checked[0]) - 1:
+        raise ValueError(
+            f"lengths of shape {list(values.shape)} do not go with buckets like {tuple(checked[0])}: "
+            "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
+        )
+    sums = values if values.ndim == 1 else values.sum(axis=1)
+    by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
+    name = order if isinstance(order, str) else "array"
+    _check_pacing(pacing, name, block_size, shuffle_steps)
+    ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
+    items = assign_buckets(values, ids, checked, overlong, packed=packing is not None)
+    rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
+    if pacing is not None:
+        items = _pace(items, pacing, rows_per_step, int(seed), int(epoch))
+    by_arrival = name in ("dataset", "array") or not by_length or block_size is not None or pacing is not None
     steps = emit_steps(
-        torch.bucketize(to_tensor(fitted.lengths), edges),
+        items.bucket,
         rows_per_step,
-        order=order if isinstance(order, str) else "array",
-        by_length=np.array_equal(values, lengths),
-        random_stream=(int(seed), int(epoch), len(lengths)),
-        shuffle_steps=shuffle_steps,
-        longest_first=longest_first,
+        by_arrival=by_arrival,
+        descending=name == "length_descending",
+        # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
+        shuffle_stream=(int(seed), int(epoch), len(sums))
+        if shuffle_steps or (name == "shuffle" and not by_arrival)
+        else None,
+        longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if longest_first else None,
     )
-    return _gather_plan(steps, fitted.sample_ids, fitted.lengths, buckets, num_microbatches, overlong, fitted[2:])
-
-
-def _gather_plan(
-    steps: Steps,
-    sample_ids: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    buckets: tuple[Bucket, ...],
-    num_microbatches: int,
-    overlong: str,
-    counts: tuple[int, int],
-) -> Plan:
     places = steps.places.numpy()
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(steps.num_sequences, dim=0)]).numpy()
-    tokens_before = np.concatenate([[0], np.cumsum(lengths[places])])
+    offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
+    tokens_before = np.concatenate([[0], np.cumsum(items.num_tokens[places])])
+    fields: dict[str, Any] = {
+        "sample_ids": items.ids[places],
+        "step_offsets": offsets,
+        "overlong": overlong,
+        "num_dropped": items.num_dropped,
+        "num_truncated": items.num_truncated,
+    }
+    if packing is not None:
+        fields = _unpack(packing, items.ids[places], offsets)
     return Plan(
-        buckets=buckets,
+        buckets=checked,
         microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket.to(torch.int32).numpy(),
-        step_offsets=offsets,
-        sample_ids=sample_ids[places],
         num_tokens=np.diff(tokens_before[offsets]),
-        overlong=overlong,
-        num_dropped=counts[0],
-        num_truncated=counts[1],
+        **fields,
     )
+
+
+def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
+    if isinstance(lengths, Packing):
+        return lengths.num_tokens
+    values = np.asarray(lengths)
+    return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
+
+
+def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong: str) -> None:
+    if overlong != "error":
+        raise ValueError(f'overlong must be left at "error" for a packing, which has dealt with it, got {overlong!r}')
+    longest = buckets[-1][1]
+    if packing.num_truncated and longest != packing.row_lengths[-1]:
+        raise ValueError(
+            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
+            f"have this length, got {longest}"
+        )
+
+
+def _check_pacing(pacing: Pacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
+    if pacing is None:
+        return
+    if order not in ("length", "length_descending"):
+        raise ValueError(f'pacing needs order="length" or "length_descending", got {order!r}')
+    if block_size is not None:
+        raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {block_size!r}")
+    if shuffle_steps:
+        raise ValueError("pacing decides when steps come: shuffle_steps must be False")
+
+
+def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
+    num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
+    num_steps = int((-(-num_samples // rows_per_step)).sum())
+    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
+    arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
+    places = arrival.numpy()
+    return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])
+
+
+def _unpack(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> dict[str, Any]:
+    """Replace ordered rows int64[R], cut into steps by `offsets`, with their samples."""
+    sizes = np.diff(packing.row_offsets)[rows]
+    row_offsets = np.concatenate([[0], np.cumsum(sizes)])
+    shift = np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
+    return {
+        "sample_ids": packing.sample_ids[np.arange(row_offsets[-1]) + shift],
+        "step_offsets": row_offsets[offsets],
+        "row_offsets": row_offsets,
+        "overlong": packing.overlong,
+        "num_dropped": packing.num_dropped,
+        "num_truncated": packing.num_truncated,
+    }

@@ -28,6 +28,8 @@ _FIELDS = {
     "digest": ("U", 0),
     "checksum": ("U", 0),
 }
+# In plans of packed rows only.
+_PACKED_FIELDS = {"row_offsets": ("int64", 1)}
 
 
 def plan_digest(
@@ -36,24 +38,29 @@ def plan_digest(
     step_bucket: NDArray[np.int32],
     step_offsets: NDArray[np.int64],
     sample_ids: NDArray[np.int64],
+    row_offsets: NDArray[np.int64] | None = None,
 ) -> str:
     """Return the SHA-256 of what a plan does.
 
     Args:
         microbatches_per_step: M.
-        buckets: int64[K, 2], (rows, length).
+        buckets: int64[K, 1 + D], rows and the D lengths of a sample.
         step_bucket: int32[S].
         step_offsets: int64[S + 1].
-        sample_ids: int64[n], real rows only, in the order of the steps.
+        sample_ids: int64[n], real samples only, in the order of the steps.
+        row_offsets: int64[R + 1], where each packed row starts among them; None where a row is a sample.
 
     Returns:
         64 hex digits. The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can
         compute it together.
     """
     sizes = [microbatches_per_step, len(buckets), len(step_bucket), len(sample_ids)]
-    total = hashlib.sha256(b"jvarlen-plan-1\0" + _little_endian(sizes) + _little_endian(buckets))
+    tag = b"jvarlen-plan-1\0" if row_offsets is None else b"jvarlen-packed-plan-1\0"
+    total = hashlib.sha256(tag + _little_endian(sizes) + _little_endian(buckets))
     total.update(_little_endian(step_bucket, "<i4"))
     total.update(_little_endian(step_offsets))
+    if row_offsets is not None:
+        total.update(_little_endian([len(row_offsets) - 1]) + _little_endian(row_offsets))
     for start in range(0, len(sample_ids), _CHUNK):
         total.update(hashlib.sha256(_little_endian(sample_ids[start : start + _CHUNK])).digest())
     return total.hexdigest()
@@ -64,7 +71,7 @@ def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
 
     Args:
         path: where to; an existing file is replaced only once the new one is complete.
-        **fields: all fields of the format but its version, digest and checksum.
+        **fields: all fields of the format but its version, digest and checksum; `row_offsets` only of packed rows.
 
     Raises:
         OSError: if the file cannot be written.
@@ -73,7 +80,7 @@ def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
     fields |= {"format_version": _VERSION, "digest": digest, "checksum": _checksum(digest, fields)}
     arrays: dict[str, Any] = {
         name: np.asarray(fields[name], dtype=None if kind == "U" else np.dtype(kind).newbyteorder("<"))
-        for name, (kind, _) in _FIELDS.items()
+        for name, (kind, _) in _fields_of(fields).items()
     }
     target = Path(path)
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
@@ -115,16 +122,17 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     version = fields.get("format_version")
     if version is not None and (version.shape != () or version != _VERSION):
         return f"plan format {version} is not supported, this version reads format {_VERSION}"
-    if fields.keys() != _FIELDS.keys():
-        missing, unknown = sorted(_FIELDS.keys() - fields.keys()), sorted(fields.keys() - _FIELDS.keys())
+    expected = _fields_of(fields)
+    if fields.keys() != expected.keys():
+        missing, unknown = sorted(expected.keys() - fields.keys()), sorted(fields.keys() - expected.keys())
         return f"not a plan file of format {_VERSION}: missing {missing}, unknown {unknown}"
-    for name, (kind, num_dims) in _FIELDS.items():
+    for name, (kind, num_dims) in expected.items():
         array = fields[name]
         right_kind = array.dtype.kind == "U" if kind == "U" else array.dtype == kind
         if not right_kind or array.ndim != num_dims:
             return f"{name} has dtype {array.dtype} and shape {array.shape}, not {kind} with {num_dims} dimensions"
     num_steps = len(fields["step_bucket"])
-    if fields["buckets"].shape[1] != 2 or len(fields["step_offsets"]) != num_steps + 1:
+    if fields["buckets"].shape[1] not in (2, 3) or len(fields["step_offsets"]) != num_steps + 1:
         return "the sizes of its arrays do not fit together"
     if str(fields["overlong"]) not in OVERLONG:
         return f"overlong is {str(fields['overlong'])!r}, not one of {', '.join(OVERLONG)}"
@@ -133,12 +141,32 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
     if _checksum(digest, fields) != str(fields["checksum"]):
         return "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum does not match"
+    return _find_row_problem(fields) if "row_offsets" in fields else None
+
+
+def _find_row_problem(fields: dict[str, NDArray[Any]]) -> str | None:
+    row_offsets, step_offsets = fields["row_offsets"], fields["step_offsets"]
+    bounds = row_offsets[[0, -1]].tolist() if len(row_offsets) else []
+    if bounds != [0, len(fields["sample_ids"])] or (np.diff(row_offsets) <= 0).any():
+        return f"row_offsets must ascend strictly from 0 to {len(fields['sample_ids'])}, the number of samples"
+    first_row = np.searchsorted(row_offsets, step_offsets)
+    if (first_row == len(row_offsets)).any() or (row_offsets[first_row] != step_offsets).any():
+        return "a step begins inside a row: its step_offsets are not among its row_offsets"
+    allowed = fields["buckets"][fields["step_bucket"], 0] * fields["microbatches_per_step"]
+    over = np.flatnonzero(np.diff(first_row) > allowed)
+    if len(over):
+        return f"step {over[0]} has {np.diff(first_row)[over[0]]} rows, its bucket holds {allowed[over[0]]}"
     return None
+
+
+def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
 
 
 def _digest_of(fields: dict[str, Any]) -> str:
     names = ("buckets", "step_bucket", "step_offsets", "sample_ids")
-    return plan_digest(int(fields["microbatches_per_step"]), *(fields[name] for name in names))
+    arrays = {name: fields[name] for name in names}
+    return plan_digest(int(fields["microbatches_per_step"]), **arrays, row_offsets=fields.get("row_offsets"))
 
 
 def _checksum(digest: str, fields: dict[str, Any]) -> str:

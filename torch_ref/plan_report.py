@@ -6,12 +6,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_ref.buckets import Bucket
 from torch_ref.checks import to_tensor
 
 
 def steps_table(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[tuple[int, ...]],
     step_bucket: NDArray[np.int32],
     num_sequences: NDArray[np.int64],
     num_tokens: NDArray[np.int64],
@@ -20,7 +19,7 @@ def steps_table(
     """Write out what each bucket holds.
 
     Args:
-        buckets: the K shapes.
+        buckets: the K shapes, rows and lengths.
         step_bucket: int32[S], the bucket of each step.
         num_sequences: int64[S], real samples.
         num_tokens: int64[S], real tokens.
@@ -32,7 +31,7 @@ def steps_table(
     per_step = np.stack([num_sequences, np.ones_like(num_tokens), num_tokens, num_positions], axis=1)
     sums = torch.zeros((len(buckets), 4), dtype=torch.int64)
     sums.index_add_(0, to_tensor(step_bucket), to_tensor(per_step))
-    names = [*(f"{rows} x {length}" for rows, length in buckets), "total"]
+    names = [*(f"{rows} x {' + '.join(map(str, lengths))}" for rows, *lengths in buckets), "total"]
     lines = [f"{'rows x length':>20} {'samples':>12} {'steps':>9} {'padding':>9}"]
     for name, row in zip(names, [*sums.tolist(), per_step.sum(axis=0).tolist()], strict=True):
         samples, steps, tokens, positions = row

@@ -15,13 +15,17 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
 
     Args:
         model: gives logits [B, T, V] for tokens int64[B, T].
-        microbatch: `tokens` int64[B, T] and `weights` float[B, T].
+        microbatch: `tokens` int64[B, T] and `weights` float[B, T]; with `segment_ids` and `positions` int64[B, T], the
+            model gets them as keywords.
 
     Returns:
         (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
         are 0 for a microbatch of dummy rows.
     """
-    logits_BxTxV = model(microbatch.tokens)
+    segments: dict[str, Tensor] = {}
+    if microbatch.segment_ids is not None and microbatch.positions is not None:
+        segments = {"segment_ids": microbatch.segment_ids, "positions": microbatch.positions}
+    logits_BxTxV = model(microbatch.tokens, **segments)
     losses_BxT = functional.cross_entropy(logits_BxTxV.transpose(1, 2), microbatch.tokens, reduction="none")
     return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
 
@@ -45,8 +49,11 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
-    for tokens, lengths, weights in zip(batch.tokens, batch.lengths, batch.weights, strict=True):
-        loss_sum, weight_sum = loss_sums(model, Batch(tokens, lengths, weights, batch.num_sequences))
+    for index in range(len(batch.tokens)):
+        fields: dict[str, Any] = {
+            name: value[index] for name, value in batch._asdict().items() if isinstance(value, Tensor)
+        }
+        loss_sum, weight_sum = loss_sums(model, batch._replace(**fields))
         torch.autograd.backward(loss_sum)
         sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
     total = torch.stack(sums).sum(dim=0)

@@ -1,5 +1,6 @@
 """Hypothesis strategies for the arguments of the contract's functions, and what the tests say about results."""
 
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -47,9 +48,68 @@ def bucket_arguments(draw: st.DrawFn, *, strategy: str, max_samples: int = 40, l
         "strategy": strategy,
         "max_shapes": draw(st.integers(1, 6)),
         "max_length": max_length,
+        # Dropping leaves at least one sample.
+        "overlong": draw(st.sampled_from(["truncate", "drop"]))
+        if max_length is not None and max_length >= min(given_lengths)
+        else "truncate",
         "microbatches_per_step": draw(st.integers(1, 4)),
         "row_multiple": draw(st.sampled_from([1, 1, 2, 3])),
         "length_multiple": multiple,
+    }
+
+
+def dyadic_cost(rows: Any, length: Any) -> Any:
+    """Cost a microbatch so that every float sum is exact."""
+    return (3 * rows * length + 7 * length + 5) / 64
+
+
+def stepped_cost(rows: Any, length: Any) -> Any:
+    """Cost a microbatch in plateaus of rows, and neither rising nor falling with the length."""
+    return ((rows + 3) // 4 * 4) * (length * 5 % 13 + length + 2) / 32
+
+
+def tile_bytes(rows: Any, length: Any) -> Any:
+    """Return whole bytes, as a device hands them out: in tiles of eight rows."""
+    return 64 + (rows + 7) // 8 * 8 * length * length
+
+
+@st.composite
+def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
+    """Draw a cost and limits of cost and bytes that leave at least one row of any length up to the longest."""
+    cost = draw(st.sampled_from([dyadic_cost, stepped_cost]))
+    drawn: dict[str, Any] = {"cost": cost}
+    spare = st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0])
+    if draw(st.booleans()):
+        drawn["max_cost"] = draw(spare) * max(cost(1, length) for length in range(1, longest + 1))
+    if draw(st.booleans()):
+        drawn |= {"memory": tile_bytes, "max_bytes": draw(spare) * tile_bytes(1, longest)}
+    return drawn
+
+
+@dataclass(frozen=True)
+class Table:
+    """A pacing that repeats a list of shares, of steps or arrays of them."""
+
+    shares: tuple[float, ...]
+
+    def __call__(self, step: Any) -> Any:
+        """Return the share at a step."""
+        return np.array(self.shares)[step % len(self.shares)]
+
+
+pacings = st.lists(st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 0.9, 1.0]), min_size=1, max_size=6).map(tuple).map(Table)
+
+
+@st.composite
+def arrangements(draw: st.DrawFn, order: str | list[int]) -> dict[str, Any]:
+    """Draw the options of `make_plan` that decide when samples and steps come, for an order."""
+    if order in ("length", "length_descending") and draw(st.booleans()):
+        return {"pacing": draw(pacings), "epoch": draw(st.integers(0, 4)), "longest_first": draw(st.booleans())}
+    return {
+        "block_size": draw(st.one_of(st.none(), st.integers(1, 12))),
+        "epoch": draw(seeds),
+        "shuffle_steps": draw(st.booleans()),
+        "longest_first": draw(st.booleans()),
     }
 
 
@@ -76,11 +136,8 @@ def plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "order": order,
         "difficulty": draw(difficulties(given_lengths)),
         "seed": draw(seeds),
-        "epoch": draw(seeds),
-        "shuffle_steps": draw(st.booleans()),
-        "longest_first": draw(st.booleans()),
         "overlong": overlong,
-    }
+    } | draw(arrangements(order))
 
 
 @st.composite

@@ -1,13 +1,17 @@
 """The planning contract transcribed into plain Python: loops over samples, Python integers, no arrays."""
 
 import hashlib
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
 Step = tuple[int, list[int]]  # (bucket, sample ids)
 Batch = tuple[list[int], int | None]  # (sample ids, index of the shape)
+Cost = Callable[[Any, Any], Any]
+Length = int | tuple[int, int]  # of a sample, or source and target of a pair
 _WORD = 2**64
 
 
@@ -27,14 +31,23 @@ def philox_words(seed: int, epoch: int, count: int) -> list[int]:
     block = 0
     while len(words) < count:
         block += 1
-        c0, c1, c2, c3, k0, k1 = block, 0, 0, 0, seed, epoch
-        for _ in range(10):
-            high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, _WORD)
-            high1, low1 = divmod(0xCA5A826395121157 * c2, _WORD)
-            c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-            k0, k1 = (k0 + 0x9E3779B97F4A7C15) % _WORD, (k1 + 0xBB67AE8584CAA73B) % _WORD
-        words += [c0, c1, c2, c3]
+        words += _philox_block(seed, epoch, block)
     return words[:count]
+
+
+def _philox_block(seed: int, epoch: int, counter: int) -> list[int]:
+    c0, c1, c2, c3, k0, k1 = counter, 0, 0, 0, seed, epoch
+    for _ in range(10):
+        high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, _WORD)
+        high1, low1 = divmod(0xCA5A826395121157 * c2, _WORD)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B97F4A7C15) % _WORD, (k1 + 0xBB67AE8584CAA73B) % _WORD
+    return [c0, c1, c2, c3]
+
+
+def random_key(seed: int, epoch: int, position: int) -> int:
+    """Return one key of the stream, however far along."""
+    return _philox_block(seed, epoch, position // 4 + 1)[position % 4] >> 32
 
 
 def random_order(seed: int, epoch: int, start: int, count: int) -> list[int]:
@@ -50,9 +63,18 @@ def sample_order(
     difficulty: Sequence[Any] | None = None,
     seed: int = 0,
     epoch: int = 0,
+    block_size: int | None = None,
 ) -> list[int]:
     """Return the ids of the samples in order."""
     values = lengths if difficulty is None else difficulty
+    if block_size is not None:
+        base = "dataset" if order == "shuffle" else order
+        ordered = sample_order(lengths, base, difficulty=difficulty, seed=seed, epoch=epoch)
+        blocks = [ordered[start : start + block_size] for start in range(0, len(ordered), block_size)]
+        if order == "shuffle":
+            keys = [random_key(seed, epoch, 2**62 + j) for j in range(len(blocks))]
+            blocks = [blocks[j] for j in sorted(range(len(blocks)), key=lambda j: (keys[j], j))]
+        return [i for block in blocks for i in sorted(block, key=lambda i: (random_key(seed, epoch, i), i))]
     ids = range(len(lengths))
     if order == "dataset":
         return list(ids)
@@ -123,11 +145,35 @@ def holding_shapes(lengths: Sequence[int], shapes: Sequence[tuple[int, int]]) ->
     return sorted(holding, key=lambda k: (shapes[k][0] * shapes[k][1], shapes[k][1], k))
 
 
+@lru_cache
+def most_rows(
+    length: int,
+    max_tokens: int,
+    cost: Cost | None = None,
+    max_cost: float = math.inf,
+    memory: Cost | None = None,
+    max_bytes: float = math.inf,
+) -> int:
+    """Return the most rows inside all limits, by counting up."""
+    rows = 0
+    while (
+        (rows + 1) * length <= max_tokens
+        and (cost is None or cost(rows + 1, length) <= max_cost)
+        and (memory is None or memory(rows + 1, length) <= max_bytes)
+    ):
+        rows += 1
+    return rows
+
+
 def rows_and_steps(
-    num_samples: int, length: int, max_tokens: int, num_microbatches: int, row_multiple: int
+    num_samples: int, length: int, max_tokens: int, num_microbatches: int, row_multiple: int, **limits: Any
 ) -> tuple[int, int]:
     """Return the rows of a microbatch and the number of steps of a bucket."""
-    cap = max_tokens // length
+    return capped_rows_and_steps(num_samples, most_rows(length, max_tokens, **limits), num_microbatches, row_multiple)
+
+
+def capped_rows_and_steps(num_samples: int, cap: int, num_microbatches: int, row_multiple: int) -> tuple[int, int]:
+    """Return the same for a given number of rows that fit."""
     if cap >= row_multiple:
         cap = cap // row_multiple * row_multiple
     assert cap >= 1
@@ -185,15 +231,18 @@ def total_cost(
     max_tokens: int,
     num_microbatches: int,
     row_multiple: int,
-    cost: Callable[[Any, Any], Any] | None,
+    cost: Cost | None,
     compile_seconds: float | None,
+    held: Callable[[Sequence[int], Sequence[int]], list[int]] = samples_per_edge,
+    **limits: Any,
 ) -> float:
     """Return the total that "optimal" minimises, summed from the shortest bucket upwards."""
     longest = edges[-1]
-    counts = samples_per_edge([min(length, longest) for length in lengths], edges)
+    counts = held([min(length, longest) for length in lengths], edges)
     total: float = 0
     for num_samples, length in zip(counts, edges, strict=True):
-        rows, steps = rows_and_steps(num_samples, length, max_tokens, num_microbatches, row_multiple)
+        cap = most_rows(length, max_tokens, cost if "max_cost" in limits else None, **limits)
+        rows, steps = capped_rows_and_steps(num_samples, cap, num_microbatches, row_multiple)
         if cost is None:
             total += steps * num_microbatches * rows * length
         else:
@@ -201,66 +250,114 @@ def total_cost(
     return total
 
 
+def clip(lengths: Sequence[int], max_length: int | None, overlong: str = "truncate") -> list[int]:
+    """Return the lengths that count, those above the limit cut or left out."""
+    limit = max(lengths) if max_length is None else max_length
+    return [min(length, limit) for length in lengths if length <= limit or overlong == "truncate"]
+
+
 def make_buckets(
     lengths: Sequence[int],
     max_tokens: int,
     *,
-    strategy: str = "optimal",
+    strategy: str | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
+    overlong: str = "truncate",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
-    cost: Callable[[Any, Any], Any] | None = None,
+    cost: Cost | None = None,
     compile_seconds: float | None = None,
+    **limits: Any,
 ) -> list[tuple[int, int]]:
-    """Return the buckets; "optimal" by trying every set."""
-    clipped = [length if max_length is None else min(length, max_length) for length in lengths]
-    if strategy == "optimal":
-
-        def rank(edges: list[int]) -> tuple[float, int, list[int]]:
-            total = total_cost(clipped, edges, max_tokens, microbatches_per_step, row_multiple, cost, compile_seconds)
-            return total, len(edges), edges[::-1]
-
-        edges = min(edge_sets(lengths, max_shapes, max_length, length_multiple), key=rank)
+    """Return the buckets; "optimal" by trying every set. The limits are max_cost, memory and max_bytes, if any."""
+    if isinstance(strategy, str):
+        clipped = clip(lengths, max_length, overlong)
+        if strategy == "optimal":
+            row_rule = (microbatches_per_step, row_multiple)
+            edges = best_edges(
+                clipped, max_tokens, max_shapes, length_multiple, *row_rule, cost, compile_seconds, **limits
+            )
+        else:
+            edges = sorted({round_up(edge, length_multiple) for edge in raw_edges(strategy, clipped, max_shapes)})
     else:
-        edges = sorted({round_up(edge, length_multiple) for edge in raw_edges(strategy, clipped, max_shapes)})
+        edges = sorted({round_up(edge, length_multiple) for edge in strategy})
+        clipped = clip(lengths, edges[-1], overlong)
+    caps = [most_rows(edge, max_tokens, cost if "max_cost" in limits else None, **limits) for edge in edges]
     return [
-        (rows_and_steps(count, edge, max_tokens, microbatches_per_step, row_multiple)[0], edge)
-        for count, edge in zip(samples_per_edge(clipped, edges), edges, strict=True)
+        (capped_rows_and_steps(count, cap, microbatches_per_step, row_multiple)[0], edge)
+        for count, cap, edge in zip(samples_per_edge(clipped, edges), caps, edges, strict=True)
     ]
 
 
-def make_steps(
+def best_edges(
     lengths: Sequence[int],
-    buckets: Sequence[tuple[int, int]],
+    max_tokens: int,
+    max_shapes: int,
+    length_multiple: int,
+    num_microbatches: int,
+    row_multiple: int,
+    cost: Cost | None,
+    compile_seconds: float | None,
+    **options: Any,
+) -> list[int]:
+    """Return the cheapest of all sets of edges; ties: the fewest, then the smaller from the longest down."""
+
+    def rank(edges: list[int]) -> tuple[float, int, list[int]]:
+        total = total_cost(lengths, edges, max_tokens, num_microbatches, row_multiple, cost, compile_seconds, **options)
+        return total, len(edges), edges[::-1]
+
+    return min(edge_sets(lengths, max_shapes, None, length_multiple), key=rank)
+
+
+def first_holding(length: Length, buckets: Sequence[tuple[int, ...]]) -> int | None:
+    """Return the first bucket that holds a sample of this length, or pair of these lengths."""
+    sizes = (length,) if isinstance(length, int) else length
+    holding = (k for k, (_, *limits) in enumerate(buckets) if all(n <= m for n, m in zip(sizes, limits, strict=True)))
+    return next(holding, None)
+
+
+def make_steps(
+    lengths: Sequence[Length],
+    buckets: Sequence[tuple[int, ...]],
     *,
     microbatches_per_step: int = 1,
     order: str | Sequence[int] = "length",
     difficulty: Sequence[Any] | None = None,
     seed: int = 0,
     epoch: int = 0,
+    block_size: int | None = None,
+    pacing: Callable[[int], float] | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
 ) -> list[Step]:
     """Return the steps in the order in which they are emitted."""
-    longest = buckets[-1][1]
-    ids = sample_order(lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    sums = [length if isinstance(length, int) else sum(length) for length in lengths]
+    ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
+    if overlong == "truncate":
+        lengths = [min(length, buckets[-1][1]) for length in sums]
+    bucket_of = [first_holding(length, buckets) for length in lengths]
     if overlong == "drop":
-        ids = [i for i in ids if lengths[i] <= longest]
-    bucket_of = [next(k for k, b in enumerate(buckets) if min(n, longest) <= b[1]) for n in lengths]
+        ids = [i for i in ids if bucket_of[i] is not None]
+    capacity = [microbatches_per_step * rows for rows, *_ in buckets]
+    if pacing is not None:
+        ids = paced_order(ids, [bucket_of[i] for i in ids], capacity, pacing, seed, epoch)
     by_arrival = (
         not isinstance(order, str)
         or order == "dataset"
-        or (difficulty is not None and list(difficulty) != list(lengths))
+        or (difficulty is not None and list(difficulty) != sums)
+        or block_size is not None
+        or pacing is not None
     )
     open_steps: list[list[int]] = [[] for _ in buckets]
     arrived: list[Step] = []
     for i in ids:
         k = bucket_of[i]
+        assert k is not None
         open_steps[k].append(i)
-        if len(open_steps[k]) == microbatches_per_step * buckets[k][0]:
+        if len(open_steps[k]) == capacity[k]:
             arrived.append((k, open_steps[k]))
             open_steps[k] = []
     arrived += [(k, step) for k, step in enumerate(open_steps) if step]
@@ -269,10 +366,37 @@ def make_steps(
     if shuffle_steps or (order == "shuffle" and not by_arrival):
         steps = [steps[i] for i in random_order(seed, epoch, len(lengths), len(steps))]
     if longest_first:
-        top = max(k for k, _ in steps)
+        top = max((sum(buckets[k][1:]), k) for k, _ in steps)[1]
         place = next(i for i, (k, _) in enumerate(steps) if k == top)
         steps[0], steps[place] = steps[place], steps[0]
     return steps
+
+
+def paced_order(
+    ids: Sequence[int],
+    bucket_of: Sequence[int | None],
+    capacity: Sequence[int],
+    pacing: Callable[[int], float],
+    seed: int,
+    epoch: int,
+) -> list[int]:
+    """Return the samples, given easiest first, in the order in which the pacing lets them arrive."""
+    num_samples = len(ids)
+    num_steps = sum(ceil_div(bucket_of.count(k), capacity[k]) for k in range(len(capacity)))
+    admitted = [math.ceil(pacing(epoch * num_steps + t) * num_samples) for t in range(num_steps)]
+    admitted = [max(admitted[: t + 1]) for t in range(num_steps)]
+    keys = [word >> 32 for word in philox_words(seed, epoch, num_samples)]
+    pool, emitted, waiting = list(range(num_samples)), 0, [0] * len(capacity)
+    for p in range(num_samples):
+        a = min(max(admitted[min(emitted, num_steps - 1)], p + 1), num_samples)
+        j = p + ((keys[p] * (a - p)) >> 32)
+        pool[p], pool[j] = pool[j], pool[p]
+        k = bucket_of[pool[p]]
+        assert k is not None
+        waiting[k] += 1
+        if waiting[k] % capacity[k] == 0:
+            emitted += 1
+    return [ids[rank] for rank in pool]
 
 
 def step_rows(ids: Sequence[int], rows: int, num_microbatches: int) -> list[list[int]]:
@@ -291,14 +415,22 @@ def offsets(steps: Sequence[Step]) -> list[int]:
     return result
 
 
-def digest(steps: Sequence[Step], buckets: Sequence[tuple[int, int]], num_microbatches: int) -> str:
-    """Return the plan's digest."""
+def digest(
+    steps: Sequence[Step],
+    buckets: Sequence[tuple[int, ...]],
+    num_microbatches: int,
+    row_offsets: Sequence[int] | None = None,
+) -> str:
+    """Return the plan's digest; with row offsets that of a plan of packed rows."""
     ids = [i for _, step in steps for i in step]
-    total = hashlib.sha256(b"jvarlen-plan-1\0")
+    total = hashlib.sha256(b"jvarlen-plan-1\0" if row_offsets is None else b"jvarlen-packed-plan-1\0")
     total.update(pack([num_microbatches, len(buckets), len(steps), len(ids)]))
     total.update(pack([number for bucket in buckets for number in bucket]))
     total.update(struct.pack(f"<{len(steps)}i", *(k for k, _ in steps)))
     total.update(pack(offsets(steps)))
+    if row_offsets is not None:
+        total.update(pack([len(row_offsets) - 1]))
+        total.update(pack(row_offsets))
     for start in range(0, len(ids), 2**20):
         total.update(hashlib.sha256(pack(ids[start : start + 2**20])).digest())
     return total.hexdigest()

@@ -46,7 +46,21 @@ def assert_equal_plans(plans: list[Any]) -> None:
     for name in ("step_bucket", "step_offsets", "sample_ids", "num_sequences", "num_tokens"):
         assert getattr(one, name).dtype == getattr(other, name).dtype
         assert np.array_equal(getattr(one, name), getattr(other, name))
-    for name in ("num_steps", "num_samples", "microbatches_per_step", "overlong", "num_dropped", "num_truncated"):
+    assert (one.row_offsets is None) == (other.row_offsets is None)
+    if one.row_offsets is not None:
+        assert one.row_offsets.dtype == other.row_offsets.dtype
+        assert np.array_equal(one.row_offsets, other.row_offsets)
+    assert one.neighbour_correlation == pytest.approx(other.neighbour_correlation, abs=1e-9, nan_ok=True)
+    names = (
+        "num_steps",
+        "num_samples",
+        "num_rows",
+        "microbatches_per_step",
+        "overlong",
+        "num_dropped",
+        "num_truncated",
+    )
+    for name in names:
         assert getattr(one, name) == getattr(other, name)
     assert one.padding == pytest.approx(other.padding, abs=1e-12)
     for step in range(one.num_steps):
@@ -120,6 +134,217 @@ def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str
     assert plans[0].num_dropped + plans[0].num_truncated > 0
 
 
+def memory_bytes(rows: Any, length: Any) -> Any:
+    """Return bytes of a microbatch: activations of each token and the scores of attention."""
+    return 1e6 + rows * length * (4096.0 + 8.0 * length)
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    "cost": {"cost": timed_cost, "max_cost": 0.004},
+    "bytes": {"memory": memory_bytes, "max_bytes": 4e8},
+    "both": {"cost": timed_cost, "max_cost": 0.008, "memory": memory_bytes, "max_bytes": 3e8},
+}
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, (16, 60, 250, 1000, 4096)], ids=str)
+@pytest.mark.parametrize("limited", LIMITS)
+def test_both_keep_the_same_limits(both: list[ModuleType], strategy: Any, limited: str) -> None:
+    """Of cost and of bytes, for every strategy and for given edges, with each rule for long samples."""
+    lengths = inputs(8)["lengths"]
+    for overlong in ("truncate", "drop"):
+        one, other = (
+            package.make_buckets(
+                lengths,
+                65_536,
+                strategy=strategy,
+                max_shapes=12,
+                max_length=4096,
+                overlong=overlong,
+                microbatches_per_step=4,
+                row_multiple=8,
+                length_multiple=4,
+                **LIMITS[limited],
+            )
+            for package in both
+        )
+        assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
+        assert any(rows * length < 40_000 for rows, length in one)
+
+
+def test_both_fit_the_same_cost_model(both: list[ModuleType]) -> None:
+    """To the rounding of the solver, from noisy measurements."""
+    rng = np.random.default_rng(9)
+    shapes = [(max(1, 16_384 // length), length) for length in (16, 32, 100, 256, 700, 2048, 5000)]
+    measured = [timed_cost(*shape) * rng.uniform(0.9, 1.1) for shape in shapes]
+    one, other = (package.fit_cost_model(shapes, measured) for package in both)
+    for name in ("constant", "linear", "quadratic", "largest_error"):
+        assert getattr(one, name) == pytest.approx(getattr(other, name), rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("block_size", [1, 64, 5000])
+def test_both_shuffle_the_same_blocks(both: list[ModuleType], order: str, block_size: int) -> None:
+    """The same order and the same plan."""
+    drawn = inputs(10)
+    options = {
+        "order": drawn["subset"] if order == "subset" else order,
+        "seed": 2**40 + 7,
+        "epoch": 3,
+        "block_size": block_size,
+    }
+    one, other = (package.sample_order(drawn["lengths"], **options) for package in both)
+    assert np.array_equal(one, other)
+    buckets = both[1].make_buckets(drawn["lengths"], 16_384, max_shapes=12)
+    assert_equal_plans([package.make_plan(drawn["lengths"], buckets, **options) for package in both])
+
+
+PACINGS: dict[str, dict[str, Any]] = {
+    "linear_pacing": {"initial": 0.05},
+    "root_pacing": {"initial": 0.05, "degree": 3},
+    "competence_pacing": {"initial": 0.01},
+    "discrete_pacing": {"num_stages": 7, "initial": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", PACINGS)
+@pytest.mark.parametrize("order", ["length", "length_descending"])
+@pytest.mark.parametrize("difficulty", [None, "floats"])
+def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficulty: str | None) -> None:
+    """Each with its own pacing function, over the epochs of a run."""
+    drawn = inputs(11)
+    buckets = both[1].make_buckets(drawn["lengths"], 16_384, max_shapes=12, microbatches_per_step=2)
+    for epoch in range(3):
+        plans = [
+            package.make_plan(
+                drawn["lengths"],
+                buckets,
+                microbatches_per_step=2,
+                order=order,
+                difficulty=None if difficulty is None else drawn[difficulty],
+                seed=5,
+                epoch=epoch,
+                pacing=getattr(package, name)(150, **PACINGS[name]),
+            )
+            for package in both
+        ]
+        assert plans[0].digest == plans[1].digest
+    assert_equal_plans(plans)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_both_pack_alike(both: list[ModuleType], order: str, overlong: str) -> None:
+    """The same rows of the same lengths, and the same plans of them."""
+    drawn = inputs(12)
+    sizes, packings = [], []
+    for package in both:
+        sizes.append(package.choose_row_lengths(drawn["lengths"], 16_384, max_length=2048, max_shapes=3))
+        packings.append(
+            package.pack_samples(
+                drawn["lengths"],
+                sizes[-1],
+                order=drawn["subset"] if order == "subset" else order,
+                seed=3,
+                epoch=1,
+                overlong=overlong,
+            )
+        )
+    assert sizes[0] == sizes[1]
+    one, other = packings
+    for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts"):
+        assert getattr(one, name).dtype == getattr(other, name).dtype
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+    for name in ("num_rows", "row_lengths", "overlong", "num_dropped", "num_truncated"):
+        assert getattr(one, name) == getattr(other, name)
+    assert one.fill == pytest.approx(other.fill, abs=1e-12)
+    assert one.fill > 0.98
+    buckets = both[0].make_buckets(one.num_tokens, 16_384, strategy=sizes[0], microbatches_per_step=2)
+    for plan_order, block_size in (("length", None), ("shuffle", None), ("shuffle", 50), ("dataset", None)):
+        options: dict[str, Any] = {"microbatches_per_step": 2, "order": plan_order, "block_size": block_size, "seed": 1}
+        assert_equal_plans(
+            [package.make_plan(packing, buckets, **options) for package, packing in zip(both, packings, strict=True)]
+        )
+
+
+@pytest.mark.parametrize("cost", [None, timed_cost])
+@pytest.mark.parametrize("max_shapes", [1, 4, 16])
+def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max_shapes: int) -> None:
+    """In tokens and in seconds, with limits and multiples."""
+    lengths = inputs(13)["lengths"]
+    options: dict[str, Any] = {} if cost is None else {"cost": cost, "compile_seconds": 0.05, "max_cost": 0.02}
+    one, other = (
+        package.choose_row_lengths(
+            lengths, 16_384, max_shapes=max_shapes, length_multiple=8, microbatches_per_step=4, **options
+        )
+        for package in both
+    )
+    assert one == other
+
+
+def pair_lengths(seed: int) -> Any:
+    """Return sentences and their translations, of related but not equal lengths."""
+    rng = np.random.default_rng(seed)
+    source = np.clip(rng.lognormal(3.0, 0.6, SIZE).round(), 1, 250).astype(np.int64)
+    target = np.clip((source * rng.lognormal(0.05, 0.25, SIZE)).round(), 1, 250).astype(np.int64)
+    return np.stack([source, target], axis=1)
+
+
+@pytest.mark.parametrize("budget", ["sum", "larger"])
+@pytest.mark.parametrize("max_candidates", [12, 40])
+def test_both_choose_the_same_pair_buckets(both: list[ModuleType], budget: str, max_candidates: int) -> None:
+    """And make the same plans of them."""
+    lengths = pair_lengths(14)
+    for options in ({"max_shapes": 5}, {"max_shapes": 16, "row_multiple": 8, "length_multiple": 4}):
+        one, other = (
+            package.make_pair_buckets(
+                lengths, 8192, budget=budget, max_candidates=max_candidates, microbatches_per_step=2, **options
+            )
+            for package in both
+        )
+        assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
+        assert len(one) > 4
+    for order in ORDERS:
+        plans = [
+            package.make_plan(lengths, one, microbatches_per_step=2, order=order, seed=4, longest_first=True)
+            for package in both
+        ]
+        assert_equal_plans(plans)
+    assert_equal_plans([package.make_plan(lengths, [(64, 20, 30), (32, 60, 50)], overlong="drop") for package in both])
+
+
+@pytest.mark.parametrize("max_waiting", [None, 500])
+@pytest.mark.parametrize("overlong", ["drop", "truncate"])
+def test_both_stream_alike(both: list[ModuleType], max_waiting: int | None, overlong: str) -> None:
+    """The same buckets and steps."""
+    lengths = inputs(15)["lengths"]
+    streams = [
+        package.stream_batches(
+            iter(lengths),
+            max_tokens=16_384,
+            num_estimate=2000,
+            max_length=3000,
+            max_shapes=8,
+            microbatches_per_step=2,
+            row_multiple=4,
+            max_waiting=max_waiting,
+            overlong=overlong,
+        )
+        for package in both
+    ]
+    assert [tuple(bucket) for bucket in streams[0].buckets] == [tuple(bucket) for bucket in streams[1].buckets]
+    num_steps = 0
+    for one, other in zip(*streams, strict=True):
+        assert one.bucket_index == other.bucket_index
+        for name in ("ids", "lengths"):
+            assert getattr(one, name).dtype == getattr(other, name).dtype
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+        num_steps += 1
+    assert num_steps > 20
+    for name in ("num_read", "num_dropped", "num_truncated"):
+        assert getattr(streams[0], name) == getattr(streams[1], name)
+    assert streams[0].num_dropped + streams[0].num_truncated > 0
+
+
 def assert_equal_batches(batches: list[Any]) -> None:
     """Hold two results of `batch_by_tokens` equal, types included."""
     one, other = batches
@@ -189,5 +414,7 @@ def test_both_export_the_planning_names(both: list[ModuleType]) -> None:
     """The same names for the planning part."""
     names = {"Bucket", "Plan", "batch_by_tokens", "check_lengths", "lr_scale", "lr_sequence"}
     names |= {"make_buckets", "make_plan", "sample_order"}
+    names |= {"CostModel", "Packing", "PairBucket", "choose_row_lengths", "fit_cost_model", "make_pair_buckets"}
+    names |= {"competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing", "pack_samples", "stream_batches"}
     for package in both:
         assert names <= set(package.__all__)

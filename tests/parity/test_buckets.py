@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow
-from .inputs import CLOSED_FORMS, as_arrays, bucket_arguments, moderate, offenders
+from .inputs import CLOSED_FORMS, as_arrays, bucket_arguments, dyadic_cost, limits, moderate, offenders, tile_bytes
 
 STRATEGIES = (*CLOSED_FORMS, "optimal")
-
-
-def dyadic_cost(rows: Any, length: Any) -> Any:
-    """Cost a microbatch so that every float sum is exact."""
-    return (3 * rows * length + 7 * length + 5) / 64
 
 
 def seconds_cost(rows: Any, length: Any) -> Any:
@@ -67,7 +62,7 @@ def test_optimal_with_any_cost_reaches_the_least_total(
 ) -> None:
     """Sums that round, from the shortest bucket up: rounding is monotone, so the least total is reached exactly."""
     arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=14, longest=12))
-    arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds}
+    arguments |= {"cost": seconds_cost, "compile_seconds": compile_seconds, "overlong": "truncate"}
     found = [length for _, length in as_pairs(package.make_buckets(**as_arrays(arguments)))]
 
     def total(edges: list[int]) -> float:
@@ -92,12 +87,119 @@ def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
     assert all(rows >= 1 and rows * length <= arguments["max_tokens"] for rows, length in buckets)
     assert edges == sorted(set(edges))
     assert all(edge % arguments["length_multiple"] == 0 for edge in edges)
-    top = max(arguments["lengths"])
-    assert edges[-1] >= (top if arguments["max_length"] is None else min(top, arguments["max_length"]))
+    assert edges[-1] >= max(slow.clip(arguments["lengths"], arguments["max_length"], arguments["overlong"]))
     if arguments["max_length"] is not None:
         assert edges[-1] <= arguments["max_length"]
     if strategy != "powers_of_two":
         assert len(buckets) <= arguments["max_shapes"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@moderate
+@given(data=st.data())
+def test_limits_of_cost_and_bytes_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
+    """The most rows inside every limit, counted up one by one there."""
+    sizes = {"max_samples": 14, "longest": 12} if strategy == "optimal" else {}
+    arguments = data.draw(bucket_arguments(strategy=strategy, **sizes))
+    arguments |= data.draw(limits(max(arguments["lengths"]) + 8))
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+
+
+@st.composite
+def given_edges(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw arguments with edges in place of a strategy's name."""
+    arguments = draw(bucket_arguments(strategy=""))
+    edges = draw(st.lists(st.integers(1, 50), min_size=1, max_size=5, unique=True).map(sorted))
+    top = slow.round_up(edges[-1], arguments["length_multiple"])
+    drops = arguments["overlong"] == "drop" and min(arguments["lengths"]) <= top
+    return arguments | {
+        "strategy": edges,
+        "max_length": draw(st.sampled_from([None, top, top + 3])),
+        "max_tokens": max(arguments["max_tokens"], top),
+        "overlong": "drop" if drops else "truncate",
+    }
+
+
+@moderate
+@given(arguments=given_edges(), data=st.data())
+def test_given_edges_match_the_contract(package: ModuleType, arguments: dict[str, Any], data: st.DataObject) -> None:
+    """Rounded up, deduplicated, the last one the limit; rows by the ordinary rule."""
+    if data.draw(st.booleans()):
+        arguments |= data.draw(limits(60))
+    assert as_pairs(package.make_buckets(**as_arrays(arguments))) == slow.make_buckets(**arguments)
+    as_array = as_arrays(arguments) | {"strategy": np.array(arguments["strategy"])}
+    assert as_pairs(package.make_buckets(**as_array)) == slow.make_buckets(**arguments)
+
+
+def test_given_edges_keep_those_that_hold_nothing(package: ModuleType) -> None:
+    """An empty bucket gets its cap; the rest are trimmed as ever."""
+    assert as_pairs(package.make_buckets([3, 3, 9], 64, strategy=[2, 4, 8, 16])) == [(32, 2), (2, 4), (8, 8), (1, 16)]
+
+
+@pytest.mark.parametrize("strategy", ["pad_to_max", "optimal"])
+def test_samples_above_max_length_follow_the_rule(package: ModuleType, strategy: str) -> None:
+    """Counted as cut, not counted, or refused."""
+    lengths = [2, 3, 10, 11]
+    made = {
+        rule: as_pairs(package.make_buckets(lengths, 40, strategy=strategy, max_shapes=1, max_length=5, overlong=rule))
+        for rule in ("truncate", "drop")
+    }
+    assert made == {"truncate": [(4, 5)], "drop": [(2, 3)]}
+    with pytest.raises(ValueError, match=offenders((2, 10), (3, 11), limit=5)):
+        package.make_buckets(lengths, 40, strategy=strategy, max_length=5, overlong="error")
+    with pytest.raises(ValueError, match=offenders((0, 2), (1, 3), limit=1)) as caught:
+        package.make_buckets(lengths, 40, strategy=strategy, max_length=1, overlong="drop")
+    assert 'overlong="drop" leaves no sample' in str(caught.value)
+
+
+def test_what_is_dropped_need_not_fit(package: ModuleType) -> None:
+    """A dropped sample is neither too long for the budget nor for the multiple; ids in errors stay the caller's."""
+    assert as_pairs(package.make_buckets([4, 900, 3], 8, max_length=7, length_multiple=4, overlong="drop")) == [(2, 4)]
+    with pytest.raises(ValueError, match=offenders((3, 60), limit=50)):
+        package.make_buckets([4, 900, 3, 60], 50, max_length=100, overlong="drop")
+
+
+@pytest.mark.parametrize("strategy", ["optimal", "pad_to_max", [3, 5, 20]])
+def test_limits_that_leave_no_row_are_named(package: ModuleType, strategy: Any) -> None:
+    """Which limit it is, and the samples by original id."""
+    lengths = [3, 20, 5, 20]
+    with pytest.raises(ValueError, match=offenders((1, 20), (3, 20), limit=3)) as caught:
+        package.make_buckets(lengths, 100, strategy=strategy, cost=lambda b, t: b * t / 4, max_cost=3)
+    assert "max_cost" in str(caught.value)
+    assert "max_bytes" not in str(caught.value)
+    with pytest.raises(ValueError, match=offenders((1, 20), (3, 20), limit=3200)) as caught:
+        package.make_buckets(lengths, 100, strategy=strategy, memory=tile_bytes, max_bytes=3200)
+    assert "max_bytes" in str(caught.value)
+    assert "max_cost" not in str(caught.value)
+
+
+def test_a_candidate_that_no_limit_holds_is_refused_by_optimal_alone(package: ModuleType) -> None:
+    """A cost that falls with the length: only "optimal" might have chosen the shorter one."""
+    options: dict[str, Any] = {"cost": lambda b, t: b * (20.0 - t), "max_cost": 12}
+    assert as_pairs(package.make_buckets([5, 10, 10], 40, strategy="pad_to_max", **options)) == [(1, 10)]
+    with pytest.raises(ValueError, match=r"(?s)(?=.*max_cost).*\b0\D+5\b"):
+        package.make_buckets([5, 10, 10], 40, **options)
+
+
+def test_a_given_edge_that_nothing_fits_is_refused_without_samples(package: ModuleType) -> None:
+    """The budget is named although no sample is that long."""
+    with pytest.raises(ValueError, match="max_tokens"):
+        package.make_buckets([3, 5], 40, strategy=[5, 41])
+
+
+def test_functions_see_no_shape_above_the_budget(package: ModuleType) -> None:
+    """The search for the most rows stays inside max_tokens, and calls with int64 arrays."""
+    seen = []
+
+    def cost(rows: Any, length: Any) -> Any:
+        assert rows.dtype == length.dtype == np.int64
+        seen.append(int(np.max(rows * length)))
+        assert np.min(rows) >= 1
+        return rows * length * 1.0
+
+    package.make_buckets([3, 5, 5, 8, 13], 40, max_shapes=3, cost=cost, max_cost=1e9, memory=cost, max_bytes=30)
+    assert seen
+    assert max(seen) <= 40
 
 
 def test_buckets_are_named_tuples_of_rows_and_length(package: ModuleType) -> None:
@@ -205,6 +307,24 @@ def test_costs_that_are_not_finite_and_positive_are_refused(
         ({"compile_seconds": 1.0}, "compile_seconds"),
         ({"compile_seconds": -1.0, "cost": dyadic_cost}, "compile_seconds"),
         ({"max_length": 7, "length_multiple": 4}, "max_length"),
+        ({"overlong": "ignore"}, "ignore"),
+        ({"overlong": "ignore", "max_length": 9}, "ignore"),
+        ({"max_cost": 5.0}, "max_cost"),
+        ({"max_cost": 0.0, "cost": dyadic_cost}, "max_cost"),
+        ({"max_cost": float("nan"), "cost": dyadic_cost}, "max_cost"),
+        ({"max_cost": float("inf"), "cost": dyadic_cost}, "max_cost"),
+        ({"max_bytes": 5.0}, "max_bytes"),
+        ({"max_bytes": -1, "memory": tile_bytes}, "max_bytes"),
+        ({"max_bytes": 2**40, "memory": lambda b, t: b * t * float("nan")}, "memory"),
+        ({"max_cost": 3.0, "cost": lambda b, t: -1.0 * b * t, "strategy": "pad_to_max"}, "cost"),
+        ({"strategy": []}, r"\[\]"),
+        ({"strategy": [8, 5]}, "5"),
+        ({"strategy": [5, 5, 8]}, "5"),
+        ({"strategy": [0, 8]}, "0"),
+        ({"strategy": [2.5, 8]}, "2.5"),
+        ({"strategy": [5, 8], "max_length": 7}, "max_length"),
+        ({"strategy": [5, 7], "max_length": 7, "length_multiple": 4}, "max_length"),
+        ({"strategy": None}, "None"),
         ({"lengths": [3, 0]}, r"\b1\b"),
         ({"lengths": []}, "length"),
     ],

@@ -13,18 +13,70 @@ from .inputs import ORDERS, difficulties, few, lengths, moderate, offenders, see
 
 
 @moderate
-@given(data=st.data(), order=st.sampled_from(ORDERS), seed=seeds, epoch=seeds)
+@given(
+    data=st.data(),
+    order=st.sampled_from(ORDERS),
+    seed=seeds,
+    epoch=seeds,
+    block_size=st.one_of(st.none(), st.integers(1, 50), st.just(2**62)),
+)
 def test_named_orders_match_the_contract(
-    package: ModuleType, data: st.DataObject, order: str, seed: int, epoch: int
+    package: ModuleType, data: st.DataObject, order: str, seed: int, epoch: int, block_size: int | None
 ) -> None:
-    """All named orders equal a sort of Python numbers."""
+    """All named orders equal a sort of Python numbers, block by block where there are blocks."""
     given_lengths = data.draw(lengths)
     difficulty = data.draw(difficulties(given_lengths))
     array = None if difficulty is None else np.array(difficulty)
-    ids = package.sample_order(np.array(given_lengths), order, difficulty=array, seed=seed, epoch=epoch)
+    options: dict[str, Any] = {"seed": seed, "epoch": epoch, "block_size": block_size}
+    ids = package.sample_order(np.array(given_lengths), order, difficulty=array, **options)
     assert isinstance(ids, np.ndarray)
     assert ids.dtype == np.int64
-    assert ids.tolist() == slow.sample_order(given_lengths, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    assert ids.tolist() == slow.sample_order(given_lengths, order, difficulty=difficulty, **options)
+
+
+@few
+@given(data=st.data(), seed=seeds, block_size=st.integers(1, 12))
+def test_blocks_of_an_order_array_are_its_places(
+    package: ModuleType, data: st.DataObject, seed: int, block_size: int
+) -> None:
+    """Cut by place, shuffled by each sample's own key."""
+    permuted = data.draw(st.permutations(range(30)))
+    subset = permuted[: data.draw(st.integers(1, 30))]
+    ids = package.sample_order([1] * 30, np.array(subset), seed=seed, block_size=block_size).tolist()
+    assert ids == slow.sample_order([1] * 30, subset, seed=seed, block_size=block_size)
+    for start in range(0, len(subset), block_size):
+        assert sorted(ids[start : start + block_size]) == sorted(subset[start : start + block_size])
+
+
+def test_blocks_of_one_or_of_everything(package: ModuleType) -> None:
+    """Blocks of one keep the order, one block of all is a shuffle."""
+    values = np.random.default_rng(0).integers(1, 50, 200)
+    for order in ("dataset", "length", "length_descending"):
+        plain = package.sample_order(values, order, seed=3)
+        assert np.array_equal(package.sample_order(values, order, seed=3, block_size=1), plain)
+        shuffled = package.sample_order(values, "shuffle", seed=3)
+        assert np.array_equal(package.sample_order(values, order, seed=3, block_size=200), shuffled)
+
+
+def test_shuffled_blocks_keep_neighbours_together(package: ModuleType) -> None:
+    """With "shuffle" the blocks are runs of ids, and come in random order themselves."""
+    ids = package.sample_order(np.ones(1000, dtype=np.int64), "shuffle", seed=1, block_size=100)
+    blocks = ids.reshape(10, 100) // 100
+    assert (blocks == blocks[:, :1]).all()
+    assert sorted(blocks[:, 0]) == list(range(10)) != blocks[:, 0].tolist()
+    assert not np.array_equal(np.sort(ids.reshape(10, 100), axis=1), ids.reshape(10, 100))
+    for seed, epoch, block_size in [(0, 0, 7), (1, 2, 1), (2**63 - 1, 2**40, 16)]:
+        options = {"seed": seed, "epoch": epoch, "block_size": block_size}
+        ids = package.sample_order(np.ones(100, dtype=np.int64), "shuffle", **options)
+        assert ids.tolist() == slow.sample_order([1] * 100, "shuffle", **options)
+
+
+@pytest.mark.parametrize("bad", [0, -1, 2.5, "8", True])
+def test_bad_block_sizes_are_refused(package: ModuleType, bad: Any) -> None:
+    """An integer of at least 1."""
+    for order in ORDERS:
+        with pytest.raises(ValueError, match="block_size"):
+            package.sample_order([1, 2, 3], order, block_size=bad)
 
 
 def test_default_order_is_ascending_length(package: ModuleType) -> None:
@@ -77,6 +129,10 @@ def test_slow_philox_is_numpys_stream() -> None:
     for seed, epoch in [(0, 0), (1, 2), (2**63 - 1, 2**62)]:
         raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(11)
         assert raw.tolist() == slow.philox_words(seed, epoch, 11)
+        assert [word >> 32 for word in raw.tolist()] == [slow.random_key(seed, epoch, i) for i in range(11)]
+        # A unit of `advance` is four values.
+        far = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).advance(2**60).random_raw(3)
+        assert [word >> 32 for word in far.tolist()] == [slow.random_key(seed, epoch, 2**62 + i) for i in range(3)]
 
 
 def test_shuffles_differ_by_seed_and_by_epoch(package: ModuleType) -> None:

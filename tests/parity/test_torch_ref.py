@@ -135,6 +135,81 @@ def test_a_start_step_outside_the_plan_is_refused(start: int) -> None:
         torch_ref.load(plan, dataset_of([1, 2, 3]), start_step=start)
 
 
+# Packed rows
+
+
+@st.composite
+def packed_plans(draw: st.DrawFn, num_microbatches: int) -> tuple[list[int], Any]:
+    """Draw lengths, and a plan of their packed rows in one or two buckets."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=14))
+    longest = draw(st.integers(4, 14))
+    packing = torch_ref.pack_samples(lengths, longest, order="shuffle", overlong="truncate")
+    buckets = [(draw(st.integers(1, 3)), longest)]
+    if draw(st.booleans()):
+        buckets.insert(0, (draw(st.integers(1, 3)), draw(st.integers(1, longest - 1))))
+    plan = torch_ref.make_plan(packing, buckets, microbatches_per_step=num_microbatches, order="shuffle")
+    return lengths, plan
+
+
+@few
+@given(drawn=packed_plans(num_microbatches=4), rank=st.integers(0, 1))
+def test_packed_batches_hold_the_samples_row_by_row(drawn: tuple[list[int], Any], rank: int) -> None:
+    """Tokens one sample after the other, segments from 1, positions from 0 in each, nothing on the padding."""
+    lengths, plan = drawn
+    samples = dataset_of(lengths)
+    longest = plan.buckets[-1].length
+    batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=2))
+    assert len(batches) == plan.num_steps
+    for step, batch in enumerate(batches):
+        rows = plan.rows(step)[2 * rank : 2 * rank + 2]
+        length = plan.buckets[plan.step_bucket[step]].length
+        assert batch.segment_ids is not None
+        assert batch.positions is not None
+        for field in (batch.tokens, batch.segment_ids, batch.positions, batch.weights):
+            assert field.shape == (*rows.shape[:2], length)
+        assert {batch.segment_ids.dtype, batch.positions.dtype, batch.tokens.dtype} == {torch.int64}
+        assert batch.num_sequences == plan.num_sequences[step]
+        for place in np.ndindex(rows.shape[:2]):
+            held = [samples[i][:longest].tolist() for i in rows[place] if i >= 0]
+            padding = [0] * (length - sum(map(len, held)))
+            assert batch.lengths[place] == sum(map(len, held))
+            assert batch.tokens[place].tolist() == [token for sample in held for token in sample] + padding
+            segments = [k for k, sample in enumerate(held, start=1) for _ in sample]
+            assert batch.segment_ids[place].tolist() == segments + padding
+            assert batch.positions[place].tolist() == [t for sample in held for t in range(len(sample))] + padding
+            assert batch.weights[place].tolist() == [1.0] * len(segments) + padding
+
+
+def test_batches_of_single_samples_have_no_segments() -> None:
+    """A row that is a sample needs none."""
+    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)]), dataset_of([3, 5]))))
+    assert batch.segment_ids is None
+    assert batch.positions is None
+
+
+def test_the_sampler_gives_the_samples_of_packed_rows() -> None:
+    """Lists of rows, each a list of ids."""
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], microbatches_per_step=2)
+    shares = [list(torch_ref.PlanBatchSampler(plan, rank, 2)) for rank in range(2)]
+    assert [[share[0]] for share in shares] == [[[row]] for row in plan.rows(0)[:, 0].tolist()]
+
+
+def test_packed_rows_that_grew_are_named() -> None:
+    """The samples of a row no longer fit it."""
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 2], 5), [(1, 5)])
+    with pytest.raises(ValueError, match=r"\[0, 1\].*\b7\b.*\b5\b"):
+        list(torch_ref.load(plan, dataset_of([3, 4])))
+    with pytest.raises(ValueError, match=r"\b0\b.*\b9\b.*\b5\b"):
+        list(torch_ref.load(plan, dataset_of([9, 2])))
+
+
+def test_plans_of_pairs_are_not_read() -> None:
+    """A dataset of single samples has no source and target."""
+    plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)])
+    with pytest.raises(ValueError, match="pairs"):
+        torch_ref.load(plan, dataset_of([3]))
+
+
 # Scheduler
 
 
@@ -372,6 +447,26 @@ def test_the_model_is_its_specification() -> None:
         np.testing.assert_allclose(row, slow_logits(params, row_tokens, 2, 2), rtol=1e-9, atol=1e-9)
 
 
+def test_segments_do_not_see_each_other() -> None:
+    """In float64 the logits of each sample of a row are those of the sample alone, wherever it lies."""
+    params = flat_params(24, 2)
+    model = small_model(embed_dim=24, num_heads=2)
+    torch_ref.load_params(model, params)
+    samples = [np.random.default_rng(seed).integers(0, 256, length).tolist() for seed, length in enumerate((4, 1, 6))]
+    tokens = torch.tensor([[*samples[0], *samples[1], *samples[2], 0, 0]])
+    segments = torch.tensor([[1] * 4 + [2] + [3] * 6 + [0, 0]])
+    positions = torch.tensor([[*range(4), 0, *range(6), 0, 0]])
+    logits = model(tokens, segment_ids=segments, positions=positions)[0].detach().numpy()
+    assert np.isfinite(logits).all()
+    start = 0
+    for sample in samples:
+        alone = slow_logits(params, sample, 2, 2)
+        np.testing.assert_allclose(logits[start : start + len(sample)], alone, rtol=1e-9, atol=1e-9)
+        start += len(sample)
+    with pytest.raises(ValueError, match="together"):
+        model(tokens, segment_ids=segments)
+
+
 def test_no_logit_sees_its_own_token_or_later_ones() -> None:
     """A changed token t changes all logits after t and none up to t."""
     model = small_model()
@@ -429,8 +524,8 @@ def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int]) -> None:
 
 def gradients_of(batches: list[torch_ref.Batch]) -> tuple[dict[str, Any], list[Tensor]]:
     """Return metrics and gradients of one step whose microbatches are those of all batches."""
-    tokens, lengths, weights, _ = zip(*batches, strict=True)
-    step = torch_ref.Batch(torch.cat(tokens), torch.cat(lengths), torch.cat(weights), batches[0].num_sequences)
+    tensors = {name for name, value in batches[0]._asdict().items() if isinstance(value, Tensor)}
+    step = batches[0]._replace(**{name: torch.cat([getattr(batch, name) for batch in batches]) for name in tensors})
     model = small_model()
     metrics = torch_ref.train_step(model, SGD(model.parameters(), lr=0.0), step)
     gradients = [weight.grad for weight in model.parameters()]
@@ -472,6 +567,25 @@ def test_any_split_of_a_step_gives_the_same_gradient(
     assert metrics["num_sequences"] == len(lengths)
     for gradient, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
+
+
+@few
+@given(drawn=packed_plans(num_microbatches=2), num_replicas=st.integers(1, 2))
+def test_packing_changes_no_gradient(drawn: tuple[list[int], Any], num_replicas: int) -> None:
+    """Loss and gradient of a packed step are those of its samples, each run alone."""
+    lengths, plan = drawn
+    samples = dataset_of(lengths)
+    loaders = [torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas) for rank in range(num_replicas)]
+    for step, shares in enumerate(zip(*loaders, strict=True)):
+        metrics, gradients = gradients_of(list(shares))
+        ids = plan.sample_ids[plan.step_offsets[step] : plan.step_offsets[step + 1]]
+        held = [samples[i][: plan.buckets[-1].length] for i in ids]
+        loss, expected = reference_gradients(held)
+        torch.testing.assert_close(metrics["loss"], loss.detach(), rtol=1e-11, atol=1e-12)
+        assert metrics["weight"] == sum(map(len, held))
+        assert metrics["num_sequences"] == len(held)
+        for gradient, other in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, other, rtol=1e-9, atol=1e-11)
 
 
 def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:

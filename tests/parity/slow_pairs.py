@@ -1,0 +1,103 @@
+"""Buckets of pairs transcribed into plain Python: every chain and every nested set of edges tried."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from . import slow
+
+Pair = tuple[int, int]
+Bucket = tuple[int, int, int]  # rows, source edge, target edge
+
+
+def subsets(values: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all subsets, ascending inside."""
+    for size in range(len(values) + 1):
+        yield from itertools.combinations(values, size)
+
+
+def chains(sources: Sequence[int], targets: Sequence[int], max_shapes: int) -> Iterator[tuple[Pair, ...]]:
+    """Yield all lists of pairs of edges that ascend on both sides and end with the largest pair."""
+    cells = [(source, target) for source in sources for target in targets]
+    for size in range(min(max_shapes, len(sources) + len(targets) - 1)):
+        for chosen in itertools.combinations(cells[:-1], size):
+            chain = (*chosen, cells[-1])
+            if all(one[0] <= other[0] and one[1] <= other[1] for one, other in itertools.pairwise(chain)):
+                yield chain
+
+
+def nested_sets(
+    lengths: Sequence[Pair], sources: Sequence[int], targets: Sequence[int], max_shapes: int
+) -> Iterator[list[tuple[Pair, ...]]]:
+    """Yield all lists of classes by ascending source edge, each with its pairs of edges."""
+    for lower in subsets(sources[:-1]):
+        edges = [*lower, sources[-1]]
+        options = []
+        for shorter, edge in zip([0, *edges], edges, strict=False):
+            longest = max(target for source, target in lengths if shorter < source <= edge)
+            last = next(target for target in targets if target >= longest)
+            below = [target for target in targets if target < last]
+            options.append([tuple((edge, target) for target in (*chosen, last)) for chosen in subsets(below)])
+        for classes in itertools.product(*options):
+            if sum(map(len, classes)) <= max_shapes:
+                yield list(classes)
+
+
+def make_pair_buckets(
+    lengths: Sequence[Pair],
+    max_tokens: int,
+    *,
+    budget: str = "sum",
+    max_shapes: int = 16,
+    max_candidates: int = 64,
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+) -> list[Bucket] | None:
+    """Return the buckets by trying everything, or None where nothing fits."""
+    if slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
+        return None
+    sources, targets = (
+        [
+            edge
+            for _, edge in slow.make_buckets(
+                [pair[side] for pair in lengths],
+                max_tokens,
+                max_shapes=max_candidates,
+                microbatches_per_step=microbatches_per_step,
+                row_multiple=row_multiple,
+                length_multiple=length_multiple,
+            )
+        ]
+        for side in (0, 1)
+    )
+
+    def fill(edges: Sequence[Pair]) -> tuple[int, list[Bucket]] | None:
+        """Return the positions of all buckets and these, or None where one has no row."""
+        owners = [next(edge for edge in edges if s <= edge[0] and t <= edge[1]) for s, t in lengths]
+        positions, buckets = 0, []
+        for source, target in edges:
+            cap = max_tokens // (source + target if budget == "sum" else max(source, target))
+            if cap < 1:
+                return None
+            held = owners.count((source, target))
+            rows, steps = slow.capped_rows_and_steps(held, cap, microbatches_per_step, row_multiple)
+            positions += steps * microbatches_per_step * rows * (source + target)
+            buckets.append((rows, source, target))
+        return positions, buckets
+
+    # (positions, 0 for chains and 1 for nested sets, buckets, what settles the rest), buckets
+    found: list[tuple[tuple[int, int, int, Any], list[Bucket]]] = []
+    for chain in chains(sources, targets, max_shapes):
+        filled = fill(chain)
+        if filled is not None:
+            found.append(((filled[0], 0, len(chain), chain[::-1]), filled[1]))
+    for classes in nested_sets(lengths, sources, targets, max_shapes):
+        filled = fill([edge for group in classes for edge in group])
+        if filled is not None:
+            # Class by class from the last: the source edge below it (0 for none), its number of target edges, and these
+            # from the longest down.
+            lower = [0, *(group[0][0] for group in classes)]
+            ties = [(lower[c], len(classes[c]), classes[c][::-1]) for c in range(len(classes) - 1, -1, -1)]
+            found.append(((filled[0], 1, len(filled[1]), ties), filled[1]))
+    return min(found, key=lambda choice: choice[0])[1] if found else None

@@ -1,0 +1,66 @@
+"""Streams transcribed into plain Python: one sample at a time."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+from . import slow
+
+
+class Step(NamedTuple):
+    """A step: its bucket, and its samples as (id, cut length)."""
+
+    bucket: int
+    samples: list[tuple[int, int]]
+
+
+def choose_buckets(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    num_estimate: int,
+    max_length: int | None,
+    row_multiple: int,
+    length_multiple: int,
+    **options: Any,
+) -> list[tuple[int, int]]:
+    """Return the buckets that a stream chooses from its first lengths."""
+    known = lengths[:num_estimate]
+    if max_length is not None:
+        max_length = slow.round_up(max_length, length_multiple)
+    multiples = {"row_multiple": row_multiple, "length_multiple": length_multiple}
+    edges = [edge for _, edge in slow.make_buckets(known, max_tokens, max_length=max_length, **multiples, **options)]
+    if max_length is not None:
+        edges[-1] = max_length
+    caps = [max_tokens // edge for edge in edges]
+    rounded = [cap // row_multiple * row_multiple if cap >= row_multiple else cap for cap in caps]
+    return list(zip(rounded, edges, strict=True))
+
+
+def make_steps(
+    lengths: Sequence[int],
+    buckets: Sequence[tuple[int, int]],
+    *,
+    microbatches_per_step: int = 1,
+    max_waiting: int | None = None,
+    overlong: str = "error",
+) -> list[Step]:
+    """Return the steps of a stream that ends."""
+    queues: list[list[tuple[int, int]]] = [[] for _ in buckets]
+    capacity = [microbatches_per_step * rows for rows, _ in buckets]
+    longest = buckets[-1][1]
+    steps = []
+    for i, length in enumerate(lengths):
+        if length > longest and overlong == "drop":
+            continue
+        cut = min(length, longest)
+        k = next(k for k, (_, edge) in enumerate(buckets) if cut <= edge)
+        queues[k].append((i, cut))
+        if len(queues[k]) == capacity[k]:
+            steps.append(Step(k, queues[k]))
+            queues[k] = []
+        if max_waiting is not None and sum(map(len, queues)) > max_waiting:
+            k = max(range(len(buckets)), key=lambda k: (Fraction(len(queues[k]), capacity[k]), -k))
+            steps.append(Step(k, queues[k]))
+            queues[k] = []
+    return steps + [Step(k, queue) for k, queue in enumerate(queues) if queue]

@@ -1,0 +1,148 @@
+"""Cost models: the best fit of all, by trying every set of terms that may be zero."""
+
+from collections.abc import Sequence
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+from itertools import combinations
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from .inputs import few
+
+Shape = tuple[int, int]
+NAMES = ("constant", "linear", "quadratic")
+
+shapes = st.lists(st.tuples(st.integers(1, 64), st.integers(1, 200)), min_size=3, max_size=8, unique=True).filter(
+    lambda pairs: len({length for _, length in pairs}) >= 2
+)
+
+
+def relative_terms(shape: Shape, measured: float) -> list[Fraction]:
+    """Return what each coefficient adds to predicted / measured."""
+    rows, length = shape
+    return [Fraction(term) / Fraction(measured) for term in (1, rows * length, rows * length * length)]
+
+
+def error(coefficients: Sequence[Any], pairs: Sequence[Shape], measured: Sequence[float]) -> Fraction:
+    """Return the sum of squares, exactly."""
+    exact = [Fraction(coefficient) for coefficient in coefficients]
+    predicted = [
+        sum(c * term for c, term in zip(exact, relative_terms(pair, value), strict=True))
+        for pair, value in zip(pairs, measured, strict=True)
+    ]
+    return sum(((value - 1) ** 2 for value in predicted), start=Fraction(0))
+
+
+def solve(matrix: list[list[Fraction]], right: list[Fraction]) -> list[Fraction] | None:
+    """Return the solution of a small linear system, or None where there is not exactly one."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for k in range(len(rows)):
+        pivot = next((i for i in range(k, len(rows)) if rows[i][k]), None)
+        if pivot is None:
+            return None
+        rows[k], rows[pivot] = rows[pivot], rows[k]
+        for i in range(len(rows)):
+            if i != k:
+                factor = rows[i][k] / rows[k][k]
+                rows[i] = [a - factor * b for a, b in zip(rows[i], rows[k], strict=True)]
+    return [row[-1] / row[k] for k, row in enumerate(rows)]
+
+
+def least_error(pairs: Sequence[Shape], measured: Sequence[float]) -> Fraction:
+    """Return the least sum of squares: of every set of terms the unrestricted best, if none of it is negative."""
+    terms = [relative_terms(pair, value) for pair, value in zip(pairs, measured, strict=True)]
+    best = error((0, 0, 0), pairs, measured)
+    for size in (1, 2, 3):
+        for chosen in combinations(range(3), size):
+            normal = [[sum(row[i] * row[j] for row in terms) for j in chosen] for i in chosen]
+            solution = solve(normal, [sum(row[i] for row in terms) for i in chosen])
+            if solution is not None and min(solution) >= 0:
+                coefficients = [solution[chosen.index(i)] if i in chosen else 0 for i in range(3)]
+                best = min(best, error(coefficients, pairs, measured))
+    return best
+
+
+@few
+@given(pairs=shapes, data=st.data())
+def test_no_model_has_a_smaller_relative_error(package: ModuleType, pairs: list[Shape], data: st.DataObject) -> None:
+    """The least squares over coefficients of at least 0, on any measurements."""
+    values = st.floats(1e-5, 10.0, allow_subnormal=False)
+    measured = data.draw(st.lists(values, min_size=len(pairs), max_size=len(pairs)))
+    model = package.fit_cost_model(pairs, measured)
+    coefficients = [getattr(model, name) for name in NAMES]
+    assert min(coefficients) >= 0
+    least = least_error(pairs, measured)
+    assert float(error(coefficients, pairs, measured)) <= float(least) * (1 + 1e-9) + 1e-12
+
+
+@few
+@given(pairs=shapes, constant=st.floats(1e-4, 1e-2), linear=st.floats(1e-7, 1e-5), quadratic=st.floats(1e-10, 1e-7))
+def test_exact_measurements_are_predicted(
+    package: ModuleType, pairs: list[Shape], constant: float, linear: float, quadratic: float
+) -> None:
+    """Where the measurements follow the form there is no error left."""
+    measured = [constant + rows * length * (linear + quadratic * length) for rows, length in pairs]
+    model = package.fit_cost_model(pairs, np.array(measured))
+    rows, length = np.array(pairs).T
+    np.testing.assert_allclose(model(rows, length), measured, rtol=1e-6)
+    assert model.largest_error < 1e-6
+
+
+def test_the_coefficients_are_recovered(package: ModuleType) -> None:
+    """Enough shapes settle all three, though they differ by many powers of ten."""
+    grid = [(rows, length) for rows in (1, 8, 64) for length in (16, 128, 1024)]
+    measured = [2e-4 + rows * length * (3e-8 + 5e-12 * length) for rows, length in grid]
+    model = package.fit_cost_model(grid, measured)
+    np.testing.assert_allclose([getattr(model, name) for name in NAMES], [2e-4, 3e-8, 5e-12], rtol=1e-8)
+
+
+def test_a_model_is_a_function_of_arrays_that_broadcast(package: ModuleType) -> None:
+    """float64 by the formula, whatever the shapes, and as a cost of buckets."""
+    model = package.CostModel(constant=0.5, linear=0.25, quadratic=0.125)
+    assert float(model(2, 4)) == 0.5 + 8 * (0.25 + 0.125 * 4)
+    rows, length = np.arange(1, 4)[:, None], np.arange(1, 6)
+    values = model(rows, length)
+    assert values.shape == (3, 5)
+    assert values.dtype == np.float64
+    assert values[2, 4] == 0.5 + 15 * (0.25 + 0.125 * 5)
+    buckets = package.make_buckets([3, 5, 8], 64, cost=model, compile_seconds=0.0, max_cost=60.0)
+    assert all(model(*bucket) <= 60.0 for bucket in buckets)
+
+
+def test_a_model_says_what_it_is_of(package: ModuleType) -> None:
+    """Unit, device, model and the largest error of the fit; nothing of it changes."""
+    grid = [(1, 10), (2, 10), (1, 100)]
+    model = package.fit_cost_model(grid, [1.0, 1.0, 2.0], unit="joules", device="A", model="B")
+    assert (model.unit, model.device, model.model) == ("joules", "A", "B")
+    predicted = np.array([float(model(*shape)) for shape in grid])
+    assert model.largest_error == pytest.approx(np.abs(predicted / [1.0, 1.0, 2.0] - 1).max(), rel=1e-12)
+    assert package.fit_cost_model(grid, [1, 2, 3]).unit == "seconds"
+    with pytest.raises(FrozenInstanceError):
+        model.constant = 1.0
+
+
+@pytest.mark.parametrize(
+    ("pairs", "measured", "named"),
+    [
+        ([(1, 2), (2, 2), (1, 3)], [1.0, 2.0], "3"),
+        ([(1, 2), (2, 2), (1, 2)], [1.0, 2.0, 1.0], r"3\D+2"),
+        ([(1, 2), (2, 2), (3, 2)], [1.0, 2.0, 3.0], r"3\D+2"),
+        ([], [], r"3\D+2"),
+        ([(1, 2), (2, 2), (5, 37)], [1.0, 2.0, 0.0], r"5\D+37"),
+        ([(1, 2), (2, 2), (5, 37)], [1.0, 2.0, -1.0], r"5\D+37"),
+        ([(1, 2), (2, 2), (5, 37)], [1.0, 2.0, float("nan")], r"5\D+37"),
+        ([(1, 2), (2, 2), (5, 37)], [1.0, 2.0, float("inf")], r"5\D+37"),
+    ],
+    ids=str,
+)
+def test_measurements_that_settle_nothing_are_refused(
+    package: ModuleType, pairs: list[Shape], measured: list[float], named: str
+) -> None:
+    """Too few, of one length, not as many as shapes, or no positive numbers, listed by shape."""
+    with pytest.raises(ValueError, match=named):
+        package.fit_cost_model(pairs, measured)

@@ -1,0 +1,238 @@
+"""Pacing: the shares of the samples that a curriculum admits, and plans that follow them."""
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow
+from .inputs import Table, few, moderate, pacings, seeds, steps_of
+
+SHAPES: dict[str, Callable[..., Any]] = {
+    "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
+    "root_pacing": lambda x, initial, degree: initial + (1 - initial) * x ** (1 / degree),
+    "competence_pacing": lambda x, initial, degree: min(
+        1.0, (initial**degree + (1 - initial**degree) * x) ** (1 / degree)
+    ),
+}
+
+
+def made(package: ModuleType, name: str, num_steps: int, initial: float, degree: float, num_stages: int = 1) -> Any:
+    """Return the package's pacing of this name."""
+    options: dict[str, Any] = {"degree": degree} if name in ("root_pacing", "competence_pacing") else {}
+    if name == "discrete_pacing":
+        options = {"num_stages": num_stages}
+    return getattr(package, name)(num_steps, initial=initial, **options)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@few
+@given(
+    num_steps=st.integers(1, 1000),
+    initial=st.floats(1e-3, 1.0),
+    degree=st.floats(0.5, 8.0),
+    steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
+)
+def test_pacing_follows_its_formula(
+    package: ModuleType, name: str, num_steps: int, initial: float, degree: float, steps: list[int]
+) -> None:
+    """Of single steps and of arrays, in float64."""
+    pacing = made(package, name, num_steps, initial, degree)
+    expected = [SHAPES[name](min(step / num_steps, 1.0), initial, degree) for step in steps]
+    np.testing.assert_allclose(pacing(np.array(steps)), expected, rtol=1e-12)
+    assert pacing(np.array(steps)).dtype == np.float64
+    assert float(pacing(steps[0])) == pytest.approx(expected[0], rel=1e-12)
+
+
+@few
+@given(
+    num_steps=st.integers(1, 1000),
+    num_stages=st.integers(1, 12),
+    initial=st.floats(1e-3, 1.0),
+    steps=st.lists(st.integers(0, 1200), min_size=1, max_size=20),
+)
+def test_stages_are_cut_in_integers(
+    package: ModuleType, num_steps: int, num_stages: int, initial: float, steps: list[int]
+) -> None:
+    """The stage of a step is an integer quotient, which no rounding moves."""
+    pacing = package.discrete_pacing(num_steps, num_stages, initial=initial)
+    expected = [
+        initial + (1 - initial) * min(step * num_stages // num_steps, num_stages) / num_stages for step in steps
+    ]
+    np.testing.assert_allclose(pacing(np.array(steps)), expected, rtol=1e-12)
+    assert float(pacing(steps[0])) == pytest.approx(expected[0], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "discrete_pacing"])
+@few
+@given(
+    num_steps=st.integers(1, 300),
+    initial=st.floats(1e-6, 1.0),
+    degree=st.floats(0.3, 9.0),
+    num_stages=st.integers(1, 50),
+)
+def test_no_pacing_falls_and_all_end_at_one(
+    package: ModuleType, name: str, num_steps: int, initial: float, degree: float, num_stages: int
+) -> None:
+    """Within [0, 1] to the last bit, and exactly 1 from the last step on."""
+    shares = made(package, name, num_steps, initial, degree, num_stages)(np.arange(num_steps + 50))
+    assert shares.min() >= 0
+    assert shares.max() == 1
+    assert (shares[num_steps:] == 1).all()
+    assert (np.diff(shares) >= -1e-15).all()
+    assert shares[0] == pytest.approx(initial, rel=1e-9)
+
+
+ALL = (*SHAPES, "discrete_pacing")
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "named"),
+    [
+        (ALL, {"num_steps": 0}, "num_steps"),
+        (ALL, {"num_steps": 2.5}, "num_steps"),
+        (ALL, {"initial": 0.0}, "initial"),
+        (ALL, {"initial": 1.01}, "initial"),
+        (ALL, {"initial": float("nan")}, "initial"),
+        (("root_pacing", "competence_pacing"), {"degree": 0}, "degree"),
+        (("root_pacing", "competence_pacing"), {"degree": -1.0}, "degree"),
+        (("discrete_pacing",), {"num_stages": 0}, "num_stages"),
+    ],
+    ids=str,
+)
+def test_bad_pacings_are_refused_by_name(
+    package: ModuleType, names: tuple[str, ...], options: dict[str, Any], named: str
+) -> None:
+    """At least one step and one stage, an initial share in (0, 1], a degree above 0."""
+    for name in names:
+        valid = {"num_steps": 10, "initial": 0.5} | ({"num_stages": 3} if name == "discrete_pacing" else {})
+        getattr(package, name)(**valid)
+        with pytest.raises(ValueError, match=named):
+            getattr(package, name)(**(valid | options))
+
+
+# Plans
+
+
+@st.composite
+def paced_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw arguments of a paced plan without overlong samples."""
+    given_lengths = draw(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+    return {
+        "lengths": given_lengths,
+        "buckets": [(draw(st.integers(1, 3)), edge) for edge in sorted({draw(st.integers(1, 20)), 20})],
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "order": draw(st.sampled_from(["length", "length_descending"])),
+        "seed": draw(seeds),
+        "epoch": draw(st.integers(0, 3)),
+        "pacing": draw(pacings),
+    }
+
+
+@moderate
+@given(arguments=paced_arguments())
+def test_paced_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """A simulation of the draw, sample by sample."""
+    assert steps_of(package.make_plan(**arguments)) == slow.make_steps(**arguments)
+
+
+@moderate
+@given(arguments=paced_arguments())
+def test_no_sample_comes_before_it_is_admitted(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """A step holds samples that were admitted when it filled, as long as there were any left; each exactly once."""
+    plan = package.make_plan(**arguments)
+    num_samples = len(arguments["lengths"])
+    ranked = slow.sample_order(arguments["lengths"], arguments["order"])
+    rank = {i: place for place, i in enumerate(ranked)}
+    assert sorted(plan.sample_ids.tolist()) == sorted(ranked)
+    first = arguments["epoch"] * plan.num_steps
+    most = 0
+    seen: set[int] = set()
+    for step, (_, ids) in enumerate(steps_of(plan)):
+        most = max(most, math.ceil(float(arguments["pacing"](first + step)) * num_samples))
+        early = [rank[i] for i in ids if rank[i] >= most]
+        seen |= {rank[i] for i in ids}
+        # A sample that comes early is the easiest left when none was: all easier ones are in this step, in earlier
+        # ones, or wait in open steps of other buckets, of which each holds less than a step.
+        waiting = sum(rows * arguments["microbatches_per_step"] - 1 for rows, _ in arguments["buckets"])
+        for place in early:
+            assert len(set(range(place)) - seen) <= waiting
+
+
+def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package: ModuleType) -> None:
+    """The two ends of a pacing."""
+    lengths = np.random.default_rng(0).integers(1, 50, 400)
+    buckets = [(4, 25), (2, 50)]
+    nothing = package.make_plan(lengths, buckets, pacing=Table((0.0,)), seed=1)
+    in_order = package.make_plan(lengths, buckets, order=package.sample_order(lengths, "length"))
+    assert nothing.digest == in_order.digest
+    everything = package.make_plan(lengths, buckets, pacing=Table((1.0,)), seed=1)
+    assert abs(everything.neighbour_correlation) < 0.5
+    again = package.make_plan(lengths, buckets, pacing=Table((1.0,)), seed=2)
+    assert len({plan.digest for plan in (nothing, everything, again)}) == 3
+
+
+def test_every_admitted_sample_is_as_likely_to_come_first(package: ModuleType) -> None:
+    """Over many seeds the first arrival is uniform among those admitted, and never another."""
+    first = [
+        int(package.make_plan(np.arange(1, 21), [(1, 20)], pacing=Table((0.25,)), seed=seed).sample_ids[0])
+        for seed in range(1000)
+    ]
+    counts = np.bincount(first, minlength=20)
+    assert counts[5:].sum() == 0
+    # Each of the five within five standard deviations of 200.
+    assert (abs(counts[:5] - 200) < 5 * (1000 * 0.2 * 0.8) ** 0.5).all()
+
+
+def test_the_pacing_goes_on_through_the_epochs(package: ModuleType) -> None:
+    """It is asked for global steps: those of epoch 2 follow those of two epochs before it."""
+    asked = []
+
+    def pacing(steps: Any) -> Any:
+        assert isinstance(steps, np.ndarray)
+        assert steps.dtype == np.int64
+        asked.append(steps.tolist())
+        return np.ones(len(steps))
+
+    plan = package.make_plan([1, 2, 3, 4, 5], [(2, 5)], pacing=pacing, epoch=2)
+    assert plan.num_steps == 3
+    assert asked[0] == [6, 7, 8]
+
+
+def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
+    """The easiest come first, or with the descending order the hardest."""
+    lengths = [5] * 8
+    difficulty = [3, 1, 2, 0, 7, 5, 6, 4]
+    options: dict[str, Any] = {"difficulty": difficulty, "pacing": Table((0.25, 0.5, 1.0, 1.0)), "seed": 3}
+    for order, easy in (("length", {0, 1, 2, 3}), ("length_descending", {4, 5, 6, 7})):
+        plan = package.make_plan(lengths, [(2, 5)], order=order, **options)
+        hardness = [[difficulty[i] for i in ids] for _, ids in steps_of(plan)]
+        assert {*hardness[0], *hardness[1]} <= easy
+        assert sorted(hardness[0]) == (sorted(easy)[:2] if order == "length" else sorted(easy)[2:])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"order": "shuffle"}, "order"),
+        ({"order": "dataset"}, "order"),
+        ({"order": [2, 0, 1]}, "order"),
+        ({"block_size": 2}, "block_size"),
+        ({"shuffle_steps": True}, "shuffle_steps"),
+        ({"pacing": Table((0.5, 1.5))}, r"1\.5"),
+        ({"pacing": Table((0.5, -0.5))}, r"-0\.5"),
+        ({"pacing": Table((0.5, float("nan")))}, "nan"),
+        ({"pacing": lambda steps: np.ones(len(steps) + 1)}, "pacing"),
+    ],
+    ids=str,
+)
+def test_pacing_that_does_not_go_is_refused(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Orders by length only, nothing shuffled besides, shares from 0 to 1."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(1, 8)], "pacing": Table((0.5, 1.0))}
+    with pytest.raises(ValueError, match=named):
+        package.make_plan(**(valid | arguments))

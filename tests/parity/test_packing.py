@@ -1,0 +1,401 @@
+"""Packing: rows of several samples, best fit sample by sample, and plans of such rows."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow, slow_packing
+from .inputs import (
+    ORDERS,
+    arrangements,
+    as_arrays,
+    bucket_arguments,
+    difficulties,
+    few,
+    limits,
+    moderate,
+    offenders,
+    seeds,
+    steps_of,
+)
+
+
+@st.composite
+def packing_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw valid arguments of `pack_samples`, for which at least one sample remains."""
+    longest = draw(st.sampled_from([4, 12, 40]))
+    given_lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=60))
+    overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
+    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4, unique=True).map(sorted))
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    used = given_lengths
+    if draw(st.integers(0, 3)) == 0:
+        permuted = draw(st.permutations(range(len(given_lengths))))
+        order = permuted[: draw(st.integers(1, len(permuted)))]
+        used = [given_lengths[i] for i in order]
+    needed = {"error": max(used), "drop": min(used), "truncate": 1}[overlong]
+    return {
+        "lengths": given_lengths,
+        "row_lengths": sorted({*sizes[:-1], max(sizes[-1], needed)}),
+        "order": order,
+        "seed": draw(seeds),
+        "epoch": draw(seeds),
+        "overlong": overlong,
+    }
+
+
+@st.composite
+def plan_options(draw: st.DrawFn, rows: list[slow_packing.Row], longest: int | None) -> dict[str, Any]:
+    """Draw buckets and options of a plan of rows; the longest bucket has this length if there is one to have."""
+    top = max(row.num_tokens for row in rows) if longest is None else longest
+    edges = sorted({*draw(st.lists(st.integers(1, top), max_size=3)), top})
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    if draw(st.integers(0, 4)) == 0:
+        permuted = draw(st.permutations(range(len(rows))))
+        order = permuted[: draw(st.integers(1, len(permuted)))]
+    return {
+        "buckets": [(draw(st.integers(1, 4)), edge) for edge in edges],
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "order": order,
+        "difficulty": draw(difficulties([row.num_tokens for row in rows])),
+        "seed": draw(seeds),
+    } | draw(arrangements(order))
+
+
+@st.composite
+def packed_plans(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row], dict[str, Any]]:
+    """Draw arguments of `pack_samples`, the rows that come of them, and arguments of a plan of these."""
+    arguments = draw(packing_arguments())
+    rows = slow_packing.pack_samples(**arguments)
+    cut = arguments["overlong"] == "truncate"
+    return arguments, rows, draw(plan_options(rows, arguments["row_lengths"][-1] if cut else None))
+
+
+def pack(package: ModuleType, arguments: dict[str, Any]) -> Any:
+    """Return the package's packing of drawn arguments."""
+    return package.pack_samples(**as_arrays(arguments))
+
+
+def rows_of(packing: Any) -> list[slow_packing.Row]:
+    """Return a packing's rows."""
+    bounds = packing.row_offsets.tolist()
+    samples = list(zip(packing.sample_ids.tolist(), packing.sample_lengths.tolist(), strict=True))
+    assert bounds[-1] == len(samples)
+    return [
+        slow_packing.Row(capacity, samples[bounds[r] : bounds[r + 1]])
+        for r, capacity in enumerate(packing.capacity.tolist())
+    ]
+
+
+@moderate
+@given(arguments=packing_arguments())
+def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Best fit sample by sample, rows in the order of opening, samples in the order of placing."""
+    assert rows_of(pack(package, arguments)) == slow_packing.pack_samples(**arguments)
+
+
+@moderate
+@given(arguments=packing_arguments())
+def test_a_packing_describes_its_rows(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Every attribute, with its dtype, computed row by row."""
+    packing = pack(package, arguments)
+    rows = slow_packing.pack_samples(**arguments)
+    assert packing.row_lengths == tuple(arguments["row_lengths"])
+    assert packing.num_rows == len(rows)
+    assert packing.num_tokens.tolist() == [row.num_tokens for row in rows]
+    assert all(row.num_tokens <= row.capacity for row in rows)
+    lengths = [[length for _, length in row.samples] for row in rows]
+    assert packing.starts.tolist() == [sum(row[:i]) for row in lengths for i in range(len(row))]
+    assert packing.fill == pytest.approx(sum(map(sum, lengths)) / sum(row.capacity for row in rows), rel=1e-12)
+    used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
+    too_long = sum(arguments["lengths"][i] > arguments["row_lengths"][-1] for i in used)
+    assert packing.overlong == arguments["overlong"]
+    assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
+    assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
+    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
+    assert all(getattr(packing, name).dtype == np.int64 for name in names)
+
+
+@few
+@given(arguments=packing_arguments(), other_seed=seeds)
+def test_shuffled_samples_fill_rows_of_the_same_sizes(
+    package: ModuleType, arguments: dict[str, Any], other_seed: int
+) -> None:
+    """Another order is another packing, but not another plan of shapes."""
+    arguments |= {"order": "shuffle", "overlong": "truncate"}
+    one, other = (pack(package, arguments | {"seed": seed}) for seed in (arguments["seed"], other_seed))
+    for name in ("row_offsets", "sample_lengths", "capacity"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_rows_fill_as_by_hand(package: ModuleType) -> None:
+    """A sample goes where the least space is left, and equals into the row that has waited longest."""
+    packing = package.pack_samples([6, 6, 5, 2, 2, 1, 1], 8)
+    assert rows_of(packing) == [
+        slow_packing.Row(8, [(0, 6), (3, 2)]),
+        slow_packing.Row(8, [(1, 6), (4, 2)]),
+        slow_packing.Row(8, [(2, 5), (5, 1), (6, 1)]),
+    ]
+    assert packing.starts.tolist() == [0, 6, 0, 6, 0, 5, 6]
+    assert packing.fill == 23 / 24
+
+
+def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleType) -> None:
+    """And take further samples up to it."""
+    packing = package.pack_samples([3, 9, 4, 1, 1, 1], [4, 10])
+    assert [(row.capacity, [i for i, _ in row.samples]) for row in rows_of(packing)] == [
+        (10, [1, 3]),
+        (4, [2]),
+        (4, [0, 4]),
+        (4, [5]),
+    ]
+    assert package.pack_samples([1, 2], 3).row_lengths == (3,)
+
+
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+def test_large_packings_match_the_contract(package: ModuleType, order: str) -> None:
+    """Thousands of samples of many lengths: long queues, split intervals."""
+    rng = np.random.default_rng(3)
+    lengths = np.minimum(rng.zipf(1.3, 3000) + rng.integers(0, 40, 3000), 700)
+    arguments: dict[str, Any] = {
+        "lengths": lengths.tolist(),
+        "row_lengths": [64, 100, 512],
+        "order": rng.permutation(3000)[:2000].tolist() if order == "subset" else order,
+        "seed": 5,
+        "overlong": "truncate",
+    }
+    assert rows_of(pack(package, arguments)) == slow_packing.pack_samples(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"row_lengths": []}, r"lengths.*\[\]"),
+        ({"row_lengths": [8, 8]}, "8"),
+        ({"row_lengths": [9, 8]}, "9"),
+        ({"row_lengths": [0, 8]}, "0"),
+        ({"row_lengths": 0}, "0"),
+        ({"row_lengths": 8.5}, r"8\.5"),
+        ({"row_lengths": [8.5]}, r"8\.5"),
+        ({"overlong": "ignore"}, "ignore"),
+        ({"order": "random"}, "random"),
+        ({"order": [0, 0]}, "0"),
+        ({"seed": -1}, "seed"),
+        ({"lengths": [3, -77]}, "-77"),
+        ({"lengths": []}, "length"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "row_lengths": [8]}
+    with pytest.raises(ValueError, match=named):
+        package.pack_samples(**(valid | arguments))
+
+
+def test_samples_above_the_longest_row_are_listed(package: ModuleType) -> None:
+    """By id, value and limit, also where dropping leaves none; one that the order leaves out is not looked at."""
+    lengths = [3, 99, 4, 98]
+    with pytest.raises(ValueError, match=offenders((1, 99), (3, 98), limit=10)):
+        package.pack_samples(lengths, [5, 10], order="length")
+    with pytest.raises(ValueError, match=offenders((0, 3), (1, 99), (2, 4), (3, 98), limit=2)):
+        package.pack_samples(lengths, 2, overlong="drop")
+    assert package.pack_samples(lengths, 10, order=[2, 0]).sample_ids.tolist() == [2, 0]
+
+
+# Lengths of rows
+
+
+@moderate
+@given(data=st.data(), limited=st.booleans())
+def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.DataObject, limited: bool) -> None:
+    """The least cost of the rows that each class needs at least; ties as for buckets."""
+    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
+    del arguments["strategy"]
+    if limited:
+        arguments |= data.draw(limits(20))
+        arguments["compile_seconds"] = data.draw(st.sampled_from([None, 0.0, 1.5]))
+    chosen = package.choose_row_lengths(**as_arrays(arguments))
+    assert isinstance(chosen, tuple)
+    assert all(isinstance(length, int) for length in chosen)
+    assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
+
+
+def test_short_samples_count_as_shares_of_a_row(package: ModuleType) -> None:
+    """A thousand of length 1 need few rows of 100, where a bucket of 100 would hold a thousand rows."""
+    lengths = [1] * 1000 + [100]
+    assert package.choose_row_lengths(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t) == (100,)
+    buckets = package.make_buckets(lengths, 200, compile_seconds=200.0, cost=lambda b, t: 1.0 * b * t)
+    assert [length for _, length in buckets] == [1, 100]
+
+
+def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
+    """The same refusals as for buckets."""
+    with pytest.raises(ValueError, match=offenders((1, 60), limit=50)):
+        package.choose_row_lengths([4, 60], 50)
+    with pytest.raises(ValueError, match="max_cost"):
+        package.choose_row_lengths([4, 60], 100, max_cost=3.0)
+    with pytest.raises(ValueError, match=offenders((1, 60), limit=7)):
+        package.choose_row_lengths([4, 60], 100, max_length=7, overlong="error")
+    assert package.choose_row_lengths([4, 60], 100, max_length=7, overlong="drop") == (4,)
+    assert package.choose_row_lengths([4, 60], 100, max_length=7, max_shapes=1) == (7,)
+
+
+# Plans
+
+
+@moderate
+@given(drawn=packed_plans())
+def test_packed_steps_match_the_contract(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
+    """Rows are planned as samples would be, then replaced by their samples; the digest covers the rows."""
+    arguments, rows, options = drawn
+    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
+    num_microbatches = options["microbatches_per_step"]
+    assert steps_of(plan) == steps
+    assert plan.row_offsets.dtype == np.int64
+    assert plan.row_offsets.tolist() == offsets
+    assert plan.digest == slow.digest(steps, options["buckets"], num_microbatches, offsets)
+    assert plan.num_rows == len(offsets) - 1 == sum(map(len, rows_of_step))
+    assert plan.num_samples == offsets[-1]
+    for step, held in enumerate(rows_of_step):
+        most = max(map(len, held))
+        padded = [[*row, *[-1] * (most - len(row))] for row in held]
+        placed = plan.rows(step)
+        slots = slow.step_rows(range(len(held)), options["buckets"][steps[step][0]][0], num_microbatches)
+        assert placed.dtype == np.int64
+        assert placed.tolist() == [[padded[j] if j >= 0 else [-1] * most for j in slot] for slot in slots]
+
+
+@moderate
+@given(drawn=packed_plans())
+def test_counts_of_a_packed_plan_add_up(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
+    """Sequences are samples, tokens those of the rows; what the packing dropped or cut is on record."""
+    arguments, rows, options = drawn
+    packing = pack(package, arguments)
+    plan = package.make_plan(packing, **as_arrays(options))
+    steps, _, _ = slow_packing.make_steps(rows, **options)
+    length_of = {i: length for row in rows for i, length in row.samples}
+    tokens = [sum(length_of[i] for i in ids) for _, ids in steps]
+    shapes = [options["buckets"][k] for k, _ in steps]
+    positions = sum(rows * length * options["microbatches_per_step"] for rows, length in shapes)
+    assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
+    assert plan.num_tokens.tolist() == tokens
+    assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
+    for name in ("overlong", "num_dropped", "num_truncated"):
+        assert getattr(plan, name) == getattr(packing, name)
+    assert isinstance(plan.report(), str)
+
+
+def test_a_plan_of_single_samples_is_not_a_packed_one(package: ModuleType) -> None:
+    """Unpacked plans have no row offsets; one sample a row packed is another digest."""
+    lengths, buckets = [5, 5, 5], [(2, 8)]
+    plain = package.make_plan(lengths, buckets)
+    packed = package.make_plan(package.pack_samples(lengths, 8), buckets)
+    assert plain.row_offsets is None
+    assert plain.num_rows == plain.num_samples == 3
+    assert packed.row_offsets.tolist() == [0, 1, 2, 3]
+    assert steps_of(packed) == steps_of(plain)
+    assert packed.digest != plain.digest
+    assert packed.rows(0).shape == (1, 2, 1)
+
+
+def test_rows_that_no_bucket_holds_are_refused(package: ModuleType) -> None:
+    """By row and tokens; and the rules that a packing has settled are not set again."""
+    packing = package.pack_samples([9, 4, 4, 7], 10)
+    assert packing.num_tokens.tolist() == [9, 7, 8]
+    with pytest.raises(ValueError, match=offenders((0, 9), (2, 8), limit=7)):
+        package.make_plan(packing, [(2, 7)])
+    for rule in ("drop", "truncate"):
+        with pytest.raises(ValueError, match="overlong"):
+            package.make_plan(packing, [(2, 10)], overlong=rule)
+    cut = package.pack_samples([9, 4, 40], 10, overlong="truncate")
+    with pytest.raises(ValueError, match=r"\b12\b"):
+        package.make_plan(cut, [(2, 12)])
+    assert package.make_plan(cut, [(2, 10)]).num_truncated == 1
+    with pytest.raises(ValueError, match="difficulty"):
+        package.make_plan(packing, [(2, 10)], difficulty=[1, 2, 3, 4])
+
+
+# Files
+
+
+@few
+@given(drawn=packed_plans())
+def test_a_packed_plan_survives_its_file(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any]
+) -> None:
+    """One more array than other plans, the same version, everything as it was."""
+    arguments, _, options = drawn
+    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    path = tmp_path_factory.mktemp("packed") / "plan.npz"
+    plan.save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        assert archive["format_version"] == 1
+        assert archive["row_offsets"].dtype == np.int64
+        assert archive["row_offsets"].tolist() == plan.row_offsets.tolist()
+        counts = plan.num_tokens.tolist(), plan.num_dropped, plan.num_truncated
+        assert str(archive["checksum"]) == slow.checksum(plan.digest, *counts, plan.overlong)
+    loaded = package.Plan.load(path)
+    assert loaded.digest == plan.digest
+    for step in range(plan.num_steps):
+        assert np.array_equal(loaded.rows(step), plan.rows(step))
+    for name in ("row_offsets", "sample_ids", "num_tokens", "num_sequences"):
+        assert np.array_equal(getattr(loaded, name), getattr(plan, name))
+    for name in ("num_rows", "num_samples", "overlong", "num_dropped", "num_truncated", "padding"):
+        assert getattr(loaded, name) == getattr(plan, name)
+
+
+def saved_fields(package: ModuleType, path: Path) -> dict[str, Any]:
+    """Save a small packed plan and return the file's arrays."""
+    packing = package.pack_samples([6, 6, 5, 2, 2, 1, 1], 8)
+    package.make_plan(packing, [(2, 8)], order="dataset").save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        return {name: archive[name] for name in archive.files}
+
+
+def resealed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields whose digest and checksum fit them again."""
+    ids, offsets = fields["sample_ids"].tolist(), fields["step_offsets"].tolist()
+    steps = [(int(k), ids[offsets[s] : offsets[s + 1]]) for s, k in enumerate(fields["step_bucket"])]
+    buckets = [tuple(bucket) for bucket in fields["buckets"].tolist()]
+    digest = slow.digest(steps, buckets, int(fields["microbatches_per_step"]), fields["row_offsets"].tolist())
+    counts = fields["num_tokens"].tolist(), int(fields["num_dropped"]), int(fields["num_truncated"])
+    checksum = slow.checksum(digest, *counts, str(fields["overlong"]))
+    return fields | {"digest": np.array(digest), "checksum": np.array(checksum)}
+
+
+@pytest.mark.parametrize(
+    "row_offsets",
+    [[0, 2, 4], [1, 2, 4, 7], [0, 2, 2, 4, 7], [0, 4, 2, 7], [0, 2, 5, 7], [0, 1, 2, 4, 7], [0, 2, 4, 8], []],
+    ids=str,
+)
+def test_row_offsets_that_make_no_rows_are_refused(package: ModuleType, tmp_path: Path, row_offsets: list[int]) -> None:
+    """Even under a right digest: from 0 to n, ascending, a step begins a row, no more rows than the bucket has."""
+    path = tmp_path / "rows.npz"
+    fields = saved_fields(package, path)
+    assert fields["row_offsets"].tolist() == [0, 2, 4, 7]
+    assert fields["step_offsets"].tolist() == [0, 4, 7]
+    np.savez(path, **resealed(fields))
+    assert package.Plan.load(path).num_rows == 3
+    np.savez(path, **resealed(fields | {"row_offsets": np.array(row_offsets, dtype=np.int64)}))
+    with pytest.raises(ValueError, match=r"rows\.npz"):
+        package.Plan.load(path)
+
+
+def test_changed_row_offsets_are_refused(package: ModuleType, tmp_path: Path) -> None:
+    """Other rows, none, another dtype or shape: the digest covers them."""
+    path = tmp_path / "rows.npz"
+    fields = saved_fields(package, path)
+    right = fields["row_offsets"]
+    without = {name: value for name, value in fields.items() if name != "row_offsets"}
+    others = [right + np.array([0, 1, 0, 0]), right.astype(np.float64), right.astype(np.int32), right[:, None]]
+    for changed in [without, *(fields | {"row_offsets": other} for other in others)]:
+        np.savez(path, **changed)
+        with pytest.raises(ValueError, match=r"rows\.npz"):
+            package.Plan.load(path)

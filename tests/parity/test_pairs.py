@@ -1,0 +1,256 @@
+"""Pairs of source and target: their buckets against all chains and nested sets, and their plans."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow, slow_pairs
+from .inputs import ORDERS, arrangements, difficulties, few, many, moderate, seeds, steps_of
+
+
+def pairs(longest: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
+    """Draw the lengths of sources and targets."""
+    return st.lists(st.tuples(st.integers(1, longest), st.integers(1, longest)), min_size=1, max_size=max_size)
+
+
+@st.composite
+def pair_bucket_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw arguments of `make_pair_buckets` that all sets of edges can be tried for; some fit nothing."""
+    return {
+        "lengths": draw(pairs(9, 9)),
+        "max_tokens": draw(st.integers(8, 60)),
+        "budget": draw(st.sampled_from(["sum", "larger"])),
+        "max_shapes": draw(st.integers(1, 5)),
+        "max_candidates": draw(st.integers(1, 4)),
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "row_multiple": draw(st.integers(1, 3)),
+        "length_multiple": draw(st.sampled_from([1, 1, 2, 4])),
+    }
+
+
+@st.composite
+def pair_plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw valid arguments of `make_plan` for pairs, for which at least one sample remains."""
+    given_lengths = draw(pairs(12, 30))
+    shapes = set(draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), max_size=4)))
+    overlong = draw(st.sampled_from(["error", "drop"]))
+    shapes.add((12, 12) if overlong == "error" else given_lengths[0])
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    if draw(st.integers(0, 4)) == 0:
+        order = [0, *draw(st.permutations(range(1, len(given_lengths))))]
+    return {
+        "lengths": given_lengths,
+        "buckets": [(draw(st.integers(1, 3)), *shape) for shape in sorted(shapes)],
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "order": order,
+        "difficulty": draw(difficulties([source + target for source, target in given_lengths])),
+        "seed": draw(seeds),
+        "overlong": overlong,
+    } | draw(arrangements(order))
+
+
+def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
+    """Make the package's plan from drawn arguments."""
+    return package.make_plan(**(arguments | {"lengths": np.array(arguments["lengths"])}))
+
+
+@many
+@given(arguments=pair_bucket_arguments())
+def test_pair_buckets_are_the_best_of_all_sets(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Fewest positions over chains and nested sets; ties as the contract settles them; refused where nothing fits."""
+    expected = slow_pairs.make_pair_buckets(**arguments)
+    call = arguments | {"lengths": np.array(arguments["lengths"])}
+    if expected is None:
+        with pytest.raises(ValueError, match=rf"\b{arguments['max_tokens']}\b"):
+            package.make_pair_buckets(**call)
+        return
+    buckets = package.make_pair_buckets(**call)
+    assert isinstance(buckets, tuple)
+    assert [tuple(map(int, bucket)) for bucket in buckets] == expected
+
+
+def test_pair_buckets_are_named_tuples(package: ModuleType) -> None:
+    """`PairBucket(rows, source_length, target_length)`."""
+    bucket = package.make_pair_buckets([[3, 5], [2, 4]], 24, max_shapes=1)[0]
+    assert isinstance(bucket, package.PairBucket)
+    assert (bucket.rows, bucket.source_length, bucket.target_length) == bucket == (2, 3, 5)
+    assert package.PairBucket(rows=4, source_length=8, target_length=9) == (4, 8, 9)
+
+
+def test_the_budget_counts_both_sides_or_the_larger(package: ModuleType) -> None:
+    """Six positions of each pair, or four."""
+    lengths = [[2, 4]] * 24
+    assert package.make_pair_buckets(lengths, 24) == ((4, 2, 4),)
+    assert package.make_pair_buckets(lengths, 24, budget="larger") == ((6, 2, 4),)
+
+
+def test_both_families_win_somewhere(package: ModuleType) -> None:
+    """Sides that grow together make a chain; sides that do not make a set in which targets are cut anew."""
+    together = package.make_pair_buckets([[k, k] for k in (1, 5, 9) for _ in range(20)], 40)
+    assert [bucket[1:] for bucket in together] == [(1, 1), (5, 5), (9, 9)]
+    crossed = package.make_pair_buckets([(s, t) for s in (1, 9) for t in (1, 9) for _ in range(20)], 40)
+    assert [bucket[1:] for bucket in crossed] == [(1, 1), (1, 9), (9, 1), (9, 9)]
+
+
+@moderate
+@given(arguments=pair_bucket_arguments())
+def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
+    package: ModuleType, arguments: dict[str, Any]
+) -> None:
+    """Every sample fits, every bucket holds some, and no step is empty."""
+    arguments |= {"max_tokens": 60}
+    buckets = package.make_pair_buckets(**arguments)
+    num_microbatches = arguments["microbatches_per_step"]
+    plan = package.make_plan(arguments["lengths"], buckets, microbatches_per_step=num_microbatches)
+    assert len(buckets) <= arguments["max_shapes"]
+    assert set(plan.step_bucket.tolist()) == set(range(len(buckets)))
+    for k, (rows, source, target) in enumerate(buckets):
+        held = int(plan.num_sequences[plan.step_bucket == k].sum())
+        size = source + target if arguments["budget"] == "sum" else max(source, target)
+        limit = arguments["max_tokens"] // size
+        expected = slow.capped_rows_and_steps(held, limit, num_microbatches, arguments["row_multiple"])
+        assert (rows, int((plan.step_bucket == k).sum())) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"lengths": []}, "length"),
+        ({"lengths": [3, 4]}, "length"),
+        ({"lengths": [[1, 2, 3]]}, "length"),
+        ({"lengths": [[1.0, 2.0]]}, "length"),
+        ({"lengths": [[1, 2], [3, 0]]}, r"\b1\D+3\D+0\b"),
+        ({"lengths": [[1, 2], [-3, 4]]}, r"\b1\D+-3\D+4\b"),
+        ({"budget": "product"}, "product"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_shapes": 0}, "max_shapes"),
+        ({"max_candidates": 0}, "max_candidates"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"row_multiple": 0}, "row_multiple"),
+        ({"length_multiple": 0}, "length_multiple"),
+        ({"lengths": [[1, 2], [30, 35], [3, 4]]}, r"\b1\D+30\D+35\b"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what; pairs are listed as such."""
+    valid: dict[str, Any] = {"lengths": [[3, 5], [8, 2]], "max_tokens": 64}
+    with pytest.raises(ValueError, match=named):
+        package.make_pair_buckets(**(valid | arguments))
+
+
+# Plans
+
+
+@moderate
+@given(arguments=pair_plan_arguments())
+def test_steps_of_pairs_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Each pair in the first bucket that holds both sides; ordered by the sum; the digest over three columns."""
+    plan = make_plan(package, arguments)
+    steps = slow.make_steps(**arguments)
+    assert steps_of(plan) == steps
+    assert plan.digest == slow.digest(steps, arguments["buckets"], arguments["microbatches_per_step"])
+    for step, (bucket, ids) in enumerate(steps):
+        rows = arguments["buckets"][bucket][0]
+        assert plan.rows(step).tolist() == slow.step_rows(ids, rows, arguments["microbatches_per_step"])
+
+
+@moderate
+@given(arguments=pair_plan_arguments())
+def test_counts_of_a_plan_of_pairs_add_up(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Tokens and positions of both sides together; dropped pairs on record."""
+    plan = make_plan(package, arguments)
+    steps, lengths = slow.make_steps(**arguments), arguments["lengths"]
+    tokens = [sum(sum(lengths[i]) for i in ids) for _, ids in steps]
+    positions = sum(
+        arguments["buckets"][k][0] * sum(arguments["buckets"][k][1:]) * arguments["microbatches_per_step"]
+        for k, _ in steps
+    )
+    assert plan.num_tokens.tolist() == tokens
+    assert plan.padding == pytest.approx(1 - sum(tokens) / positions, abs=1e-12)
+    assert plan.num_sequences.tolist() == [len(ids) for _, ids in steps]
+    assert plan.num_dropped == len(lengths) - plan.num_samples
+    assert plan.num_truncated == 0
+    assert plan.row_offsets is None
+    assert [tuple(bucket) for bucket in plan.buckets] == arguments["buckets"]
+    assert all(isinstance(bucket, package.PairBucket) for bucket in plan.buckets)
+    report = plan.report().replace(",", "")
+    assert all(str(number) in report for bucket in arguments["buckets"] for number in bucket)
+
+
+@few
+@given(arguments=pair_plan_arguments())
+def test_a_plan_of_pairs_survives_its_file(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, arguments: dict[str, Any]
+) -> None:
+    """Three columns of buckets, the same version."""
+    plan = make_plan(package, arguments)
+    path: Path = tmp_path_factory.mktemp("pairs") / "plan.npz"
+    plan.save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        assert archive["buckets"].dtype == np.int64
+        assert archive["buckets"].tolist() == [list(bucket) for bucket in arguments["buckets"]]
+    loaded = package.Plan.load(path)
+    assert loaded.digest == plan.digest
+    assert loaded.buckets == plan.buckets
+    assert loaded.padding == plan.padding
+    assert isinstance(loaded.buckets[0], package.PairBucket)
+
+
+def test_the_longest_pair_of_edges_comes_first(package: ModuleType) -> None:
+    """By the sum of both, and among equals the last in bucket order."""
+    lengths = [[1, 9], [5, 5], [9, 1], [9, 1], [2, 2]]
+    buckets = [(1, 2, 2), (1, 2, 9), (1, 5, 6), (1, 9, 2)]
+    plain = steps_of(package.make_plan(lengths, buckets, order="dataset"))
+    assert plain == [(1, [0]), (2, [1]), (3, [2]), (3, [3]), (0, [4])]
+    swapped = steps_of(package.make_plan(lengths, buckets, order="dataset", longest_first=True))
+    assert swapped == [plain[2], plain[1], plain[0], plain[3], plain[4]]
+
+
+def test_pairs_that_no_bucket_holds_are_listed(package: ModuleType) -> None:
+    """By id and both lengths: a pair may fit no bucket though each side fits some."""
+    lengths = np.full((500, 2), 3)
+    lengths[123], lengths[456] = (9, 4), (4, 77)
+    buckets = [(2, 4, 9), (2, 9, 3)]
+    with pytest.raises(ValueError, match=r"(?s)\b123\D+9\D+4\b.*\b456\D+4\D+77\b"):
+        package.make_plan(lengths, buckets, order="shuffle")
+    dropped = package.make_plan(lengths, buckets, overlong="drop")
+    assert dropped.num_dropped == 2
+    assert sorted(dropped.sample_ids.tolist()) == [i for i in range(500) if i not in (123, 456)]
+    with pytest.raises(ValueError, match="drop"):
+        package.make_plan(lengths[[123, 456]], buckets, overlong="drop")
+    with pytest.raises(ValueError, match="truncate"):
+        package.make_plan(lengths, buckets, overlong="truncate")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "buckets", "named"),
+    [
+        ([[1, 2], [3, 4]], [(2, 4)], "bucket"),
+        ([1, 2, 3], [(2, 4, 4)], "bucket"),
+        ([[1, 2], [3, 4]], [(2, 4, 4), (1, 9)], "bucket"),
+        ([[1, 2], [3, 4]], [(2, 4, 4, 4)], "bucket"),
+        ([[1, 2], [3, 4]], [(2, 4, 4), (1, 4, 4)], "4"),
+        ([[1, 2], [3, 4]], [(2, 4, 5), (1, 4, 4)], "4"),
+        ([[1, 2], [3, 4]], [(0, 4, 5)], "0"),
+        ([[1, 2], [3, 4]], [(1, 4, 0)], "0"),
+        ([[1, 2], [3, -4]], [(1, 4, 5)], "-4"),
+        ([[1, 2, 3]], [(1, 4, 5)], "length"),
+    ],
+    ids=str,
+)
+def test_widths_that_do_not_match_are_refused(package: ModuleType, lengths: Any, buckets: Any, named: str) -> None:
+    """Pairs need buckets of two lengths, single lengths buckets of one, strictly ascending."""
+    with pytest.raises(ValueError, match=named):
+        package.make_plan(lengths, buckets)
+
+
+def test_a_packing_does_not_go_into_pair_buckets(package: ModuleType) -> None:
+    """Rows have one length."""
+    with pytest.raises(ValueError, match="bucket"):
+        package.make_plan(package.pack_samples([1, 2, 3], 4), [(2, 4, 4)])

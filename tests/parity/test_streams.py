@@ -1,0 +1,261 @@
+"""Streams: steps as they fill, bounded waiting, and states that resume after any step."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow, slow_streams
+from .inputs import few, moderate, offenders
+
+
+@st.composite
+def stream_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a stream that ends, with given buckets."""
+    given_lengths = draw(st.lists(st.integers(1, 40), max_size=60))
+    overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
+    edges = set(draw(st.lists(st.integers(1, 40), min_size=1, max_size=4)))
+    if overlong == "error":
+        edges.add(40)
+    return {
+        "lengths": given_lengths,
+        "buckets": [(draw(st.integers(1, 4)), edge) for edge in sorted(edges)],
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "max_waiting": draw(st.one_of(st.none(), st.integers(1, 12))),
+        "overlong": overlong,
+    }
+
+
+@st.composite
+def estimated_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw a stream that chooses its own buckets; the first ones say little about the rest."""
+    multiple = draw(st.sampled_from([1, 1, 2, 4]))
+    max_length = draw(st.one_of(st.none(), st.integers(1, 12)))
+    top = slow.round_up(12 if max_length is None else max_length, multiple)
+    return {
+        "lengths": draw(st.lists(st.integers(1, 12), min_size=1, max_size=40)),
+        "max_tokens": draw(st.integers(top, 5 * top)),
+        "num_estimate": draw(st.integers(1, 12)),
+        "max_shapes": draw(st.integers(1, 4)),
+        "max_length": max_length,
+        "microbatches_per_step": draw(st.integers(1, 3)),
+        "row_multiple": draw(st.integers(1, 3)),
+        "length_multiple": multiple,
+    }
+
+
+def check_steps(steps: Any, expected: list[slow_streams.Step], buckets: list[Any], num_microbatches: int) -> None:
+    """Hold steps equal to the transcription, rows and dtypes included."""
+    found = list(steps)
+    assert [step.bucket_index for step in found] == [step.bucket for step in expected]
+    for step, (bucket, samples) in zip(found, expected, strict=True):
+        rows = buckets[bucket][0]
+        assert tuple(step.bucket) == tuple(buckets[bucket])
+        assert step.ids.dtype == step.lengths.dtype == np.int64
+        ids = slow.step_rows([i for i, _ in samples], rows, num_microbatches)
+        length_of = dict(samples)
+        assert step.ids.tolist() == ids
+        assert step.lengths.tolist() == [[length_of.get(i, 0) for i in row] for row in ids]
+
+
+@moderate
+@given(arguments=stream_arguments())
+def test_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """A simulation sample by sample; the counts at the end."""
+    steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"])}))
+    assert isinstance(steps, Iterator)
+    assert [tuple(bucket) for bucket in steps.buckets] == arguments["buckets"]
+    check_steps(steps, slow_streams.make_steps(**arguments), arguments["buckets"], arguments["microbatches_per_step"])
+    too_long = sum(length > arguments["buckets"][-1][1] for length in arguments["lengths"])
+    assert steps.num_read == len(arguments["lengths"])
+    assert steps.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
+    assert steps.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
+    assert list(steps) == []
+
+
+@moderate
+@given(arguments=estimated_arguments())
+def test_chosen_buckets_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """The lengths that make_buckets finds for the first samples, as many rows as the budget holds."""
+    buckets = slow_streams.choose_buckets(**arguments)
+    steps = package.stream_batches(**(arguments | {"lengths": iter(arguments["lengths"]), "overlong": "truncate"}))
+    assert [tuple(bucket) for bucket in steps.buckets] == buckets
+    assert all(isinstance(bucket, package.Bucket) for bucket in steps.buckets)
+    options = {"microbatches_per_step": arguments["microbatches_per_step"], "overlong": "truncate"}
+    expected = slow_streams.make_steps(arguments["lengths"], buckets, **options)
+    check_steps(steps, expected, buckets, arguments["microbatches_per_step"])
+
+
+@moderate
+@given(arguments=stream_arguments(), data=st.data())
+def test_a_state_goes_on_after_any_step(package: ModuleType, arguments: dict[str, Any], data: st.DataObject) -> None:
+    """Through JSON, from the stream's beginning, to the same steps and counts."""
+    steps = package.stream_batches(**arguments)
+    whole = list(steps)
+    num_taken = data.draw(st.integers(0, len(whole)))
+    first = package.stream_batches(**arguments)
+    list(itertools.islice(first, num_taken))
+    state = json.loads(json.dumps(first.state()))
+    resumed = package.stream_batches(arguments["lengths"], state=state)
+    assert (resumed.num_read, resumed.num_dropped, resumed.num_truncated) == (
+        first.num_read,
+        first.num_dropped,
+        first.num_truncated,
+    )
+    assert resumed.buckets == first.buckets
+    # Resumed once more from where it stands, nothing is lost either.
+    for stream in (package.stream_batches(arguments["lengths"], state=resumed.state()), resumed, first):
+        rest = list(stream)
+        assert len(rest) == len(whole) - num_taken
+        for one, other in zip(rest, whole[num_taken:], strict=True):
+            assert one.bucket_index == other.bucket_index
+            assert np.array_equal(one.ids, other.ids)
+            assert np.array_equal(one.lengths, other.lengths)
+        assert stream.num_read == len(arguments["lengths"])
+        assert (stream.num_dropped, stream.num_truncated) == (steps.num_dropped, steps.num_truncated)
+
+
+@few
+@given(arguments=estimated_arguments(), num_taken=st.integers(0, 5))
+def test_a_state_keeps_the_buckets_that_were_chosen(
+    package: ModuleType, arguments: dict[str, Any], num_taken: int
+) -> None:
+    """And reads the samples that had been read ahead again."""
+    arguments |= {"overlong": "truncate"}
+    whole = list(package.stream_batches(**arguments))
+    first = package.stream_batches(**arguments)
+    taken = list(itertools.islice(first, num_taken))
+    resumed = package.stream_batches(arguments["lengths"], state=json.loads(json.dumps(first.state())))
+    assert [step.ids.tolist() for step in [*taken, *resumed]] == [step.ids.tolist() for step in whole]
+    assert resumed.buckets == first.buckets
+
+
+@moderate
+@given(arguments=stream_arguments(), limit=st.integers(1, 10))
+def test_never_more_samples_wait_than_allowed(package: ModuleType, arguments: dict[str, Any], limit: int) -> None:
+    """What was read and not yet in a step, at every step and at the end; each sample in one step."""
+    steps = package.stream_batches(**(arguments | {"max_waiting": limit}))
+    emitted: list[int] = []
+    for step in steps:
+        emitted += step.ids[step.ids >= 0].tolist()
+        assert steps.num_read - steps.num_dropped - len(emitted) <= limit
+    longest = arguments["buckets"][-1][1]
+    drops = arguments["overlong"] == "drop"
+    kept = [i for i, length in enumerate(arguments["lengths"]) if length <= longest or not drops]
+    assert sorted(emitted) == kept
+
+
+def test_an_endless_stream_is_read_no_further_than_needed(package: ModuleType) -> None:
+    """A step comes as soon as it is full."""
+    drawn = []
+
+    def lengths() -> Iterator[int]:
+        for number in itertools.count():
+            drawn.append(number)
+            yield 1 + number % 7
+
+    steps = package.stream_batches(lengths(), [(2, 3), (1, 7)])
+    assert drawn == []
+    assert next(steps).ids.tolist() == [[0, 1]]
+    assert len(drawn) == 2
+    assert next(steps).ids.tolist() == [[3]]
+    chosen = package.stream_batches(lengths(), max_tokens=14, num_estimate=50)
+    assert chosen.buckets[-1] == (2, 7)
+    assert next(chosen).ids.min() >= 0
+
+
+def test_the_longest_bucket_holds_max_length(package: ModuleType) -> None:
+    """Whatever the first samples are."""
+    steps = package.stream_batches([2, 2, 9, 30], max_tokens=40, num_estimate=2, max_length=20, overlong="truncate")
+    assert steps.buckets == ((2, 20),)
+    assert [step.lengths.tolist() for step in steps] == [[[2, 2]], [[9, 20]]]
+    with pytest.raises(ValueError, match="20"):
+        package.stream_batches([2, 2], max_tokens=15, max_length=20)
+
+
+def test_overlong_and_broken_lengths_are_named(package: ModuleType) -> None:
+    """By id, value and limit, when they are read."""
+    steps = package.stream_batches([3, 2, 71, 1], [(2, 8)])
+    assert next(steps).ids.tolist() == [[0, 1]]
+    with pytest.raises(ValueError, match=offenders((2, 71), limit=8)):
+        next(steps)
+    for bad in (0, -3, 2.5, "7", None, True):
+        steps = package.stream_batches([3, 2, bad, 1], [(2, 8)], overlong="truncate")
+        next(steps)
+        with pytest.raises(ValueError, match=r"\b2\b"):
+            next(steps)
+    with pytest.raises(ValueError, match=r"\b2\D+-3\b"):
+        next(package.stream_batches([3, 2, -3, 1], max_tokens=10))
+
+
+def test_numpy_lengths_are_lengths(package: ModuleType) -> None:
+    """Arrays of any integer dtype; the state stays plain JSON."""
+    values = np.array([3, 9, 2, 1], dtype=np.uint8)
+    steps = package.stream_batches(values, [(2, 4), (1, 9)])
+    next(steps)
+    json.dumps(steps.state())
+    assert [step.ids.tolist() for step in steps] == [[[0, 2]], [[3, -1]]]
+
+
+def test_a_stream_without_samples_has_no_steps(package: ModuleType) -> None:
+    """Given buckets; without them there is nothing to choose them by."""
+    assert list(package.stream_batches([], [(2, 4)])) == []
+    with pytest.raises(ValueError, match=r"length|stream"):
+        package.stream_batches(iter([]), max_tokens=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"buckets": None}, "max_tokens"),
+        ({"max_tokens": 10}, "max_tokens"),
+        ({"buckets": []}, "bucket"),
+        ({"buckets": [(1, 9), (1, 5)]}, "5"),
+        ({"buckets": [(1, 9, 9)]}, "9"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"overlong": "ignore"}, "ignore"),
+        ({"max_waiting": -1}, "max_waiting"),
+        ({"max_waiting": 1.5}, "max_waiting"),
+        ({"buckets": None, "max_tokens": 0}, "max_tokens"),
+        ({"buckets": None, "max_tokens": 10, "num_estimate": 0}, "num_estimate"),
+        ({"buckets": None, "max_tokens": 10, "max_shapes": 0}, "max_shapes"),
+        ({"buckets": None, "max_tokens": 10, "row_multiple": 0}, "row_multiple"),
+        ({"buckets": None, "max_tokens": 10, "length_multiple": 0}, "length_multiple"),
+        ({"buckets": None, "max_tokens": 7}, "7"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(2, 8)]}
+    with pytest.raises(ValueError, match=named):
+        package.stream_batches(**(valid | arguments))
+
+
+def test_what_is_no_state_is_refused(package: ModuleType) -> None:
+    """Each key missing, each value of another type, and things that are no state at all."""
+    lengths = [3, 5, 2, 7, 4, 1]
+    steps = package.stream_batches(lengths, [(2, 4), (2, 8)], microbatches_per_step=2)
+    next(steps)
+    state = json.loads(json.dumps(steps.state()))
+    assert next(package.stream_batches(lengths, state=state)).ids.shape == (2, 2)
+    broken: list[Any] = [{}, {"step": 3}, [1, 2], "state", 7]
+    broken += [{key: value for key, value in state.items() if key != name} for name in state]
+    broken += [state | {name: {"a": "b"}} for name in state]
+    for other in broken:
+        with pytest.raises(ValueError, match="state"):
+            package.stream_batches(lengths, state=other)
+
+
+def test_a_stream_shorter_than_its_state_is_refused(package: ModuleType) -> None:
+    """It cannot be the same stream."""
+    steps = package.stream_batches([3, 5, 2, 7, 4, 1], [(2, 8)])
+    next(steps), next(steps)
+    with pytest.raises(ValueError, match=r"\b4\b"):
+        list(package.stream_batches([3, 5, 2], state=steps.state()))

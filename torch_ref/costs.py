@@ -1,0 +1,118 @@
+"""Measured seconds of some shapes in, a function from any shape to its seconds out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
+
+from torch_ref.checks import MAX_LISTED, check_integer
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a microbatch costs: constant + rows * length * (linear + quadratic * length).
+
+    Attributes:
+        constant: of every microbatch, whatever its shape.
+        linear: of each position.
+        quadratic: of each position and token of the length, as attention costs.
+        unit: of the results, "seconds" say.
+        device: what was measured on.
+        model: what was measured.
+        largest_error: the largest |predicted / measured - 1| of the measurements fitted.
+    """
+
+    constant: float
+    linear: float
+    quadratic: float
+    unit: str = "seconds"
+    device: str = ""
+    model: str = ""
+    largest_error: float = 0.0
+
+    def __call__(self, rows: ArrayLike, length: ArrayLike) -> Any:
+        """Return the cost of microbatches.
+
+        Args:
+            rows: integers of a shape that broadcasts with `length`.
+            length: integers, in tokens.
+
+        Returns:
+            float64 of the common shape.
+        """
+        positions = np.asarray(rows) * np.asarray(length)
+        return self.constant + positions * (self.linear + self.quadratic * np.asarray(length))
+
+
+def fit_cost_model(
+    shapes: Sequence[tuple[int, int]],
+    measured: ArrayLike,
+    *,
+    unit: str = "seconds",
+    device: str = "",
+    model: str = "",
+) -> CostModel:
+    """Fit a cost model to measurements by least squares of the relative error, all coefficients at least 0.
+
+    Args:
+        shapes: (rows, length) of each measured microbatch.
+        measured: [n] what each cost, finite and above 0.
+        unit: the unit of `measured`.
+        device: what was measured on.
+        model: what was measured.
+
+    Returns:
+        The model that minimises the sum of (predicted / measured - 1)**2.
+
+    Raises:
+        ValueError: if the two differ in number, if there are fewer than three distinct shapes or two distinct lengths,
+            or if a measurement is not finite and above 0 (the first are listed by shape).
+
+    Example:
+        >>> fitted = fit_cost_model([(1, 10), (2, 10), (1, 100)], [8.0, 14.0, 152.0])
+        >>> round(fitted.linear, 6), round(fitted.quadratic, 6), round(float(fitted(2, 100)), 6)
+        (0.5, 0.01, 302.0)
+    """
+    pairs = _check_shapes(shapes)
+    values = np.asarray(measured)
+    if values.ndim != 1 or len(values) != len(pairs):
+        raise ValueError(f"measured must be one number a shape: {len(pairs)} shapes, got shape {values.shape}")
+    if values.dtype.kind not in "iuf":
+        raise ValueError(f"measured must be numbers, got dtype {values.dtype}")
+    costs = values.astype(np.float64)
+    bad = np.flatnonzero(~(np.isfinite(costs) & (costs > 0)))
+    if len(bad):
+        listed = ", ".join(f"{pairs[i][0]} x {pairs[i][1]}: {values[i]}" for i in bad[:MAX_LISTED])
+        raise ValueError(f"measured must be finite and above 0: {listed}; {len(bad)} in all")
+    num_lengths = len({length for _, length in pairs})
+    if len(set(pairs)) < 3 or num_lengths < 2:
+        raise ValueError(
+            "a cost model needs at least 3 distinct shapes of at least 2 distinct lengths, "
+            f"got {len(set(pairs))} of {num_lengths}"
+        )
+    constant, linear, quadratic = _solve(np.array(pairs, dtype=np.float64), costs)
+    fitted = CostModel(constant, linear, quadratic, unit=unit, device=device, model=model)
+    rows, length = np.array(pairs, dtype=np.int64).T
+    return replace(fitted, largest_error=float(np.abs(fitted(rows, length) / costs - 1).max()))
+
+
+def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[float]:
+    rows, length = shapes.T
+    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) / costs[:, None]
+    # The columns differ by many powers of ten: scaled alike, none of them is lost to rounding.
+    scale = terms.max(axis=0)
+    solution, _ = nnls(terms / scale, np.ones_like(costs))
+    return (solution / scale).tolist()
+
+
+def _check_shapes(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    pairs = []
+    for index, pair in enumerate(shapes):
+        if len(pair) != 2:
+            raise ValueError(f"shape {index} must be a pair (rows, length), got {pair!r}")
+        rows, length = pair
+        pairs.append((check_integer(f"rows of shape {index}", rows), check_integer(f"length of shape {index}", length)))
+    return pairs

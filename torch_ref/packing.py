@@ -1,0 +1,290 @@
+"""Lengths and the lengths of rows in; rows of several samples out, by best fit on the histogram of the lengths."""
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
+from torch_ref.checks import check_integer, to_tensor
+from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
+from torch_ref.order import sample_order, stable_argsort
+from torch_ref.rows import Cost
+
+# Letters: n samples in R rows.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packing:
+    """Samples in rows.
+
+    Attributes:
+        sample_ids: int64[n], row by row, and in a row in the order of placing.
+        row_offsets: int64[R + 1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r + 1]]`.
+        sample_lengths: int64[n], in tokens, cut to the longest row.
+        capacity: int64[R], the length that each row was opened with.
+        row_lengths: the lengths that rows can have, ascending.
+        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
+        num_dropped: samples left out because they were too long.
+        num_truncated: samples cut to the longest row.
+    """
+
+    sample_ids: NDArray[np.int64]
+    row_offsets: NDArray[np.int64]
+    sample_lengths: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """R, the number of rows."""
+        return len(self.capacity)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """int64[R], the tokens of each row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        """int64[n], where each sample begins in its row."""
+        before = np.cumsum(self.sample_lengths) - self.sample_lengths
+        return before - np.repeat(before[self.row_offsets[:-1]], np.diff(self.row_offsets))
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows' capacity that holds tokens."""
+        return int(self.sample_lengths.sum()) / int(self.capacity.sum())
+
+
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    order: str | ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "error",
+) -> Packing:
+    """Put several samples into a row, longest first, each where it leaves the least space.
+
+    A sample goes into the open row with the least space left that still holds it, among equals the one that has had
+    this space longest; where there is none, a new row of the smallest length that holds it is opened. The time grows
+    with the number of distinct lengths, not with that of the samples, but for sorting and writing them out.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        row_lengths: the lengths that rows can have, strictly ascending, or one of them.
+        order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
+            every epoch, in rows of the same sizes.
+        seed: 0 <= seed < 2**63, for the order.
+        epoch: 0 <= epoch < 2**63, likewise.
+        overlong: samples above the longest row: "error" | "drop" | "truncate".
+
+    Returns:
+        The rows, numbered in the order of opening.
+
+    Raises:
+        ValueError: if an argument is out of its range, or a sample is too long (the first are listed).
+
+    Example:
+        >>> packing = pack_samples([3, 5, 2, 4, 1], 8)
+        >>> np.split(packing.sample_ids, packing.row_offsets[1:-1])
+        [array([1, 0]), array([3, 2, 4])]
+    """
+    checked = check_lengths(lengths)
+    sizes = check_row_lengths(row_lengths)
+    check_overlong(overlong)
+    ids = sample_order(checked, order, seed=seed, epoch=epoch)
+    fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
+    longest_first = stable_argsort(fitted.lengths, descending=True)
+    ordered = fitted.lengths[longest_first]
+    distinct, counts = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
+    rows = _Rows(sizes)
+    for length, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+        rows.place(length, count)
+    row, capacity = rows.row_of_samples(), rows.capacity()
+    by_row = stable_argsort(row)
+    return Packing(
+        sample_ids=fitted.sample_ids[longest_first][by_row],
+        row_offsets=np.concatenate([[0], np.cumsum(np.bincount(row, minlength=len(capacity)))]),
+        sample_lengths=ordered[by_row],
+        capacity=capacity,
+        row_lengths=sizes,
+        overlong=overlong,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+    )
+
+
+def choose_row_lengths(
+    lengths: ArrayLike,
+    max_tokens: int,
+    *,
+    max_shapes: int = 4,
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: Cost | None = None,
+    compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: Cost | None = None,
+    max_bytes: float | None = None,
+) -> tuple[int, ...]:
+    """Choose the lengths of packed rows: the dynamic program of `make_buckets`, over rows in place of samples.
+
+    A class of samples counts as the rows that it needs at least: its tokens by the length of the row, rounded up, or
+    the number of its samples that are longer than half a row, whichever is more.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        max_tokens: the budget: rows times length of a microbatch never exceed it.
+        max_shapes: at most this many lengths.
+        max_length: the longest row is at most this long.
+        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
+        microbatches_per_step: M.
+        row_multiple: as in `make_buckets`.
+        length_multiple: row lengths are multiples of it.
+        cost: as in `make_buckets`.
+        compile_seconds: as in `make_buckets`.
+        max_cost: as in `make_buckets`.
+        memory: as in `make_buckets`.
+        max_bytes: as in `make_buckets`.
+
+    Returns:
+        The lengths, strictly ascending.
+
+    Raises:
+        ValueError: as in `make_buckets`.
+
+    Example:
+        >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2)
+        (3, 90)
+    """
+    max_shapes = check_integer("max_shapes", max_shapes)
+    rule = check_rule(microbatches_per_step, row_multiple)
+    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    check_compile_seconds(cost, compile_seconds)
+    multiple = check_integer("length_multiple", length_multiple)
+    fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
+    cheapest = Cheapest(fitting, rule, cost, compile_seconds)
+    ordered, before = fitting.ordered, cheapest.before
+    tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
+
+    def num_rows(last: int) -> Tensor:
+        length = cheapest.distinct[last]
+        by_tokens = -(-(tokens_before[last + 1] - tokens_before[: last + 1]) // length)
+        # The lengths ascend: those of at most half a row come before all longer ones.
+        halves = torch.searchsorted(ordered, length // 2, right=True)
+        return torch.maximum(by_tokens, before[last + 1] - before[: last + 1].clamp(min=halves))
+
+    return tuple(cheapest.edges(max_shapes, num_rows).tolist())
+
+
+def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
+    """Return the lengths of rows as ints; a ValueError where they do not strictly ascend from 1 or more."""
+    try:
+        given = list(row_lengths)
+    except TypeError:
+        given = [row_lengths]
+    sizes = tuple(check_integer(f"row length {index}", value) for index, value in enumerate(given))
+    if not sizes or any(after <= before for before, after in pairwise(sizes)):
+        raise ValueError(f"row_lengths must be at least one, strictly ascending, got {given}")
+    return sizes
+
+
+class _Placing(NamedTuple):
+    """Equal samples that went into rows `first_row`, ...: `per_row` into each, one row after the other."""
+
+    first_row: int
+    num_samples: int
+    per_row: int
+
+
+class _Rows:
+    """Open rows by the space they have left: equal ones as intervals (first row, number of rows)."""
+
+    def __init__(self, sizes: tuple[int, ...]) -> None:
+        self._sizes = sizes
+        self._queues: dict[int, deque[tuple[int, int]]] = {}
+        self._spaces: list[int] = []  # the keys of the queues, ascending
+        self._opened: list[tuple[int, int]] = []  # (capacity, number of rows)
+        self._num_rows = 0
+        self._placings: list[_Placing] = []
+
+    def place(self, length: int, count: int) -> None:
+        """Place equal samples, none longer than those before them.
+
+        The row with the least space r >= length takes r // length samples in turn, since what it then has left is the
+        least space again as long as it holds one more.
+        """
+        while count:
+            index = bisect_left(self._spaces, length)
+            if index == len(self._spaces):
+                space = self._sizes[bisect_left(self._sizes, length)]
+                num_new = -(-count // (space // length))
+                self._opened.append((space, num_new))
+                self._append(space, self._num_rows, num_new)
+                self._num_rows += num_new
+            else:
+                space = self._spaces[index]
+            count -= self._fill(space, length, count)
+
+    def row_of_samples(self) -> NDArray[np.int64]:
+        """Return int64[n], the row of each sample in the order of placing."""
+        first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
+        within = np.arange(num_samples.sum()) - np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
+        return np.repeat(first_row, num_samples) + within // np.repeat(per_row, num_samples)
+
+    def capacity(self) -> NDArray[np.int64]:
+        """Return int64[R], the length that each row was opened with."""
+        sizes, counts = np.array(self._opened, dtype=np.int64).T
+        return np.repeat(sizes, counts)
+
+    def _fill(self, space: int, length: int, count: int) -> int:
+        """Place samples into the rows that have had this space longest; return how many."""
+        queue = self._queues[space]
+        first, num_rows = queue.popleft()
+        if not queue:
+            del self._queues[space]
+            self._spaces.remove(space)
+        per_row = space // length
+        full = min(num_rows, count // per_row)
+        rest = 0
+        if full:
+            self._placings.append(_Placing(first, full * per_row, per_row))
+            self._append(space - per_row * length, first, full)
+        if full < num_rows:
+            rest = min(count - full * per_row, per_row - 1)
+            if rest:
+                self._placings.append(_Placing(first + full, rest, rest))
+                self._append(space - rest * length, first + full, 1)
+            untouched = first + full + (1 if rest else 0)
+            self._prepend(space, untouched, first + num_rows - untouched)
+        return full * per_row + rest
+
+    def _append(self, space: int, first: int, num_rows: int) -> None:
+        if space:
+            self._queue(space).append((first, num_rows))
+
+    def _prepend(self, space: int, first: int, num_rows: int) -> None:
+        if num_rows:
+            self._queue(space).appendleft((first, num_rows))
+
+    def _queue(self, space: int) -> deque[tuple[int, int]]:
+        if space not in self._queues:
+            self._queues[space] = deque()
+            insort(self._spaces, space)
+        return self._queues[space]

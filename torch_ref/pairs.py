@@ -1,0 +1,252 @@
+"""Lengths of pairs (source, target) and a token budget in, static shapes of two lengths out, exactly the cheapest.
+
+Letters: a and b candidate lengths of sources and of targets, K shapes. Two families of buckets are searched: chains, in
+which both lengths ascend together, and nested ones, where source edges cut the samples into classes and each class has
+target edges of its own. A cell (i, j) is the bucket of the first i sources and the first j targets, counted from 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from torch_ref.buckets import PairBucket, check_rule, make_buckets
+from torch_ref.checks import check_integer, to_tensor
+from torch_ref.lengths import check_pair_lengths, list_pairs
+from torch_ref.rows import RowRule, round_caps
+
+PAIR_BUDGETS = ("sum", "larger")
+_UNREACHABLE = 2**61  # two of them still fit int64
+
+
+def make_pair_buckets(
+    lengths: ArrayLike,
+    max_tokens: int,
+    *,
+    budget: str = "sum",
+    max_shapes: int = 16,
+    max_candidates: int = 64,
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+) -> tuple[PairBucket, ...]:
+    """Choose the static shapes for a list of pairs, with the fewest positions in all.
+
+    Args:
+        lengths: [N, 2] integers >= 1, source and target, in tokens.
+        max_tokens: the budget of a microbatch.
+        budget: what counts: rows times the "sum" of the two lengths, or rows times the "larger" of them.
+        max_shapes: at most this many buckets.
+        max_candidates: of each side at most so many lengths are tried: the buckets that `make_buckets` finds for it.
+        microbatches_per_step: M.
+        row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
+        length_multiple: both lengths are multiples of it.
+
+    Returns:
+        The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
+
+    Raises:
+        ValueError: if an argument is out of its range, or if no buckets hold all samples; those that do not fit a
+            microbatch alone are listed.
+
+    Example:
+        >>> make_pair_buckets([[2, 3], [2, 9], [8, 3], [2, 3]], 24, max_shapes=2)
+        (PairBucket(rows=2, source_length=2, target_length=3), PairBucket(rows=1, source_length=8, target_length=9))
+    """
+    checked = check_pair_lengths(lengths)
+    if budget not in PAIR_BUDGETS:
+        raise ValueError(f"budget must be one of {', '.join(PAIR_BUDGETS)}, got {budget!r}")
+    max_tokens = check_integer("max_tokens", max_tokens)
+    max_shapes = check_integer("max_shapes", max_shapes)
+    max_candidates = check_integer("max_candidates", max_candidates)
+    rule = check_rule(microbatches_per_step, row_multiple)
+    length_multiple = check_integer("length_multiple", length_multiple)
+    options: dict[str, Any] = {
+        "microbatches_per_step": rule.microbatches_per_step,
+        "row_multiple": rule.row_multiple,
+        "length_multiple": length_multiple,
+    }
+    sources, targets = (
+        np.array([edge for _, edge in make_buckets(side, max_tokens, max_shapes=max_candidates, **options)])
+        for side in checked.T
+    )
+    shapes = _measure(sources[:, None], targets, budget)
+    table = _Table(
+        before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), shapes.shape),
+        caps=round_caps(to_tensor(max_tokens // shapes), rule.row_multiple),
+        positions=to_tensor(sources[:, None] + targets),
+        rule=rule,
+    )
+    chain, nested = _cheapest_chain(table, max_shapes), _cheapest_nested(table, max_shapes)
+    least = chain if chain.cost <= nested.cost else nested
+    if least.cost == _UNREACHABLE:
+        rounded = -(-checked // length_multiple) * length_multiple
+        alone = np.flatnonzero(_measure(rounded[:, 0], rounded[:, 1], budget) > max_tokens)
+        listed = f"these samples do not fit alone: {list_pairs(alone, rounded[alone])}"
+        others = "every sample fits alone, but not in one of the lengths tried"
+        raise ValueError(
+            f"no {max_shapes} buckets of max_tokens={max_tokens} ({budget}) hold all samples, lengths rounded up to a "
+            f"multiple of {length_multiple}: {listed if len(alone) else others}"
+        )
+    return tuple(
+        PairBucket(table.rows(held, i, j), int(sources[i - 1]), int(targets[j - 1])) for held, i, j in least.cells
+    )
+
+
+class _Choice(NamedTuple):
+    """A total cost, and the cells it takes in ascending order as (samples held, i, j)."""
+
+    cost: int
+    cells: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """What the dynamic program reads.
+
+    Attributes:
+        before: int64[a + 1, b + 1], samples among the i first sources and the e first targets.
+        caps: int64[a, b], the most rows of a bucket; 0 where none fits.
+        positions: int64[a, b], of a row: source and target together.
+        rule: the row rule.
+    """
+
+    before: Tensor
+    caps: Tensor
+    positions: Tensor
+    rule: RowRule
+
+    def held(self, j: int) -> Tensor:
+        """int64[j + 1, b + 1, b + 1]: samples of sources i..j and targets d..e - 1, by i, d and e (0 where d >= e)."""
+        column = self.before[j + 1] - self.before[: j + 1]
+        return (column[:, None, :] - column[:, :, None]).clamp(min=0)
+
+    def costs(self, j: int) -> Tensor:
+        """int64[j + 1, b + 1, b + 1]: the cost of such a bucket, unreachable where d >= e or no row fits."""
+        held, caps = self.held(j)[:, :, 1:], self.caps[j]
+        rows, steps = self.rule.rows_and_steps(held, caps.clamp(min=1))
+        costs = steps * self.rule.microbatches_per_step * rows * self.positions[j]
+        allowed = (caps >= 1) & (torch.arange(len(caps) + 1)[:, None] <= torch.arange(len(caps)))
+        padded = torch.full((j + 1, len(caps) + 1, len(caps) + 1), _UNREACHABLE)
+        padded[:, :, 1:] = torch.where(allowed, costs, _UNREACHABLE)
+        return padded
+
+    def chained_costs(self, i: int, j: int) -> Tensor:
+        """int64[i + 1, j + 1]: the cost of cell (i, j) after each cell before it, unreachable where no row fits."""
+        cap = self.caps[i - 1, j - 1]
+        if cap < 1:
+            return torch.full((i + 1, j + 1), _UNREACHABLE)
+        rows, steps = self.rule.rows_and_steps(self.before[i, j] - self.before[: i + 1, : j + 1], cap)
+        costs = steps * self.rule.microbatches_per_step * rows * self.positions[i - 1, j - 1]
+        costs[i, j] = _UNREACHABLE
+        return costs
+
+    def rows(self, num_held: int, i: int, j: int) -> int:
+        """Return the rows of the cell (i, j) when it holds so many samples."""
+        return int(self.rule.rows_and_steps(torch.tensor(num_held), self.caps[i - 1, j - 1])[0])
+
+
+def _cheapest_chain(table: _Table, max_shapes: int) -> _Choice:
+    """Find the cheapest cells that ascend on both sides, the last of them the largest."""
+    num_sources, num_targets = table.caps.shape
+    max_shapes = min(max_shapes, num_sources + num_targets - 1)
+    # total[k, i, j]: the least cost of a chain of exactly k cells that ends with (i, j); previous: the cell before it.
+    total = np.full((max_shapes + 1, num_sources + 1, num_targets + 1), _UNREACHABLE)
+    previous = np.zeros((max_shapes + 1, num_sources + 1, num_targets + 1), dtype=np.int64)
+    total[0, 0, 0] = 0
+    for i in range(1, num_sources + 1):
+        for j in range(1, num_targets + 1):
+            sums = (total[:-1, : i + 1, : j + 1] + table.chained_costs(i, j).numpy()).reshape(max_shapes, -1)
+            # The first of equals: the smaller source, then the smaller target.
+            place = sums.argmin(axis=1)
+            previous[1:, i, j] = place
+            total[1:, i, j] = np.minimum(np.take_along_axis(sums, place[:, None], axis=1)[:, 0], _UNREACHABLE)
+    left = int(total[:, -1, -1].argmin())
+    cost, cells = int(total[left, -1, -1]), []
+    i, j = num_sources, num_targets
+    while cost < _UNREACHABLE and left:
+        before = divmod(int(previous[left, i, j]), j + 1)
+        cells.append((int(table.before[i, j] - table.before[before]), i, j))
+        i, j = before
+        left -= 1
+    return _Choice(cost, cells[::-1])
+
+
+def _cheapest_nested(table: _Table, max_shapes: int) -> _Choice:
+    """Find the cheapest classes of sources, each cut into buckets by targets."""
+    num_sources, num_targets = table.caps.shape
+    max_shapes = min(max_shapes, num_sources * num_targets)
+    # total[j, k]: the least cost of the j first sources in exactly k buckets; choice[j, k]: the sources before the last
+    # class among them, and its number of buckets.
+    total = np.full((num_sources + 1, max_shapes + 1), _UNREACHABLE)
+    choice = np.zeros((num_sources + 1, max_shapes + 1, 2), dtype=np.int64)
+    total[0, 0] = 0
+    for j in range(num_sources):
+        best, _ = _target_costs(table, j, max_shapes)
+        for k in range(1, max_shapes + 1):
+            # By first source, then by the buckets of the class: argmin takes the widest class, then the fewest buckets.
+            sums = total[: j + 1, k - 1 :: -1][:, :k] + best[:, 1 : k + 1]
+            place = int(sums.argmin())
+            total[j + 1, k] = min(int(sums.flat[place]), _UNREACHABLE)
+            choice[j + 1, k] = place // k, place % k + 1
+    left = int(total[-1].argmin())
+    cost, cells = int(total[-1, left]), []
+    end = num_sources if cost < _UNREACHABLE else 0
+    while end:
+        first, num_buckets = choice[end, left].tolist()
+        edges = _target_edges(table, first, end - 1, num_buckets)
+        held = table.held(end - 1)[first]
+        spans = zip([0, *edges[:-1]], edges, strict=True)
+        cells.append([(int(held[lower, upper]), end, upper) for lower, upper in spans])
+        end, left = first, left - num_buckets
+    return _Choice(cost, [cell for group in cells[::-1] for cell in group])
+
+
+def _target_costs(table: _Table, j: int, max_shapes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Find the cheapest target edges of all classes that end with source j.
+
+    Returns:
+        The least costs int64[j + 1, K + 1] of sources i..j in exactly m buckets, by i and m; and for each of these and
+        each number of first targets the start of the last bucket, int64[K + 1, j + 1, b + 1].
+    """
+    costs = table.costs(j).numpy()
+    num_classes, num_ends, _ = costs.shape
+    reach = np.full((max_shapes + 1, num_classes, num_ends), _UNREACHABLE)
+    start = np.zeros((max_shapes + 1, num_classes, num_ends), dtype=np.int64)
+    reach[0, :, 0] = 0
+    for m in range(1, min(max_shapes, num_ends - 1) + 1):
+        sums = reach[m - 1][:, :, None] + costs
+        # The first of equals: the smallest edge below.
+        start[m] = sums.argmin(axis=1)
+        reach[m] = np.minimum(np.take_along_axis(sums, start[m][:, None], axis=1)[:, 0], _UNREACHABLE)
+    ends = [_last_target(table, i, j) for i in range(num_classes)]
+    return reach[:, np.arange(num_classes), ends].T, start
+
+
+def _target_edges(table: _Table, i: int, j: int, num_buckets: int) -> list[int]:
+    """Return the ends of the buckets of sources i..j, as numbers of first targets, ascending."""
+    _, start = _target_costs(table, j, num_buckets)
+    ends = [_last_target(table, i, j)]
+    for m in range(num_buckets, 1, -1):
+        ends.append(int(start[m, i, ends[-1]]))
+    return ends[::-1]
+
+
+def _last_target(table: _Table, i: int, j: int) -> int:
+    """Return how many first targets hold all samples of sources i..j."""
+    column = table.before[j + 1] - table.before[i]
+    return int(torch.searchsorted(column, column[-1:]))
+
+
+def _measure(sources: NDArray[np.int64], targets: NDArray[np.int64], budget: str) -> NDArray[np.int64]:
+    return sources + targets if budget == "sum" else np.maximum(sources, targets)
+
+
+def _count(source: NDArray[np.int64], target: NDArray[np.int64], shape: tuple[int, ...]) -> Tensor:
+    """Return int64[a + 1, b + 1], how many samples have a source below i and a target below e, from their indices."""
+    before = torch.zeros((shape[0] + 1, shape[1] + 1), dtype=torch.int64)
+    before[1:, 1:] = to_tensor(np.bincount(source * shape[1] + target, minlength=shape[0] * shape[1]).reshape(shape))
+    return before.cumsum(dim=0).cumsum(dim=1)

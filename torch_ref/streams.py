@@ -1,0 +1,293 @@
+"""A stream of lengths in, steps of static shapes out as they fill, with a state that resumes after any of them."""
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
+from torch_ref.checks import INT64_MAX, check_integer
+from torch_ref.lengths import check_overlong
+from torch_ref.rows import round_caps
+
+_COUNTS = ("num_read", "num_dropped", "num_truncated")
+_STATE_KEYS = {"buckets", "microbatches_per_step", "max_waiting", "overlong", "waiting", *_COUNTS}
+
+
+class StreamStep(NamedTuple):
+    """A step of a stream.
+
+    Attributes:
+        bucket_index: which of the buckets it is of.
+        bucket: its shape, B rows of T tokens.
+        ids: int64[M, B], places in the stream, -1 for a dummy row. Row j of the step lies in microbatch j mod M at slot
+            j // M.
+        lengths: int64[M, B], in tokens, cut to the longest bucket; 0 for a dummy row.
+    """
+
+    bucket_index: int
+    bucket: Bucket
+    ids: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+
+class StreamBatches(Iterator[StreamStep]):
+    """The steps of a stream, read as they are asked for; made by `stream_batches`.
+
+    Attributes:
+        buckets: the K shapes, by ascending length.
+        num_read: how many samples of the stream went into queues and steps so far, or were dropped.
+        num_dropped: those left out because they were too long.
+        num_truncated: those cut to the longest bucket.
+    """
+
+    def __init__(
+        self,
+        stream: Iterator[Any],
+        buckets: tuple[Bucket, ...],
+        *,
+        microbatches_per_step: int,
+        max_waiting: int | None,
+        overlong: str,
+        num_read: int = 0,
+        num_dropped: int = 0,
+        num_truncated: int = 0,
+        waiting: Sequence[Sequence[tuple[int, int]]] = (),
+    ) -> None:
+        """Take checked arguments, and a stream that stands behind the samples read."""
+        self.buckets = buckets
+        self.num_read, self.num_dropped, self.num_truncated = num_read, num_dropped, num_truncated
+        self._stream = stream
+        self._num_microbatches, self._max_waiting, self._overlong = microbatches_per_step, max_waiting, overlong
+        # Of each bucket the samples that wait, as (id, cut length).
+        self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets]
+        self._capacity = [bucket.rows * microbatches_per_step for bucket in buckets]
+
+    def __iter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> StreamStep:
+        """Read on until a step is full, or the waiting samples are too many, or the stream ends."""
+        for value in self._stream:
+            index = self._take(value)
+            if index is None:
+                continue
+            if len(self._queues[index]) == self._capacity[index]:
+                return self._emit(index)
+            if self._max_waiting is not None and sum(map(len, self._queues)) > self._max_waiting:
+                return self._emit(self._fullest())
+        left = next((index for index, queue in enumerate(self._queues) if queue), None)
+        if left is None:
+            raise StopIteration
+        return self._emit(left)
+
+    def state(self) -> dict[str, Any]:
+        """Return what `stream_batches` needs to go on after the last step, as plain JSON values."""
+        return {
+            "buckets": [list(bucket) for bucket in self.buckets],
+            "microbatches_per_step": self._num_microbatches,
+            "max_waiting": self._max_waiting,
+            "overlong": self._overlong,
+            "waiting": [[list(sample) for sample in queue] for queue in self._queues],
+            "num_read": self.num_read,
+            "num_dropped": self.num_dropped,
+            "num_truncated": self.num_truncated,
+        }
+
+    def _take(self, value: Any) -> int | None:
+        """Put the next sample into its queue and return which, or None where it is dropped."""
+        length = _check_length(self.num_read, value)
+        longest = self.buckets[-1].length
+        if length > longest and self._overlong == "error":
+            raise ValueError(
+                f"a sample is longer than the longest bucket: id {self.num_read}: {length} (limit {longest}); add a "
+                'longer bucket or pass overlong="drop" or "truncate"'
+            )
+        number = self.num_read
+        self.num_read += 1
+        if length > longest and self._overlong == "drop":
+            self.num_dropped += 1
+            return None
+        self.num_truncated += length > longest
+        cut = min(length, longest)
+        index = next(k for k, bucket in enumerate(self.buckets) if cut <= bucket.length)
+        self._queues[index].append((number, cut))
+        return index
+
+    def _fullest(self) -> int:
+        fullest = 0
+        for index, queue in enumerate(self._queues):
+            if len(queue) * self._capacity[fullest] > len(self._queues[fullest]) * self._capacity[index]:
+                fullest = index
+        return fullest
+
+    def _emit(self, index: int) -> StreamStep:
+        rows = np.tile(np.array([-1, 0]), (self._capacity[index], 1))
+        rows[: len(self._queues[index])] = list(self._queues[index])
+        self._queues[index].clear()
+        split = rows.reshape(self.buckets[index].rows, self._num_microbatches, 2).transpose(2, 1, 0)
+        return StreamStep(index, self.buckets[index], *(np.ascontiguousarray(part) for part in split))
+
+
+def stream_batches(
+    lengths: Iterable[int],
+    buckets: Sequence[tuple[int, int]] | None = None,
+    *,
+    max_tokens: int | None = None,
+    microbatches_per_step: int = 1,
+    num_estimate: int = 10_000,
+    max_shapes: int = 16,
+    max_length: int | None = None,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    max_waiting: int | None = None,
+    overlong: str = "error",
+    state: Mapping[str, Any] | None = None,
+) -> StreamBatches:
+    """Cut a stream of samples, whose end need not be known, into steps of static shapes.
+
+    A sample waits in the queue of the smallest bucket that holds it; a full queue is a step.
+
+    Args:
+        lengths: integers >= 1, in tokens; sample i is the one at place i, from 0.
+        buckets: (rows, length) pairs of strictly ascending lengths; or None with `max_tokens`.
+        max_tokens: choose the buckets: lengths by `make_buckets` of the first samples, as many rows as fit.
+        microbatches_per_step: M.
+        num_estimate: how many samples are read ahead to choose the buckets.
+        max_shapes: at most this many buckets are chosen.
+        max_length: the longest bucket chosen holds this length, rounded up to `length_multiple`, whatever the first
+            samples are.
+        row_multiple: as in `make_buckets`, for buckets chosen.
+        length_multiple: likewise.
+        max_waiting: at most so many samples wait in all; where one more would, the queue that is fullest in proportion
+            becomes a step with dummy rows.
+        overlong: samples above the longest bucket: "error" | "drop" | "truncate".
+        state: what `StreamBatches.state` gave; the steps go on after the last one before it. `lengths` is the same
+            stream from its beginning, and the other arguments come from the state.
+
+    Returns:
+        An iterator of `StreamStep`s.
+
+    Raises:
+        ValueError: if an argument is out of its range or the state is not one; here or while iterating if a length is
+            no integer >= 1 or too long, by id.
+
+    Example:
+        >>> steps = stream_batches([3, 9, 2, 1], [(2, 4), (1, 9)])
+        >>> [(step.bucket.length, step.ids.tolist()) for step in steps]
+        [(9, [[1]]), (4, [[0, 2]]), (4, [[3, -1]])]
+    """
+    stream = iter(lengths)
+    if state is not None:
+        return _resume(stream, state)
+    rule = check_rule(microbatches_per_step, row_multiple)
+    check_overlong(overlong)
+    if max_waiting is not None:
+        max_waiting = check_integer("max_waiting", max_waiting)
+    if (buckets is None) == (max_tokens is None):
+        raise ValueError("give either buckets or max_tokens to choose them by")
+    if max_tokens is None:
+        checked = _check_buckets(buckets)
+    else:
+        max_tokens = check_integer("max_tokens", max_tokens)
+        first = list(islice(stream, check_integer("num_estimate", num_estimate)))
+        known = [_check_length(number, value) for number, value in enumerate(first)]
+        length_multiple = check_integer("length_multiple", length_multiple)
+        if max_length is not None:
+            max_length = -(-check_integer("max_length", max_length) // length_multiple) * length_multiple
+        chosen = make_buckets(
+            known,
+            max_tokens,
+            max_shapes=max_shapes,
+            max_length=max_length,
+            overlong="truncate",
+            microbatches_per_step=rule.microbatches_per_step,
+            row_multiple=rule.row_multiple,
+            length_multiple=length_multiple,
+        )
+        edges = [edge for _, edge in chosen]
+        if max_length is not None:
+            edges[-1] = max_length
+        if edges[-1] > max_tokens:
+            raise ValueError(f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={max_tokens}")
+        caps = round_caps(max_tokens // torch.tensor(edges), rule.row_multiple)
+        checked = tuple(Bucket(*pair) for pair in zip(caps.tolist(), edges, strict=True))
+        stream = chain(first, stream)
+    return StreamBatches(
+        stream,
+        checked,
+        microbatches_per_step=rule.microbatches_per_step,
+        max_waiting=max_waiting,
+        overlong=overlong,
+    )
+
+
+def _check_buckets(buckets: Any) -> tuple[Bucket, ...]:
+    checked = check_buckets(buckets)
+    single = tuple(bucket for bucket in checked if isinstance(bucket, Bucket))
+    if len(single) < len(checked):
+        raise ValueError(f"buckets of a stream must be (rows, length), got {tuple(checked[0])}")
+    return single
+
+
+def _check_length(number: int, value: Any) -> int:
+    try:
+        length = operator.index(value)
+    except TypeError:
+        length = 0
+    if isinstance(value, bool | np.bool_) or not 1 <= length <= INT64_MAX:
+        raise ValueError(f"lengths must be integers from 1 to {INT64_MAX}: id {number}: {value!r} (limit 1)")
+    return length
+
+
+def _resume(stream: Iterator[Any], state: Mapping[str, Any]) -> StreamBatches:
+    """Return the steps after a state, of a stream that stands at its beginning."""
+    fields = _check_state(state)
+    num_skipped = sum(1 for _ in islice(stream, fields["num_read"]))
+    if num_skipped < fields["num_read"]:
+        raise ValueError(f"the stream ends after {num_skipped} samples, the state has read {fields['num_read']}")
+    return StreamBatches(stream, **fields)
+
+
+def _check_state(state: Any) -> dict[str, Any]:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"not a state of stream_batches: {state!r}")
+    if missing := sorted(_STATE_KEYS - state.keys()):
+        raise ValueError(f"not a state of stream_batches: {', '.join(missing)} missing")
+    try:
+        fields: dict[str, Any] = {name: check_integer(name, state[name], minimum=0) for name in _COUNTS}
+        fields["buckets"] = _check_buckets(state["buckets"])
+        fields["microbatches_per_step"] = check_integer("microbatches_per_step", state["microbatches_per_step"])
+        most = state["max_waiting"]
+        fields["max_waiting"] = None if most is None else check_integer("max_waiting", most)
+        check_overlong(state["overlong"])
+        fields["overlong"] = state["overlong"]
+        fields["waiting"] = _check_waiting(state["waiting"], fields)
+    # Whatever is wrong with its types, in however many ways, it is no state.
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError(f"not a state of stream_batches: {error}") from error
+    return fields
+
+
+def _check_waiting(waiting: Any, fields: dict[str, Any]) -> list[list[tuple[int, int]]]:
+    buckets = fields["buckets"]
+    if len(waiting) != len(buckets):
+        raise ValueError(f"waiting must be one list a bucket, {len(buckets)}, got {len(waiting)}")
+    queues = []
+    shorter = 0
+    for queue, bucket in zip(waiting, buckets, strict=True):
+        checked = []
+        for number, length in queue:
+            number = check_integer("waiting id", number, minimum=0, maximum=fields["num_read"] - 1)
+            checked.append((number, check_integer("waiting length", length, shorter + 1, bucket.length)))
+        if len(checked) >= bucket.rows * fields["microbatches_per_step"]:
+            raise ValueError(f"{len(checked)} samples wait for {tuple(bucket)}, which is a full step")
+        queues.append(checked)
+        shorter = bucket.length
+    return queues
