@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import check_at_least_one
+from jvarlen.lengths import check_at_least_one, is_number
 
 __all__ = ["Budget", "CostFn", "checked_cost", "make_budget", "round_up"]
 
@@ -127,11 +127,13 @@ def make_budget(
         ("max_cost", max_cost, "cost", cost),
         ("max_bytes", max_bytes, "memory", memory),
     ):
+        if function is not None and not callable(function):
+            raise ValueError(f"{source} must be a function of rows and length, not {function!r}")
         if limit is None:
             continue
         if function is None:
             raise ValueError(f"{name} ({limit!r}) needs {source}, a function of rows and length")
-        if not 0 < limit < math.inf:
+        if not is_number(limit) or not 0 < limit < math.inf:
             raise ValueError(f"{name} must be finite and above 0, not {limit!r}")
         limits.append(Limit(name, float(limit), source, function))
     return Budget(int(max_tokens), int(microbatches_per_step), int(row_multiple), tuple(limits))

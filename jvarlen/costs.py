@@ -19,6 +19,7 @@ import scipy.optimize
 from jaxtyping import Float64
 
 from jvarlen.files import write_atomically
+from jvarlen.lengths import is_integer
 
 __all__ = ["CostModel", "fit_cost_model"]
 
@@ -27,7 +28,7 @@ Unit = Literal["seconds", "bytes"]
 _LEAST_SHAPES = 3  # one for each coefficient
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CostModel:
     """The cost of one microbatch: constant + B·T·(linear + quadratic·T).
 
@@ -91,7 +92,7 @@ class CostModel:
 
 
 def fit_cost_model(
-    shapes: Sequence[tuple[int, int]],
+    shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer],
     measured: npt.ArrayLike,
     *,
     unit: Unit = "seconds",
@@ -122,6 +123,7 @@ def fit_cost_model(
     References:
       Lawson and Hanson 1974, "Solving Least Squares Problems" (non-negative least squares).
     """
+    shapes = _check_shapes(shapes)
     values = np.asarray(measured, np.float64)
     if values.shape != (len(shapes),):
         raise ValueError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
@@ -145,3 +147,11 @@ def fit_cost_model(
         largest_error=float(np.abs(terms @ coefficients - 1).max()),
         measured=tuple((b, t, value) for (b, t), value in zip(shapes, values.tolist(), strict=True)),
     )
+
+
+def _check_shapes(shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer]) -> list[tuple[int, int]]:
+    given = [tuple(shape) for shape in shapes]
+    wrong = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
+    if wrong:
+        raise ValueError(f"shapes must be (rows, length) pairs of integers of at least 1: {wrong[:5]}")
+    return [(int(rows), int(length)) for rows, length in given]

@@ -129,7 +129,8 @@ def optimal_edges(
 def check_edges(edges: Sequence[int]) -> Int64[np.ndarray, " K"]:
     """Checks given lengths of rows: integers ≥ 1, strictly ascending; raises ValueError that lists those at fault."""
     given = np.asarray(edges)
-    if given.ndim != 1 or not given.size or not np.issubdtype(given.dtype, np.integer):
+    is_integers = given.ndim == 1 and given.size > 0 and np.issubdtype(given.dtype, np.integer)
+    if not is_integers or any(isinstance(edge, bool) for edge in edges):
         raise ValueError(f"given lengths must be at least one integer, not {edges!r}")
     if given.min() < 1:
         raise ValueError(f"given lengths must be at least 1: {given[given < 1].tolist()}")

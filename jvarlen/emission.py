@@ -108,6 +108,8 @@ def paced_ranks(
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
     steps = min(epoch * num_steps, _LATE) + np.arange(num_steps)
+    if not callable(pacing):
+        raise ValueError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
     fractions = np.asarray(pacing(steps), np.float64)
     if fractions.shape != steps.shape:
         raise ValueError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")

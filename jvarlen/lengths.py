@@ -156,6 +156,11 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a real Python or NumPy number, and no truth value."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
 def list_offenders(
     ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n *axes"] | None = None, limit: object = None
 ) -> str:

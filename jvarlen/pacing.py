@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import check_at_least_one
+from jvarlen.lengths import check_at_least_one, is_number
 
 __all__ = ["Pacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing"]
 
@@ -137,9 +137,9 @@ def discrete_pacing(num_steps: int, num_stages: int, initial: float = 0.1) -> Pa
 
 def _check(num_steps: int, initial: float, degree: float = 1.0) -> None:
     check_at_least_one(num_steps=num_steps)
-    if not 0 < initial <= 1:
+    if not is_number(initial) or not 0 < initial <= 1:
         raise ValueError(f"initial must be above 0 and at most 1, not {initial!r}")
-    if not 0 < degree < math.inf:
+    if not is_number(degree) or not 0 < degree < math.inf:
         raise ValueError(f"degree must be finite and above 0, not {degree!r}")
 
 

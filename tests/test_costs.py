@@ -58,12 +58,35 @@ def test_no_coefficient_is_negative():
         (SHAPES[:2], [1.0, 2.0], "at least 3 different"),
         ([(1, 8), (2, 8), (3, 8)], [1.0, 2.0, 3.0], "2 lengths"),
         (SHAPES, [1.0, 2.0], "5 shapes"),
+        ([(0, 8), (2, 16), (3, 32)], [1.0, 2.0, 3.0], r"\(0, 8\)"),
+        ([(1.5, 8), (2, 16), (True, 32)], [1.0, 2.0, 3.0], r"\(1.5, 8\), \(True, 32\)"),
         (SHAPES, [1.0, -2.0, 3.0, np.nan, 4.0], r"16×256: -2.0, 4×1024: nan"),
     ],
 )
 def test_what_cannot_be_fitted_is_refused(shapes, values, message):
     with pytest.raises(ValueError, match=message):
         fit_cost_model(shapes, values)
+
+
+def test_shapes_may_be_an_array():
+    assert fit_cost_model(np.array(SHAPES), np.arange(1.0, 6.0)) == fit_cost_model(SHAPES, [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": 7}, "cost must be a function"),
+        ({"memory": 7, "max_bytes": 1}, "memory must be a function"),
+        ({"cost": lambda b, t: b * t, "max_cost": "a"}, "max_cost must be finite and above 0, not 'a'"),
+        ({"cost": lambda b, t: b * t, "max_cost": 0}, "max_cost"),
+        ({"max_cost": 3.0}, "max_cost .* needs cost"),
+        ({"max_bytes": 3.0}, "max_bytes .* needs memory"),
+        ({"strategy": [True, 30]}, "given lengths"),
+    ],
+)
+def test_limits_that_are_none_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_buckets([3, 8, 30], 100, **options)
 
 
 def test_a_model_comes_back_from_disk_with_device_and_model_named(tmp_path):
