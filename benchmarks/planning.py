@@ -8,30 +8,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.util
-import os
-import platform
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
+from timing import REPEATS, best_seconds, report, table, versions_and_hardware
 
 import jvarlen
 
-RESULTS = Path(__file__).parent / "results"
 MAX_TOKENS = 500_000
-REPEATS = 5
-
-
-def best_seconds(call: Callable[[], object]) -> float:
-    """The fastest of some calls: what the work takes on a machine that does other things as well."""
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 def measure(num_samples: int) -> list[tuple[str, float]]:
@@ -59,7 +43,7 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
                         values, max_tokens, sequence_multiple=multiple
                     )
                 )
-    return [(name, best_seconds(call)) for name, call in calls.items()]
+    return [(name, best_seconds(call)[0]) for name, call in calls.items()]
 
 
 def main() -> None:
@@ -75,16 +59,11 @@ def main() -> None:
         "",
         f"{num_samples:,} lengths, uniform from 128 to 4,095. Best of {REPEATS} in one run; ratios to the first.",
         "",
-        "| work | seconds | ratio |",
-        "|---|---|---|",
-        *(f"| {name} | {seconds:.3f} | {seconds / sort_s:.2f} |" for name, seconds in rows),
+        *table("work|seconds|ratio", ((name, f"{value:.3f}", f"{value / sort_s:.2f}") for name, value in rows)),
         "",
-        f"{os.cpu_count()} cores, {platform.machine()}; Python {platform.python_version()}, NumPy {np.__version__}, "
-        f"jvarlen {jvarlen.__version__}, numba {'yes' if importlib.util.find_spec('numba') else 'no'}.",
+        versions_and_hardware(),
     ]
-    print("\n".join(lines))
-    if not options.quick:
-        (RESULTS / f"{datetime.date.today()}-planning.md").write_text("\n".join(lines) + "\n")
+    report("planning", lines, write=not options.quick)
 
 
 if __name__ == "__main__":
