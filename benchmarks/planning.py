@@ -1,6 +1,6 @@
-"""How long does planning take, against one `np.sort` of as many packed 64-bit keys in the same run?
+"""What does planning take: seconds against one `np.sort` of as many packed 64-bit keys, bytes a sample, and padding?
 
-Run `python benchmarks/planning.py [--num-samples 10000000] [--quick]`. Prints a table and writes it, with versions and
+Run `python benchmarks/planning.py [--num-samples 10000000] [--quick]`. Prints tables and writes them, with versions and
 hardware, to `benchmarks/results/`.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -34,6 +36,9 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
         'make_plan, order="length", with digest': lambda: plan(lengths, buckets).digest,
         'make_plan, order="shuffle"': lambda: plan(lengths, buckets, order="shuffle"),
         'make_plan, order="dataset"': lambda: plan(lengths, buckets, order="dataset"),
+        'make_plan, order="shuffle", blocks of 4,096': lambda: plan(lengths, buckets, order="shuffle", block_size=4096),
+        "make_plan, competence pacing": lambda: plan(lengths, buckets, pacing=jvarlen.competence_pacing(1_000)),
+        "pack_samples into rows of 4,096": lambda: jvarlen.pack_samples(lengths, 4096),
     }
     for name, values in (("sorted", ascending), ("unsorted", lengths)):
         for max_tokens in (500_000, 32_768):
@@ -46,12 +51,68 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
     return [(name, best_seconds(call)[0]) for name, call in calls.items()]
 
 
+def measure_fixed() -> list[tuple[str, float]]:
+    """Seconds of what does not grow with the samples, or has a size of its own."""
+    rng = np.random.default_rng(0)
+    lengths = np.concatenate([np.arange(96, 4096), rng.integers(96, 4096, 200_000)])
+    source = np.clip(rng.lognormal(3, 0.6, 200_000), 1, 250).astype(int)
+    pairs = np.stack([source, np.clip(source * rng.lognormal(0, 0.25, 200_000), 1, 250).astype(int)], axis=1)
+    cost = jvarlen.CostModel(0.0, 15e-6, 0.22e-6)
+    uniform = uniform_lengths()
+    make_buckets = functools.partial(jvarlen.make_buckets, lengths, MAX_TOKENS, max_shapes=32)
+    calls: dict[str, Callable[[], object]] = {
+        "make_buckets, 4,000 distinct lengths, 32 shapes": lambda: jvarlen.make_buckets(
+            lengths, MAX_TOKENS, max_shapes=32
+        ),
+        "the same with a cost in seconds": lambda: make_buckets(cost=cost),
+        "choose_row_lengths, 4,000 distinct lengths, 4 rows": lambda: jvarlen.choose_row_lengths(lengths, MAX_TOKENS),
+        "make_pair_buckets, 200,000 pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
+        "pack_samples, 200,000 samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
+    }
+    return [(name, best_seconds(call)[0]) for name, call in calls.items()]
+
+
+def uniform_lengths() -> np.ndarray:
+    return np.random.RandomState(2023).randint(128, 4096, 200_000)
+
+
+def measure_padding() -> list[tuple[str, float]]:
+    """Padding of 200,000 lengths in microbatches of 500,000 tokens, 8 a step."""
+    lengths = uniform_lengths()
+    padding = {}
+    for max_shapes in (4, 16, 32):
+        buckets = jvarlen.make_buckets(
+            lengths, MAX_TOKENS, max_shapes=max_shapes, microbatches_per_step=8, length_multiple=16
+        )
+        padding[f"{max_shapes} shapes"] = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8).padding
+    for row_lengths in ((4096,), (512, 1024, 2048, 4096)):
+        packing = jvarlen.pack_samples(lengths, row_lengths)
+        buckets = jvarlen.make_buckets(packing.num_tokens, MAX_TOKENS, strategy=row_lengths, microbatches_per_step=8)
+        name = f"packed rows of {', '.join(f'{length:,}' for length in row_lengths)}"
+        padding[name] = jvarlen.make_plan(packing, buckets, microbatches_per_step=8).padding
+    return list(padding.items())
+
+
+def measure_peaks(num_samples: int) -> list[tuple[str, float]]:
+    """Bytes a sample at the peak, beyond the lengths."""
+    lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
+    buckets = jvarlen.make_buckets(lengths, MAX_TOKENS)
+    peaks = {}
+    for order in ("length", "shuffle"):
+        tracemalloc.start()
+        jvarlen.make_plan(lengths, buckets, order=order)
+        peaks[f'make_plan, order="{order}"'] = tracemalloc.get_traced_memory()[1] / num_samples
+        tracemalloc.stop()
+    return list(peaks.items())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-samples", type=int, default=10_000_000)
     parser.add_argument("--quick", action="store_true", help="100,000 samples, and no report")
     options = parser.parse_args()
     num_samples = 100_000 if options.quick else options.num_samples
+    num_for_peaks = 1_000_000 if options.quick else 100_000_000
     rows = measure(num_samples)
     sort_s = rows[0][1]
     lines = [
@@ -60,6 +121,17 @@ def main() -> None:
         f"{num_samples:,} lengths, uniform from 128 to 4,095. Best of {REPEATS} in one run; ratios to the first.",
         "",
         *table("work|seconds|ratio", ((name, f"{value:.3f}", f"{value / sort_s:.2f}") for name, value in rows)),
+        "",
+        *table("work|seconds", ((name, f"{value:.3f}") for name, value in measure_fixed())),
+        "",
+        "Padding of `np.random.seed(2023); np.random.randint(128, 4096, 200000)`: 500,000 tokens a microbatch, 8 a",
+        "step.",
+        "",
+        *table("shapes|padding", ((name, f"{value:.2%}") for name, value in measure_padding())),
+        "",
+        f"Memory at the peak beyond the int64 lengths, {num_for_peaks:,} samples.",
+        "",
+        *table("work|bytes a sample", ((name, f"{value:.2f}") for name, value in measure_peaks(num_for_peaks))),
         "",
         versions_and_hardware(),
     ]
