@@ -13,10 +13,14 @@ from typing import Annotated
 
 import numpy as np
 import tyro
+from jaxtyping import Int64
 
 from jvarlen import __version__
+from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.config import FitConfig, PlanConfig, load_config
+from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
+from jvarlen.html_report import write_html_report
 from jvarlen.lengths import Overlong, check_lengths
 from jvarlen.models import TransformerConfig
 
@@ -50,16 +54,43 @@ class PlanCommand(PlanConfig):
     """The epoch to plan."""
     out: Path | None = None
     """Where to save the plan (.npz)."""
+    compare: bool = False
+    """Also print what every strategy, packed rows and no plan at all would make of the lengths."""
+    html: Path | None = None
+    """Where to write a page that shows the plan: one file that works offline."""
 
     def run(self) -> None:
-        """Prints the plan, and saves it where a file is named."""
+        """Prints the plan and what it is compared with, and writes the files that are named."""
         lengths = check_lengths(_load_lengths(self.lengths))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
         print(plan.report(cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
+        comparison = self._compare(lengths) if self.compare else None
+        if comparison is not None:
+            print(f"\n{comparison_table(comparison)}")
         if self.out is not None:
             plan.save(self.out)
             print(self.out)
+        if self.html is not None:
+            write_html_report(self.html, plan, lengths, cost=self.cost, comparison=comparison)
+            print(self.html)
+
+    def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
+        return compare_strategies(
+            lengths,
+            self.max_tokens,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            microbatches_per_step=self.microbatches_per_step,
+            row_multiple=self.row_multiple,
+            length_multiple=self.length_multiple,
+            cost=self.cost,
+            compile_seconds=self.compile_seconds,
+            max_cost=self.max_cost,
+            memory=None if self.memory_model is None else CostModel.load(self.memory_model),
+            max_bytes=self.max_bytes,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

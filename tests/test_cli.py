@@ -8,7 +8,9 @@ import pytest
 import jvarlen
 from jvarlen import Plan, make_buckets, make_plan
 from jvarlen.cli import main
+from jvarlen.compare import compare_strategies, comparison_table
 from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
@@ -28,6 +30,44 @@ def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert expected.report() in printed
     assert expected.digest in printed
+
+
+def test_plan_compares_strategies_and_writes_a_page(lengths_file, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    limits = {"max_shapes": 4, "max_length": 256, "length_multiple": 8, "row_multiple": 2, "microbatches_per_step": 2}
+    flags = [part for name, value in limits.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    common = ["plan", lengths_file, "--max-tokens", "2048", *flags, "--overlong", "truncate"]
+    assert main([*common, "--compare", "--html", str(page)]) == 0
+    expected = comparison_table(compare_strategies(LENGTHS, 2048, overlong="truncate", **limits))
+    printed = capsys.readouterr().out
+    assert printed.index("real tokens") < printed.index(expected)
+    assert printed.endswith(f"{page}\n")
+    assert "Strategies compared" in page.read_text()
+    assert main([*common, "--html", str(page)]) == 0
+    assert "Strategies compared" not in page.read_text()
+    assert "no plan" not in capsys.readouterr().out
+
+
+def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(lengths_file, tmp_path, capsys):
+    seconds = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
+    num_bytes = CostModel(constant=1.0, linear=2.0, quadratic=0.0, unit="bytes")
+    seconds.save(tmp_path / "cost.json")
+    num_bytes.save(tmp_path / "memory.json")
+    models = ["--cost-model", str(tmp_path / "cost.json"), "--memory-model", str(tmp_path / "memory.json")]
+    limits = ["--max-cost", "0.01", "--max-bytes", "6000", "--compile-seconds", "0.05"]
+    page = tmp_path / "plan.html"
+    assert main(["plan", lengths_file, "--max-tokens", "4096", *models, *limits, "--compare", "--html", str(page)]) == 0
+    figures = compare_strategies(
+        LENGTHS, 4096, cost=seconds, compile_seconds=0.05, max_cost=0.01, memory=num_bytes, max_bytes=6000
+    )
+    assert comparison_table(figures) in capsys.readouterr().out
+    assert "Predicted seconds of each bucket" in page.read_text()
+
+
+def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
+    page = tmp_path / "plan.html"
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--pack", "--html", str(page)]) == 0
+    assert "How full the rows are" in page.read_text()
 
 
 def test_the_version_is_the_packages(capsys):
@@ -55,6 +95,7 @@ def test_plan_takes_every_setting(lengths_file, capsys):
     [
         (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 leaves no row for a bucket"),
         (["plan", "LENGTHS", "--max-tokens", "many"], "--max-tokens"),
+        (["plan", "LENGTHS", "--max-tokens", "4096", "--html", "nowhere/plan.html"], "there is no directory nowhere"),
         (["plan", "LENGTHS", "--max-tokens", "0"], "max_tokens"),
         (["plan", "LENGTHS"], "--max-tokens"),
         (["plan", "LENGTHS", "--max-tokens", "4096", "--order", "random"], "random"),
