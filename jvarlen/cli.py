@@ -13,16 +13,18 @@ from typing import Annotated
 
 import numpy as np
 import tyro
-from jaxtyping import Int64
+from jaxtyping import Float64, Int64
 
 from jvarlen import __version__
 from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
-from jvarlen.config import FitConfig, PlanConfig, load_config
+from jvarlen.config import BatchSizeRule, FitConfig, PlanConfig, load_config
 from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
 from jvarlen.html_report import write_html_report
 from jvarlen.lengths import Overlong, check_lengths
+from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
+from jvarlen.plan import Plan
 
 __all__ = ["MeasureCommand", "PlanCommand", "main", "run"]
 
@@ -52,6 +54,12 @@ class PlanCommand(PlanConfig):
     """With the epoch, decides every shuffle."""
     epoch: int = 0
     """The epoch to plan."""
+    learning_rate: float | None = None
+    """A base rate; the rates of the steps are then shown, by base_batch_size."""
+    base_batch_size: float | None = None
+    """Sequences of the step at which the rate is the base rate."""
+    batch_size_rule: BatchSizeRule = "sqrt"
+    """How the rate grows with the sequences of a step."""
     out: Path | None = None
     """Where to save the plan (.npz)."""
     compare: bool = False
@@ -63,7 +71,8 @@ class PlanCommand(PlanConfig):
         """Prints the plan and what it is compared with, and writes the files that are named."""
         lengths = check_lengths(_load_lengths(self.lengths))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
-        print(plan.report(cost=self.cost, compile_seconds=self.compile_seconds))
+        rates = self._learning_rates(plan)
+        print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
         comparison = self._compare(lengths) if self.compare else None
         if comparison is not None:
@@ -72,8 +81,16 @@ class PlanCommand(PlanConfig):
             plan.save(self.out)
             print(self.out)
         if self.html is not None:
-            write_html_report(self.html, plan, lengths, cost=self.cost, comparison=comparison)
+            write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
             print(self.html)
+
+    def _learning_rates(self, plan: Plan) -> Float64[np.ndarray, " S"] | None:
+        if self.learning_rate is None and self.base_batch_size is None:
+            return None
+        if self.learning_rate is None or self.base_batch_size is None:
+            raise ValueError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
+        rule = None if self.batch_size_rule == "none" else self.batch_size_rule
+        return lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
 
     def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
         return compare_strategies(

@@ -25,8 +25,17 @@ from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pa
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import Plan, make_plan
 
-__all__ = ["FitConfig", "OptimizerConfig", "PlanConfig", "differing_settings", "load_config", "save_config"]
+__all__ = [
+    "BatchSizeRule",
+    "FitConfig",
+    "OptimizerConfig",
+    "PlanConfig",
+    "differing_settings",
+    "load_config",
+    "save_config",
+]
 
+BatchSizeRule = Literal["linear", "sqrt", "none"]
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
 
@@ -200,7 +209,7 @@ class OptimizerConfig:
     """Share of the steps over which the base rate rises, from the last rate of training."""
     final_fraction: float = 0.05
     """The last base rate as a share of the highest."""
-    batch_size_rule: Literal["linear", "sqrt", "none"] = "sqrt"
+    batch_size_rule: BatchSizeRule = "sqrt"
     """How the rate grows with the sequences of a step."""
     base_batch_size: float = 8
     """Sequences of the step at which the rate is the base rate."""

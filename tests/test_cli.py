@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Plan, make_buckets, make_plan
+from jvarlen import Plan, lr_sequence, make_buckets, make_plan
 from jvarlen.cli import main
 from jvarlen.compare import compare_strategies, comparison_table
 from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
@@ -139,3 +139,15 @@ def test_help_documents_every_setting(capsys):
         for field in dataclasses.fields(settings):
             if not dataclasses.is_dataclass(field.default):
                 assert f"--{prefix}{field.name.replace('_', '-')}" in text
+
+
+def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    rates = ["--learning-rate", "1e-3", "--base-batch-size", "32", "--batch-size-rule", "linear"]
+    assert main(["plan", str(lengths_file), "--max-tokens", "4096", *rates, "--html", str(page)]) == 0
+    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 4096))
+    expected = lr_sequence(plan, 1e-3, 32)
+    assert f"learning rate {expected.min():.3g} to {expected.max():.3g}" in capsys.readouterr().out
+    assert "Learning rate" in page.read_text()
+    assert main(["plan", str(lengths_file), "--max-tokens", "4096", "--learning-rate", "1e-3"]) == 2
+    assert "base_batch_size" in capsys.readouterr().err
