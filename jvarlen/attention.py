@@ -93,13 +93,20 @@ def attend_within_segments(
         padded = jnp.pad(array, [(0, 0), (0, filler)] + [(0, 0)] * (array.ndim - 2))
         return jnp.moveaxis(padded.reshape(array.shape[0], num_chunks, _CHUNK, *array.shape[2:]), 1, 0)
 
+    # In the backward pass the chunks' gradients of keys and values are summed, in float32 at least.
+    summed_type = jnp.promote_types(key.dtype, jnp.float32)
+    key, value = key.astype(summed_type), value.astype(summed_type)
+
     @jax.checkpoint
     def one_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         query_BxQxHxK, segments_BxQ, first_query = chunk
         mask_Bx1xQxT = segment_mask(segments_BxQ, segment_ids, causal=causal, first_query=first_query)[:, None]
         if query.dtype == jnp.float64:
             return _attend_in_float64(query_BxQxHxK, key, value, mask_Bx1xQxT)
-        return jax.nn.dot_product_attention(query_BxQxHxK, key, value, mask=mask_Bx1xQxT)
+        in_type = query.dtype
+        return jax.nn.dot_product_attention(
+            query_BxQxHxK, key.astype(in_type), value.astype(in_type), mask=mask_Bx1xQxT
+        )
 
     first_queries = jnp.arange(num_chunks) * _CHUNK
     attended = jax.lax.map(one_chunk, (in_chunks(query), in_chunks(segment_ids), first_queries))

@@ -189,8 +189,9 @@ def choose_row_lengths(
 
     A class of samples, those between two of the chosen lengths, is taken to need the rows that it needs at least: room
     for all its tokens, and no two samples longer than half a row in one. The set that is cheapest so is found exactly.
-    Where cost is tokens, long rows pack best. Where a token costs more in a long row, as in attention, short samples
-    get short rows.
+    Where a token costs more in a long row, as in attention, short samples get short rows. Without a cost, where only
+    tokens count, use the longest length alone (`max_shapes=1`): samples of all lengths fill its rows best, which
+    counting class by class does not show.
 
     Args:
       lengths: as in `make_buckets`.

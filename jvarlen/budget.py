@@ -122,6 +122,10 @@ def make_budget(
       ValueError: limits that are no positive numbers, or lack their function.
     """
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, row_multiple=row_multiple)
+    if max_tokens * microbatches_per_step >= 2**63:
+        raise ValueError(
+            f"max_tokens × microbatches_per_step ({max_tokens} × {microbatches_per_step}) must be below 2**63"
+        )
     limits = []
     for name, limit, source, function in (
         ("max_cost", max_cost, "cost", cost),

@@ -18,7 +18,6 @@ from jaxtyping import Float64, Int64
 from jvarlen import __version__
 from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.config import BatchSizeRule, FitConfig, PlanConfig, load_config
-from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
 from jvarlen.html_report import write_html_report
 from jvarlen.lengths import Overlong, check_lengths
@@ -105,7 +104,7 @@ class PlanCommand(PlanConfig):
             cost=self.cost,
             compile_seconds=self.compile_seconds,
             max_cost=self.max_cost,
-            memory=None if self.memory_model is None else CostModel.load(self.memory_model),
+            memory=self.memory,
             max_bytes=self.max_bytes,
         )
 
@@ -134,6 +133,9 @@ class MeasureCommand:
         """Measures, prints and saves."""
         from jvarlen.measure import measure_costs  # here: only measuring needs it
 
+        missing = [str(path) for path in (self.out, self.memory_out) if not path.parent.is_dir()]
+        if missing:
+            raise FileNotFoundError(f"there is no directory for {', '.join(missing)}")
         costs = measure_costs(
             self.model,
             max_tokens=self.max_tokens,

@@ -118,8 +118,7 @@ def pad_to_bucket(step: StepSamples) -> Batch:
       ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not cut; the lengths of
         the samples are not those that were planned; or the plan is packed. The samples are named.
     """
-    if step.ids.ndim == 3:
-        raise ValueError("a packed plan has several samples a row: collate it with pack_to_bucket")
+    _check_kind(step, "pad_to_bucket", num_lengths=1, is_packed=False)
     max_length = step.bucket.lengths[0]
     samples = _cut(step)
     tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
@@ -139,8 +138,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     Raises:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
-    if step.ids.ndim != 3:
-        raise ValueError("pack_to_bucket is for packed plans, made by make_plan from what pack_samples gives")
+    _check_kind(step, "pack_to_bucket", num_lengths=1, is_packed=True)
     is_sample_MxBxP = step.ids >= 0
     samples = _cut(step)
     tokens = _checked_tokens(step.ids[is_sample_MxBxP], samples)
@@ -149,6 +147,13 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     lengths_MxBxP = np.zeros(step.ids.shape, np.int64)
     lengths_MxBxP[is_sample_MxBxP] = lengths
     length = step.bucket.lengths[0]
+    too_long_MxBx1 = lengths_MxBxP.sum(axis=2, keepdims=True) > length
+    if too_long_MxBx1.any():
+        at_fault = is_sample_MxBxP & too_long_MxBx1
+        offenders = list_offenders(step.ids[at_fault], lengths_MxBxP[at_fault], length)
+        raise ValueError(
+            f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
+        )
     is_token_MxBxT = np.arange(length) < lengths_MxBxP.sum(axis=2, keepdims=True)
 
     def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
@@ -177,6 +182,7 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
     Raises:
       ValueError: as `pad_to_bucket`.
     """
+    _check_kind(step, "pad_pairs_to_bucket", num_lengths=2, is_packed=False)
     pairs = [pair for microbatch in step.samples for pair in microbatch]
     sides = [[np.asarray(pair[side]) for pair in pairs] for side in (0, 1)]
     source, target = (
@@ -244,6 +250,17 @@ def full_batch(spec: Any) -> Any:
             target_lengths=batch.target_lengths * np.int32(batch.target_tokens.shape[2]),
         )
     return batch
+
+
+def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bool) -> None:
+    """Raises ValueError where the plan is of another kind than the collate function is for."""
+    if len(step.bucket.lengths) == num_lengths and (step.ids.ndim == 3) == is_packed:
+        return
+    fitting = "pad_pairs_to_bucket" if len(step.bucket.lengths) == 2 else "pad_to_bucket"
+    kind = "pairs" if len(step.bucket.lengths) == 2 else "samples, one a row"
+    if step.ids.ndim == 3:
+        kind, fitting = "packed rows", "pack_to_bucket"
+    raise ValueError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
 
 
 def _cut(step: StepSamples) -> list[np.ndarray]:

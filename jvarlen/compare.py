@@ -94,10 +94,10 @@ def compare_strategies(
 ) -> list[StrategyFigures]:
     """Plans an epoch by every strategy, and by none, and gives the figures of each.
 
-    Packed rows have lengths from `choose_row_lengths`. Two lines are what users have without a plan: batches
-    of samples sorted by length, as many as the budget allows (`batch_by_tokens`), and batches of a fixed number of
-    samples in the order of the dataset, as many as would fit the budget if all were the longest. Each batch is a
-    microbatch, padded to its own longest sample, so that there are many shapes.
+    Packed rows have the longest length alone, or with a cost those of `choose_row_lengths`. Two lines are what users
+    have without a plan: batches of samples sorted by length, as many as the budget allows (`batch_by_tokens`), and
+    batches of a fixed number of samples in the order of the dataset, as many as would fit the budget if all were the
+    longest. Each batch is a microbatch, padded to its own longest sample, so that there are many shapes.
 
     Args:
       lengths: integers[N], tokens a sample.
@@ -277,7 +277,9 @@ class _Epoch(NamedTuple):
         return self._planned(self.lengths, buckets)
 
     def in_packed_rows(self) -> _Steps:
-        options = self.choice | self.limits | {"max_shapes": self.max_shapes}
+        # Where only tokens count, nothing packs better than long rows.
+        max_shapes = self.max_shapes if self.limits["cost"] else 1
+        options = self.choice | self.limits | {"max_shapes": max_shapes}
         row_lengths = choose_row_lengths(self.lengths_by_id, self.max_tokens, **options)
         packing = pack_samples(self.lengths, row_lengths)
         buckets = make_buckets(packing.num_tokens, self.max_tokens, strategy=row_lengths, **self.limits)

@@ -27,6 +27,7 @@ from jvarlen.buckets import AnyBucket, check_buckets
 from jvarlen.collate import full_batch, token_batch_spec
 from jvarlen.distributed import batch_shardings
 from jvarlen.interrupts import raise_if_interrupted
+from jvarlen.lengths import check_at_least_one
 
 __all__ = [
     "CompiledBuckets",
@@ -93,6 +94,7 @@ class CompiledBuckets:
       ledger: a `LedgerRow` for each bucket, in the order of compilation.
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
       microbatches_per_step: M.
+      device: number and kind of the devices that it was compiled for.
     """
 
     def __init__(
@@ -101,11 +103,13 @@ class CompiledBuckets:
         specs: dict[AnyBucket, Any],
         ledger: tuple[LedgerRow, ...],
         microbatches_per_step: int,
+        device: str,
     ):
         self._executables = executables
         self.specs = specs
         self.ledger = ledger
         self.microbatches_per_step = microbatches_per_step
+        self.device = device
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
@@ -183,7 +187,10 @@ def compile_buckets(
                     *(getattr(memory, f"{kind}_size_in_bytes", 0) for kind in ("argument", "output", "alias", "temp")),
                 )
             )
-    return CompiledBuckets(executables, specs, tuple(ledger), microbatches_per_step)
+    devices = jax.devices()[:1] if mesh is None else mesh.devices.flatten().tolist()
+    kinds = sorted({device.device_kind for device in devices})
+    device = f"{len(devices)} × {', '.join(kinds)}"
+    return CompiledBuckets(executables, specs, tuple(ledger), microbatches_per_step, device)
 
 
 class MeasuredBuckets(NamedTuple):
@@ -217,12 +224,15 @@ def measure_buckets(
     Args:
       compiled: what `compile_buckets` gave; its buckets have one length.
       state: the state that it was compiled for; it is left as it is.
-      repeats: how often each bucket runs; the fastest counts.
+      repeats: how often each bucket runs after a first time that does not count; the fastest counts.
       make_batch: makes a batch from the pytree of `jax.ShapeDtypeStruct` of a bucket.
       progress: whether to show a progress bar.
 
     Returns:
       `MeasuredBuckets`.
+
+    Raises:
+      ValueError: buckets of pairs, or repeats below 1.
 
     Example:
       >>> def count(state, batch):
@@ -231,11 +241,15 @@ def measure_buckets(
       >>> measure_buckets(compiled, np.float32(0), progress=False).shapes
       ((2, 4), (1, 8))
     """
+    check_at_least_one(repeats=repeats)
+    if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
+        raise ValueError("buckets of pairs have two lengths, and a cost model knows one")
     state = jax.tree.map(jnp.array, state)
     seconds = []
     for spec in tqdm(compiled.specs.values(), desc="measure", unit="bucket", disable=not progress):
         raise_if_interrupted()
         batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
+        state, _ = jax.block_until_ready(compiled(state, batch))
         fastest = math.inf
         for _ in range(repeats):
             start = time.perf_counter()
@@ -244,13 +258,12 @@ def measure_buckets(
         seconds.append(fastest / compiled.microbatches_per_step)
     rows = {row.bucket: row for row in compiled.ledger}
     cold = [row.lower_s + row.compile_s for row in compiled.ledger if not row.cache_hit]
-    devices = sorted({device.device_kind for device in jax.devices()})
     return MeasuredBuckets(
         tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
         np.array(seconds),
         np.array([rows[bucket].total_bytes for bucket in compiled.specs]),
         float(np.mean(cold)) if cold else math.nan,
-        f"{jax.device_count()} × {', '.join(devices)}",
+        compiled.device,
     )
 
 

@@ -96,7 +96,7 @@ class PlanConfig:
     pack: bool = False
     """Put several samples into a row."""
     row_lengths: tuple[int, ...] = ()
-    """Lengths of packed rows; chosen where none are given, at most max_shapes."""
+    """Lengths of packed rows. Where none are given: the longest alone, or, by a cost model, up to max_shapes."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds: what is then minimised, and predicted."""
     max_cost: float | None = None
@@ -125,11 +125,37 @@ class PlanConfig:
         _check(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
             raise ValueError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
+        for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
+            if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
+        if self.pack:
+            self._check_packing()
+
+    def _check_packing(self) -> None:
+        """Raises ValueError for settings that say nothing of packed rows."""
+        if self.strategy != "optimal":
+            raise ValueError(
+                f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
+            )
+        if self.pacing != "none":
+            raise ValueError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
+        if self.block_size is not None:
+            raise ValueError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
+        odd = [length for length in self.row_lengths if length % self.length_multiple]
+        if odd:
+            raise ValueError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
+        if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
+            raise ValueError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
 
     @property
     def cost(self) -> CostModel | None:
-        """The cost model, read from its file."""
-        return None if self.cost_model is None else CostModel.load(self.cost_model)
+        """The cost model in seconds, read from its file."""
+        return _load_model(self.cost_model, "seconds")
+
+    @property
+    def memory(self) -> CostModel | None:
+        """The cost model in bytes, read from its file."""
+        return _load_model(self.memory_model, "bytes")
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings; for packed rows, of the lengths that the rows have."""
@@ -138,7 +164,7 @@ class PlanConfig:
             "row_multiple": self.row_multiple,
             "cost": self.cost,
             "max_cost": self.max_cost,
-            "memory": None if self.memory_model is None else CostModel.load(self.memory_model),
+            "memory": self.memory,
             "max_bytes": self.max_bytes,
         }
         choice: dict[str, Any] = {
@@ -150,6 +176,8 @@ class PlanConfig:
         }
         if not self.pack:
             return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
+        if limits["cost"] is None:
+            choice["max_shapes"] = 1  # where only tokens count, nothing packs better than long rows
         row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
         rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
         return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
@@ -278,6 +306,15 @@ def load_config(path: Path) -> FitConfig:
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, AttributeError) as error:  # AttributeError: JSON, but no object
         raise ValueError(f"{path} holds no settings of a run: {error}") from error
+
+
+def _load_model(path: Path | None, unit: str) -> CostModel | None:
+    if path is None:
+        return None
+    model = CostModel.load(path)
+    if model.unit != unit:
+        raise ValueError(f"{path} holds a cost model in {model.unit}, not in {unit}")
+    return model
 
 
 def differing_settings(one: FitConfig, other: FitConfig) -> list[str]:

@@ -26,6 +26,7 @@ __all__ = ["CostModel", "fit_cost_model"]
 Unit = Literal["seconds", "bytes"]
 
 _LEAST_SHAPES = 3  # one for each coefficient
+_LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over the largest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,8 @@ def fit_cost_model(
     """Fits a cost model to measured shapes, by least squares of the relative error, no coefficient below 0.
 
     Args:
-      shapes: (rows, length) pairs, at least 3 different ones of at least 2 different lengths.
+      shapes: (rows, length) pairs, at least 3 different ones of at least 2 different lengths. Full buckets of one
+        budget hold nearly as many tokens each, which tells nothing of the constant: measure some with fewer rows too.
       measured: floats[len(shapes)], the cost of one microbatch of each, above 0.
       unit: "seconds" or "bytes".
       device: what was measured on, to be kept with the model.
@@ -112,7 +114,8 @@ def fit_cost_model(
       `CostModel`.
 
     Raises:
-      ValueError: too few shapes; not one value a shape; values that are not finite and above 0, listed by shape.
+      ValueError: too few shapes, or such that do not tell the three terms apart; not one value a shape; values that are
+        not finite and above 0, listed by shape.
 
     Example:
       >>> shapes = [(8, 64), (4, 128), (1, 512), (2, 512)]
@@ -133,7 +136,13 @@ def fit_cost_model(
     if wrong:
         raise ValueError(f"measured values must be finite and above 0: {', '.join(wrong)}")
     rows, length = np.array(shapes, np.float64).T
-    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) / values[:, None]
+    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
+    if np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=_LEAST_INDEPENDENCE) < _LEAST_SHAPES:
+        raise ValueError(
+            "these shapes do not tell what a step, a token and attention cost, as when all hold equally many tokens: "
+            f"measure a length with another number of rows as well; given were {shapes}"
+        )
+    terms /= values[:, None]
     scale = terms.max(axis=0)  # the terms differ by many orders of magnitude
     coefficients = scipy.optimize.nnls(terms / scale, np.ones(len(values)))[0] / scale
     constant, linear, quadratic = coefficients.tolist()

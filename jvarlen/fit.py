@@ -115,7 +115,9 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
 
     course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
     first_plan = course.plan_of_epoch(0)
-    _say("Plan", first_plan.report(course.rates_of_epoch(0).in_force), f"training takes {course.num_steps:,} steps")
+    rates = course.rates_of_epoch(0).in_force
+    report = first_plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
+    _say("Plan", report, f"training takes {course.num_steps:,} steps")
     raise_if_interrupted()
     if config.resume is None:
         run_dir = new_run_dir(config, first_plan)
@@ -203,6 +205,7 @@ def _train(
         course.plan_of_epoch,
         dataset,
         epoch=place.epoch,
+        num_epochs=-(-course.num_steps // course.steps_per_epoch),
         start_step=place.step,
         num_workers=config.num_workers,
         collate=pack_to_bucket if config.plan.pack else pad_to_bucket,

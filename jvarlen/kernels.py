@@ -22,7 +22,7 @@ __all__ = ["close_by_budget", "close_by_capacity", "paced_arrival", "take_segmen
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles on the first call, for the next process as well."""
-    return function if numba is None else numba.njit(cache=True)(function)
+    return function if numba is None else numba.njit(cache=True, nogil=True)(function)
 
 
 @compiled

@@ -72,6 +72,10 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     if array.min() < 1:
         offenders = list_offenders(*offenders_where(array.min(axis=1) < 1, array), 1)
         raise ValueError(f"lengths must be at least 1: {offenders}")
+    most = np.iinfo(np.int64).max // 2  # so that the sum of both fits
+    if array.max() > most:
+        offenders = list_offenders(*offenders_where(array.max(axis=1) > most, array), most)
+        raise ValueError(f"lengths of pairs must be at most 2**62 - 1: {offenders}")
     return array.astype(np.int64, copy=False)
 
 

@@ -71,6 +71,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     epoch: int = 0,
+    num_epochs: int | None = None,
     start_step: int = 0,
     num_workers: int = 0,
     collate: CollateFn = pad_to_bucket,
@@ -83,13 +84,15 @@ def load(
         arrays for the default.
       mesh: spreads the microbatches of a step over the mesh axis "data"; None puts them on the default device.
       epoch: the epoch to start in, where `plan` is a function.
+      num_epochs: the epoch to end before, where `plan` is a function; None for no end. Each epoch is planned in a
+        thread while the one before is loaded.
       start_step: the first step to give; no step before it is read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is the plan's
         whatever their number. Workers are spawned, so that `dataset` and `collate` must pickle.
       collate: makes the arrays of one step from its `StepSamples`. What is not a scalar has leading axis M.
 
     Returns:
-      An iterator over S − start_step pytrees (without end where `plan` is a function), `Batch` for the default
+      An iterator over S − start_step pytrees (those of all epochs where `plan` is a function), `Batch` for the default
       `collate`.
 
     Raises:
@@ -111,13 +114,15 @@ def load(
         return steps
     later = (
         _iterate_epoch(PlanSource(planned, dataset, collate), mesh, 0, num_workers)
-        for planned in _plan_ahead(plan_of_epoch, epoch + 1)
+        for planned in _plan_ahead(plan_of_epoch, epoch + 1, num_epochs)
     )
     return itertools.chain(steps, itertools.chain.from_iterable(later))
 
 
-def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int) -> Iterator[Plan]:
-    """The plans of all epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
+def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int, num_epochs: int | None) -> Iterator[Plan]:
+    """The plans of the epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
+    if num_epochs is not None and first_epoch >= num_epochs:
+        return iter(())
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
     planned = planner.submit(plan_of_epoch, first_epoch)
 
@@ -125,7 +130,11 @@ def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int) -> Itera
         nonlocal planned
         try:
             for epoch in itertools.count(first_epoch + 1):
-                plan, planned = planned.result(), planner.submit(plan_of_epoch, epoch)
+                plan = planned.result()
+                if epoch == num_epochs:
+                    yield plan
+                    return
+                planned = planner.submit(plan_of_epoch, epoch)
                 yield plan
         finally:
             planner.shutdown(wait=False, cancel_futures=True)

@@ -11,6 +11,8 @@ import optax
 from jvarlen.collate import packed_batch_spec, token_batch_spec
 from jvarlen.compile import compile_buckets, measure_buckets
 from jvarlen.costs import CostModel, fit_cost_model
+from jvarlen.edges import check_edges
+from jvarlen.lengths import check_at_least_one
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.train import init_train_state, make_train_step
 
@@ -58,8 +60,12 @@ def measure_costs(
       `MeasuredCosts`.
 
     Raises:
-      ValueError: too few lengths; or lengths above a quarter of `max_tokens`.
+      ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
     """
+    check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
+    check_edges(lengths)
+    if len(lengths) < 2:
+        raise ValueError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
     too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
     if too_long:
         raise ValueError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")

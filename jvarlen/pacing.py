@@ -151,7 +151,7 @@ def _pacing(num_steps: int, share: Callable[[Int64[np.ndarray, " S"]], Float64[n
         if not np.issubdtype(steps.dtype, np.integer) or (steps < 0).any():
             raise ValueError(f"steps must be integers of at least 0, not {step!r}")
         # One axis, for a power of a NumPy scalar may be rounded otherwise than that of an array.
-        reached = np.minimum(steps.reshape(-1), num_steps).astype(np.int64)
+        reached = np.minimum(steps.reshape(-1).astype(np.uint64), np.uint64(num_steps)).astype(np.int64)
         # The end is exact, whatever the rounding.
         shares = np.where(reached == num_steps, 1.0, np.minimum(share(reached), 1.0))
         return shares.reshape(steps.shape)[()]

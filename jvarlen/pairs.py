@@ -48,7 +48,7 @@ def make_pair_buckets(
       budget: what counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
       max_shapes: the most buckets.
       max_candidates: lengths of each side that are tried: the best so many for that side alone. Time grows with its
-        fourth power.
+        fourth power, and with the square of a side's distinct lengths: round many of them by `length_multiple`.
       microbatches_per_step: M.
       row_multiple: rows are a multiple of it, where the budget allows one.
       length_multiple: lengths are rounded up to a multiple of it.
@@ -143,6 +143,7 @@ def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
     samples within the first i sources and j targets in exactly k buckets, the last of which ends there.
     """
     sources, targets, budget = problem.sources, problem.targets, problem.budget
+    max_shapes = min(max_shapes, len(sources) + len(targets) - 1)
     within = np.zeros((len(sources) + 1, len(targets) + 1), np.int64)
     within[1:, 1:] = problem.histogram.cumsum(axis=0).cumsum(axis=1)
     cheapest = np.full((max_shapes + 1, *within.shape), _UNREACHABLE)
@@ -174,6 +175,7 @@ def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
     widest last class wins, then the one with the fewest buckets.
     """
     num_sources = len(problem.sources)
+    max_shapes = min(max_shapes, problem.histogram.size)
     max_targets = min(max_shapes, len(problem.targets))
     cheapest = np.full((max_shapes + 1, num_sources + 1), _UNREACHABLE)
     cheapest[0, 0] = 0

@@ -22,7 +22,15 @@ from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable
 from jvarlen.emission import by_arrival, canonical_steps, paced_ranks, sum_segments
 from jvarlen.grouping import Ordering, group_by_bucket
 from jvarlen.kernels import take_segments, take_segments_with_sums
-from jvarlen.lengths import Overlong, check_at_least_one, check_lengths, check_pair_lengths, ends_to_offsets
+from jvarlen.lengths import (
+    Overlong,
+    check_at_least_one,
+    check_lengths,
+    check_pair_lengths,
+    ends_to_offsets,
+    list_offenders,
+    offenders_where,
+)
 from jvarlen.pacing import Pacing
 from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -284,8 +292,12 @@ def make_plan(
     if isinstance(lengths, Packing):
         if overlong != "error":
             raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+        num_tokens, longest = lengths.num_tokens, buckets[-1].lengths[0]
+        if num_tokens.max() > longest:
+            offenders = list_offenders(*offenders_where(num_tokens > longest, num_tokens), longest)
+            raise ValueError(f"packed rows longer than the longest bucket; of the rows, {offenders}")
         plan_of_rows = make_plan(
-            lengths.num_tokens,
+            num_tokens,
             buckets,
             microbatches_per_step=microbatches_per_step,
             order=order,

@@ -165,7 +165,8 @@ def _check_structure(fields: Fields) -> None:
         if offsets[0] != 0 or offsets[-1] != len(ids):
             wrong.append("step_offsets do not span sample_ids")
         row_offsets = fields.get("row_offsets", np.arange(len(ids) + 1))
-        if row_offsets[:1] != [0] or row_offsets[-1:] != [len(ids)] or (np.diff(row_offsets) < 1).any():
+        spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(ids)
+        if not spans or (np.diff(row_offsets) < 1).any():
             wrong.append("row_offsets do not ascend from 0 to the number of samples")
         elif not np.isin(offsets, row_offsets).all():
             wrong.append("step_offsets cut rows")

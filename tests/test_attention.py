@@ -67,6 +67,27 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
         np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
 
 
+def test_many_chunks_lose_no_precision_in_bfloat16():
+    """Gradients of keys are sums over all chunks, which must not be rounded one by one."""
+    length = 4096
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, length))
+    segments = jnp.ones((1, length), jnp.int32)
+
+    def key_gradient(implementation, *qkv):
+        def loss(k):
+            attended = attend_within_segments(qkv[0], k, qkv[2], segments, causal=False, implementation=implementation)
+            return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
+
+        return jax.grad(loss)(qkv[1]).astype(jnp.float32)
+
+    exact = key_gradient("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
+
+    def error(implementation):
+        return float(jnp.linalg.norm(key_gradient(implementation, q, k, v) - exact) / jnp.linalg.norm(exact))
+
+    assert error("chunked") < 1.2 * error("xla")
+
+
 def test_lengths_and_the_mask_they_stand_for_are_the_same():
     q, k, v = random_qkv(2, 16)
     lengths = jnp.array([16, 5])

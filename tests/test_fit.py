@@ -144,8 +144,12 @@ def test_packed_rows_train_and_resume_as_well(config, split):
     assert [row["num_sequences"] for row in records[: plan.num_steps]] == plan.num_sequences.tolist()
     assert sum(row["num_sequences"] for row in records[: plan.num_steps]) == len(split.train)
     assert result.summary.padding < 0.1 < fit(config, split).summary.padding
-    first = fit(dataclasses.replace(packed, max_steps=7, runs_dir=config.runs_dir / "first"), split)
-    assert step_records(first.run_dir)[0]["loss"] == records[0]["loss"]
+    interrupting = split._replace(train=Interrupting(split.train, after=len(split.train) + 150))
+    stopped = fit(dataclasses.replace(packed, runs_dir=config.runs_dir / "stopped"), interrupting)
+    assert stopped.summary.interrupted
+    assert 0 < stopped.summary.num_steps < 25
+    resumed = fit(dataclasses.replace(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
+    assert same_training(resumed, result)
 
 
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):

@@ -70,6 +70,20 @@ def test_the_next_epoch_is_planned_while_one_is_loaded():
     assert planned == [(1, True), (2, False)]
 
 
+@pytest.mark.parametrize("num_epochs", [2, 4])
+def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
+    planned = []
+
+    def plan_and_tell(epoch):
+        planned.append(epoch)
+        return plan_of_epoch(epoch)
+
+    batches = list(load(plan_and_tell, DATASET, epoch=1, num_epochs=num_epochs))
+    assert planned == list(range(1, num_epochs))
+    expected = [planned_rows(plan_of_epoch(e), s) for e in planned for s in range(plan_of_epoch(e).num_steps)]
+    assert [rows_of(batch) for batch in batches] == expected
+
+
 def test_steps_before_the_start_are_not_read():
     plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
     before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())

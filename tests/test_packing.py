@@ -19,6 +19,7 @@ from jvarlen import (
     pack_samples,
     pack_to_bucket,
     packed_batch_spec,
+    pad_pairs_to_bucket,
     pad_to_bucket,
 )
 from jvarlen.collate import StepSamples
@@ -126,8 +127,20 @@ def test_plans_and_collate_functions_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="pack_to_bucket"):
         PlanSource(packed_plan(), DATASET, pad_to_bucket)[0]
     unpacked = make_plan(LENGTHS, make_buckets(LENGTHS, 256))
-    with pytest.raises(ValueError, match="packed plans"):
+    with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
         PlanSource(unpacked, DATASET, pack_to_bucket)[0]
+    with pytest.raises(ValueError, match="pad_to_bucket"):
+        PlanSource(unpacked, DATASET, pad_pairs_to_bucket)[0]
+    of_pairs = make_plan([[3, 4]], [(1, 4, 4)])
+    with pytest.raises(ValueError, match="pairs: collate it with pad_pairs_to_bucket"):
+        PlanSource(of_pairs, [([1, 2, 3], [1, 2, 3, 4])], pad_to_bucket)[0]
+
+
+def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
+    plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)])
+    swapped = [np.ones(length, np.int64) for length in (4, 4, 4, 0)]  # as many tokens in all
+    with pytest.raises(ValueError, match=r"longer than their bucket.*id 0: 4, id 2: 4 \(limit 6\)"):
+        PlanSource(plan, swapped, pack_to_bucket)[0]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])

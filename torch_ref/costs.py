@@ -101,7 +101,14 @@ def fit_cost_model(
 
 def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[float]:
     rows, length = shapes.T
-    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1) / costs[:, None]
+    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
+    # Shapes that all hold equally many tokens say nothing about the constant.
+    if np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=1e-6) < 3:
+        raise ValueError(
+            "the shapes do not tell the three coefficients apart, as when all hold equally many tokens: "
+            f"measure a length with another number of rows too; got {shapes.astype(int).tolist()}"
+        )
+    terms /= costs[:, None]
     # The columns differ by many powers of ten: scaled alike, none of them is lost to rounding.
     scale = terms.max(axis=0)
     solution, _ = nnls(terms / scale, np.ones_like(costs))
