@@ -7,6 +7,7 @@ samples of a bucket, s its steps.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias, get_args
 
@@ -22,6 +23,7 @@ from jvarlen.lengths import (
     check_lengths,
     check_overlong,
     is_integer,
+    is_number,
     list_offenders,
     offenders_where,
 )
@@ -145,7 +147,7 @@ def make_buckets(
     budget = _checked_budget(
         max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
     )
-    check_at_least_one(length_multiple=length_multiple)
+    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
     given: Int64[np.ndarray, " K"] | None = None
     if not isinstance(strategy, str):
         given = np.unique(round_up(check_edges(strategy), length_multiple))
@@ -268,8 +270,10 @@ def _checked_budget(
     max_bytes: float | None,
 ) -> Budget:
     check_at_least_one(max_shapes=max_shapes)
-    if compile_seconds is not None and (cost is None or not compile_seconds >= 0):
-        raise ValueError(f"compile_seconds ({compile_seconds}) must be at least 0 and needs a cost in seconds")
+    if compile_seconds is not None:
+        is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf
+        if cost is None or not is_seconds:
+            raise ValueError(f"compile_seconds ({compile_seconds!r}) must be at least 0 and needs a cost in seconds")
     return make_budget(
         max_tokens,
         microbatches_per_step=microbatches_per_step,

@@ -1,6 +1,6 @@
 """Costs: in go a few measured shapes, out comes a function that predicts the seconds, or the bytes, of any shape.
 
-NumPy and SciPy only; `jvarlen.compile.measure_buckets` measures. Letters: B rows, T length.
+NumPy and SciPy only; `jvarlen.measure_buckets` measures. Letters: B rows, T length.
 """
 
 from __future__ import annotations

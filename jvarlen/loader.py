@@ -5,9 +5,10 @@ The only module that moves data to devices. Collation and transfer run ahead of 
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ from jvarlen.distributed import batch_shardings
 from jvarlen.interrupts import without_interrupts
 from jvarlen.lengths import DataSource
 from jvarlen.plan import Plan
+from jvarlen.streams import StreamStep
 
-__all__ = ["PlanSource", "load"]
+__all__ = ["PlanSource", "load", "load_stream"]
 
 CollateFn = Callable[[StepSamples], Any]
 
@@ -48,18 +50,11 @@ class PlanSource:
             StepSamples(
                 bucket=plan.buckets[plan.step_bucket[step]],
                 ids=ids_MxB,
-                samples=[[self._read(i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in ids_MxB],
+                samples=[[read_sample(self._dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in ids_MxB],
                 num_tokens=int(plan.num_tokens[step]),
                 truncate=plan.overlong == "truncate",
             )
         )
-
-    def _read(self, sample_id: int) -> Any:
-        try:
-            return self._dataset[sample_id]
-        except Exception as error:
-            error.add_note(f"while reading sample {sample_id}")
-            raise
 
     def __repr__(self) -> str:
         return f"PlanSource({self._plan.digest[:12]}, {len(self)} steps)"
@@ -140,6 +135,61 @@ def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int, num_epoc
             planner.shutdown(wait=False, cancel_futures=True)
 
     return plans()
+
+
+def load_stream(
+    stream: Iterator[StreamStep],
+    dataset: Any,
+    *,
+    mesh: Mesh | None = None,
+    truncate: bool = False,
+    collate: CollateFn = pad_to_bucket,
+) -> Iterator[Any]:
+    """The steps of a stream as device arrays; the next one is read and collated while one is taken.
+
+    Args:
+      stream: what `stream_batches` gives. To go on later from where training is, keep `stream.state()` of the step
+        before: some steps are read ahead.
+      dataset: `dataset[i]` is the payload of sample i; read once, when its step comes.
+      mesh: as in `load`.
+      truncate: whether the stream cuts samples that are longer than the longest bucket.
+      collate: as in `load`.
+
+    Returns:
+      An iterator over pytrees, `Batch` for the default `collate`.
+
+    Raises:
+      ValueError: shards that do not divide M; and, when a step comes, what the stream or `collate` refuses.
+
+    Example:
+      >>> from jvarlen.streams import stream_batches
+      >>> samples = [np.arange(length) for length in (3, 1, 4)]
+      >>> stream = stream_batches(map(len, samples), [(2, 4)])
+      >>> [batch.lengths.tolist() for batch in load_stream(stream, samples)]
+      [[[3, 1]], [[4, 0]]]
+    """
+
+    def read(step: StreamStep) -> Any:
+        samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
+        return collate(StepSamples(step.bucket, step.ids, samples, int(step.lengths.sum()), truncate))
+
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream") as reader:
+        ahead: collections.deque[Future] = collections.deque()
+        for step in stream:
+            ahead.append(reader.submit(read, step))
+            if len(ahead) > _DEVICE_BUFFER:
+                yield _put(ahead.popleft().result(), mesh)
+        while ahead:
+            yield _put(ahead.popleft().result(), mesh)
+
+
+def read_sample(dataset: Any, sample_id: int) -> Any:
+    """A sample of the dataset; an error says which one it was."""
+    try:
+        return dataset[sample_id]
+    except Exception as error:
+        error.add_note(f"while reading sample {sample_id}")
+        raise
 
 
 def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_workers: int) -> Iterator[Any]:

@@ -7,10 +7,11 @@ import datetime
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
-from jvarlen.config import FitConfig, differing_settings, load_config, save_config
+from jvarlen.config import FitConfig, PlanConfig, differing_settings, load_config, save_config
 from jvarlen.files import write_atomically
 from jvarlen.plan import Plan
 from jvarlen.report import read_metrics
@@ -69,7 +70,7 @@ def new_run_dir(config: FitConfig, plan: Plan) -> Path:
             break
         except FileExistsError:
             continue
-    save_config(config, run_dir / "config.json")
+    save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
     plan.save(run_dir / "plan.npz")
     return run_dir
 
@@ -109,3 +110,13 @@ def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> tuple[Path,
         )
     save_config(config, config_path)
     return run_dir, differing
+
+
+def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
+    """The settings with copies of the cost models, so that a run does not change with files that are measured anew."""
+    copies: dict[str, Any] = {}
+    for name in ("cost_model", "memory_model"):
+        source = getattr(plan, name)
+        if source is not None:
+            copies[name] = Path(shutil.copyfile(source, (run_dir / f"{name}.json").absolute()))
+    return dataclasses.replace(plan, **copies)

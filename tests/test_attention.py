@@ -115,6 +115,16 @@ def test_chunks_never_hold_all_pairs_of_positions():
 
 
 @pytest.mark.gpu
+def test_cudnn_keeps_samples_apart():
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, 128))
+    segments = segments_of([[100, 28]], 128)
+    expected, actual = (
+        attend_within_segments(q, k, v, segments, implementation=name).astype(jnp.float32) for name in ("xla", "cudnn")
+    )
+    np.testing.assert_allclose(actual, expected, atol=3e-2)
+
+
+@pytest.mark.gpu
 def test_cudnn_gives_the_same_numbers():
     """In bfloat16, the type that its kernels take."""
     q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(2, 128))

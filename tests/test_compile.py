@@ -18,8 +18,6 @@ from jvarlen import (
     compile,
     compile_buckets,
     data_mesh,
-    fit_cost_model,
-    measure_buckets,
     no_recompiles,
     token_batch_spec,
 )
@@ -229,27 +227,6 @@ def test_a_cache_that_cannot_be_made_is_said_and_done_without(tmp_path):
     with pytest.warns(UserWarning, match="not kept for the next time"):
         compile.use_compilation_cache(tmp_path / "file" / "cache")
     assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_costs_of_compiled_buckets_can_be_fitted():
-    """Memory is exact and known without a run; seconds come from runs that leave the state as it is."""
-
-    def step(state, batch):
-        scores = jax.nn.softmax(jnp.einsum("mbt,mbu->mbtu", batch.weights, batch.weights))
-        return state + scores.sum(), scores.max()
-
-    state = jnp.float32(1)
-    shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
-    compiled = [compile_buckets(step, state, [shape], microbatches_per_step=2, progress=False) for shape in shapes]
-    measured = [measure_buckets(one, state, progress=False) for one in compiled]
-    assert float(state) == 1
-    assert all(one.seconds[0] > 0 for one in measured)
-    memory = fit_cost_model(shapes, [one.num_bytes[0] for one in measured], unit="bytes", device=measured[0].device)
-    assert memory.quadratic > 0
-    assert memory.largest_error < 0.25
-    assert "cpu" in memory.device
-    seconds = fit_cost_model(shapes, [one.seconds[0] for one in measured])
-    assert float(seconds(4, 256)) > float(seconds(8, 16))
 
 
 def test_the_ledger_tells_operations_and_bytes():

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 
 from jvarlen import FitConfig, Plan, fit
 from jvarlen.config import OptimizerConfig, PlanConfig, load_config
+from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
 from jvarlen.report import read_metrics
 
@@ -150,6 +151,15 @@ def test_packed_rows_train_and_resume_as_well(config, split):
     assert 0 < stopped.summary.num_steps < 25
     resumed = fit(dataclasses.replace(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
     assert same_training(resumed, result)
+
+
+def test_a_run_keeps_its_own_cost_model(config, split, tmp_path):
+    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
+    costly = dataclasses.replace(config, plan=dataclasses.replace(config.plan, cost_model=tmp_path / "cost.json"))
+    first = fit(dataclasses.replace(costly, max_steps=3), split)
+    CostModel(1e-3, 1e-5, 0.0).save(tmp_path / "cost.json")
+    again = dataclasses.replace(load_config(first.run_dir / "config.json"), resume=first.run_dir, max_steps=5)
+    assert fit(again, split).summary.num_steps == 5
 
 
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, load, make_buckets, make_plan
+from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, stream_batches
 from jvarlen.datasets import TokenDataset
 
 from .conftest import random_dataset
@@ -194,3 +194,24 @@ def test_an_iterator_left_early_holds_no_thread_that_raises():
     batches = load(plan_of_epoch(0), DATASET)
     next(batches)
     del batches
+
+
+def test_a_stream_loads_every_sample_once():
+    mesh = data_mesh(2)
+    read = []
+
+    class Counting:
+        def __getitem__(self, i):
+            read.append(i)
+            return DATASET[i]
+
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    rows = [row for batch in load_stream(stream, Counting(), mesh=mesh) for m in rows_of(batch) for row in m if row]
+    assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
+    assert sorted(read) == list(range(len(DATASET)))
+
+
+def test_a_payload_of_another_length_than_the_stream_said_is_refused():
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    with pytest.raises(ValueError, match="planned"):
+        list(load_stream(stream, {i: DATASET[i][:1] for i in range(len(DATASET))}))

@@ -1,11 +1,14 @@
 """Measuring: from compiled steps to cost models on disk, and from these to buckets."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jvarlen.cli import main
-from jvarlen.costs import CostModel
-from jvarlen.measure import measure_costs
+from jvarlen.compile import compile_buckets
+from jvarlen.costs import CostModel, fit_cost_model
+from jvarlen.measure import measure_buckets, measure_costs
 from jvarlen.models import TransformerConfig
 
 TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
@@ -58,3 +61,24 @@ def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
     assert "predicted" in printed
     assert main(["plan", "lengths.npy", *arguments, "--max-bytes", "10"]) == 2
     assert "max_bytes 10" in capsys.readouterr().err
+
+
+def test_costs_of_compiled_buckets_can_be_fitted():
+    """Memory is exact and known without a run; seconds come from runs that leave the state as it is."""
+
+    def step(state, batch):
+        scores = jax.nn.softmax(jnp.einsum("mbt,mbu->mbtu", batch.weights, batch.weights))
+        return state + scores.sum(), scores.max()
+
+    state = jnp.float32(1)
+    shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
+    compiled = [compile_buckets(step, state, [shape], microbatches_per_step=2, progress=False) for shape in shapes]
+    measured = [measure_buckets(one, state, progress=False) for one in compiled]
+    assert float(state) == 1
+    assert all(one.seconds[0] > 0 for one in measured)
+    memory = fit_cost_model(shapes, [one.num_bytes[0] for one in measured], unit="bytes", device=measured[0].device)
+    assert memory.quadratic > 0
+    assert memory.largest_error < 0.25
+    assert "cpu" in memory.device
+    seconds = fit_cost_model(shapes, [one.seconds[0] for one in measured])
+    assert float(seconds(4, 256)) > float(seconds(8, 16))

@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import (
+    Batch,
     choose_row_lengths,
     compile_buckets,
+    data_mesh,
     init_train_state,
     load,
     make_buckets,
+    make_eval_step,
     make_plan,
     make_train_step,
     no_recompiles,
@@ -192,3 +195,33 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
             state, metrics = step(state, batch)
             weights.append(float(metrics.weight_sum))
     assert weights == plan.num_tokens.tolist()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_packed_steps_give_the_same_loss_on_any_number_of_devices(num_shards):
+    packing = pack_samples(LENGTHS, 64)
+    buckets = make_buckets(packing.num_tokens, 128, max_shapes=1, microbatches_per_step=4)
+    plan = make_plan(packing, buckets, microbatches_per_step=4)
+    mesh = data_mesh(num_shards)
+    loss_fn = make_loss_fn(TransformerConfig(num_layers=1, width=8, num_heads=1))
+    params = init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0)
+    step = compile_buckets(
+        make_eval_step(loss_fn, mesh=mesh),
+        params,
+        plan.buckets,
+        microbatches_per_step=4,
+        mesh=mesh,
+        batch_spec=packed_batch_spec,
+        progress=False,
+    )
+    batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))
+    _, metrics = step(jax.tree.map(jnp.copy, params), batch)
+    samples = [np.asarray(DATASET[i]) for i in plan.sample_ids[: plan.step_offsets[1]]]
+    padded = np.zeros((len(samples), 40), np.int32)
+    for row, sample in zip(padded, samples, strict=True):
+        row[: len(sample)] = sample
+    lengths = np.array([len(sample) for sample in samples], np.int32)
+    weights = (np.arange(40) < lengths[:, None]).astype(np.float32)
+    expected, weight = loss_fn(params, Batch(padded, lengths, weights, np.float32(len(samples))))
+    assert float(metrics.weight_sum) == float(weight)
+    np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)
