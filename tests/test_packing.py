@@ -222,6 +222,7 @@ def test_packed_steps_give_the_same_loss_on_any_number_of_devices(num_shards):
         row[: len(sample)] = sample
     lengths = np.array([len(sample) for sample in samples], np.int32)
     weights = (np.arange(40) < lengths[:, None]).astype(np.float32)
-    expected, weight = loss_fn(params, Batch(padded, lengths, weights, np.float32(len(samples))))
+    alone = jax.tree.map(jnp.asarray, Batch(padded, lengths, weights, np.float32(len(samples))))
+    expected, weight = loss_fn(params, alone)
     assert float(metrics.weight_sum) == float(weight)
     np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)
