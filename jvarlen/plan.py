@@ -19,7 +19,7 @@ from jaxtyping import Float, Int32, Int64
 
 from jvarlen.buckets import AnyBucket, CostFn, check_buckets
 from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
-from jvarlen.emission import by_arrival, canonical_steps, paced_ranks, sum_segments
+from jvarlen.emission import CanonicalSteps, by_arrival, canonical_steps, paced_ranks, sum_segments
 from jvarlen.grouping import Ordering, group_by_bucket
 from jvarlen.kernels import take_segments, take_segments_with_sums
 from jvarlen.lengths import (
@@ -332,22 +332,12 @@ def make_plan(
     samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
 
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
-    num_steps = len(steps.bucket)
-    if emits_by_arrival and samples.place is not None:
-        emitted = by_arrival(steps, samples.place)
-    elif order == "length_descending":
-        emitted = np.argsort(-steps.bucket, kind="stable")
-    else:
-        emitted = np.arange(num_steps)
-    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
-        emitted = emitted[stable_argsort(random_keys(num_steps, seed=seed, epoch=epoch, start=len(lengths)))]
+    emitted = _emitted_order(steps, samples.place, ordering, len(lengths), shuffle_steps)
     if longest_first:
         total_length = edges.sum(axis=1)[steps.bucket]
         longest = steps.bucket[np.flatnonzero(total_length == total_length.max())[-1]]
         first = int((steps.bucket[emitted] == longest).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
-
     is_canonical = bool((np.diff(emitted) == 1).all())
     offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
     if samples.lengths is None:
@@ -366,6 +356,30 @@ def make_plan(
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
     )
+
+
+def _emitted_order(
+    steps: CanonicalSteps,
+    place: Int64[np.ndarray, " n"] | None,
+    ordering: Ordering,
+    num_samples: int,
+    shuffle_steps: bool,
+) -> Int64[np.ndarray, " S"]:
+    """The canonical steps in the order in which they are taken."""
+    order = ordering.order
+    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
+    num_steps = len(steps.bucket)
+    if emits_by_arrival and place is not None:
+        emitted = by_arrival(steps, place)
+    elif isinstance(order, str) and order == "length_descending":
+        emitted = np.argsort(-steps.bucket, kind="stable")
+    else:
+        emitted = np.arange(num_steps)
+    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
+        # The values of the stream after those of the samples.
+        keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
+        emitted = emitted[stable_argsort(keys)]
+    return emitted
 
 
 def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
