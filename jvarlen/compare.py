@@ -125,7 +125,7 @@ def compare_strategies(
     Example:
       >>> figures = compare_strategies([3, 4, 4, 9, 16], 32, max_shapes=2)
       >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
-      [('optimal', 2, 1.02), ('pad_to_max', 1, 2.23)]
+      [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
     check_at_least_one(max_shapes=max_shapes, length_multiple=length_multiple)
     lengths = check_lengths(lengths)
