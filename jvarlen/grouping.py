@@ -15,6 +15,7 @@ from jaxtyping import Int64, Integer
 
 from jvarlen.curriculum import CHUNK, pack_with_index, random_key_chunks, sample_order
 from jvarlen.lengths import Overlong, check_overlong, list_offenders
+from jvarlen.threads import in_parts
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
 
@@ -145,11 +146,15 @@ def _by_random_key(
     first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)
     packed = np.empty(len(lengths), np.uint64)
-    for start, keys in random_key_chunks(len(lengths), seed=seed, epoch=epoch):
-        part = packed[start : start + len(keys)]
-        np.left_shift(keys, np.uint64(index_bits), out=part)
-        part |= np.arange(start, start + len(keys), dtype=np.uint64)
-        part |= bucket_bits[bucket_of_length(lengths[start : start + len(keys)])]
+
+    def pack(first: int, end: int) -> None:
+        for start, keys in random_key_chunks(end - first, seed=seed, epoch=epoch, start=first):
+            chunk = slice(first + start, first + start + len(keys))
+            np.left_shift(keys, np.uint64(index_bits), out=packed[chunk])
+            packed[chunk] |= np.arange(chunk.start, chunk.stop, dtype=np.uint64)
+            packed[chunk] |= bucket_bits[bucket_of_length(lengths[chunk])]
+
+    in_parts(pack, len(lengths))
     packed.sort()
     num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
     packed &= np.uint64(2**index_bits - 1)

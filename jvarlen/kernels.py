@@ -140,7 +140,9 @@ def take_segments_with_sums(
     offsets: Int64[np.ndarray, " S_plus_1"],
     taken: Int64[np.ndarray, " T"],
     taken_offsets: Int64[np.ndarray, " T_plus_1"],
-) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " T"]]:
+    joined: Int64[np.ndarray, " m"],
+    sums: Int64[np.ndarray, " T"],
+) -> None:
     """Joins segments of ids as `take_segments` does, and sums the values of their ids on the way.
 
     Args:
@@ -149,17 +151,13 @@ def take_segments_with_sums(
       offsets: int64[S+1], where segments begin and end.
       taken: int64[T], which segments.
       taken_offsets: int64[T+1], where they begin and end in the result.
-
-    Returns:
-      The joined ids, int64[m], and the sum of each segment's values, int64[T].
+      joined: int64[m], filled with the ids.
+      sums: int64[T], filled with the sum of each segment's values.
     """
-    joined = np.empty(taken_offsets[-1], np.int64)
-    sums = np.empty(len(taken), np.int64)
     for i, segment in enumerate(taken):
         ids_of_segment = ids[offsets[segment] : offsets[segment + 1]]
         joined[taken_offsets[i] : taken_offsets[i + 1]] = ids_of_segment
         sums[i] = values[ids_of_segment].astype(np.int64).sum()
-    return joined, sums
 
 
 @compiled

@@ -20,7 +20,7 @@ from jaxtyping import Float, Int32, Int64
 from jvarlen.buckets import AnyBucket, CostFn, check_buckets
 from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
 from jvarlen.emission import CanonicalSteps, by_arrival, canonical_steps, paced_ranks, sum_segments
-from jvarlen.grouping import Ordering, group_by_bucket
+from jvarlen.grouping import GroupedSamples, Ordering, group_by_bucket
 from jvarlen.kernels import take_segments, take_segments_with_sums
 from jvarlen.lengths import (
     Overlong,
@@ -35,6 +35,7 @@ from jvarlen.pacing import Pacing
 from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.plan_table import plan_table
+from jvarlen.threads import in_parts
 
 __all__ = ["Plan", "make_plan"]
 
@@ -341,7 +342,7 @@ def make_plan(
     is_canonical = bool((np.diff(emitted) == 1).all())
     offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
     if samples.lengths is None:
-        ids, num_tokens = take_segments_with_sums(samples.ids, samples.lengths_by_id, steps.offsets, emitted, offsets)
+        ids, num_tokens = _gathered(samples, steps, emitted, offsets)
     else:
         ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
         num_tokens = sum_segments(samples.lengths, steps.offsets)[emitted]
@@ -380,6 +381,27 @@ def _emitted_order(
         keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
         emitted = emitted[stable_argsort(keys)]
     return emitted
+
+
+def _gathered(
+    samples: GroupedSamples,
+    steps: CanonicalSteps,
+    emitted: Int64[np.ndarray, " S"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
+    """The sample ids of the steps as emitted, and the tokens of each."""
+    ids, num_tokens = np.empty(offsets[-1], np.int64), np.empty(len(emitted), np.int64)
+
+    def gather(start: int, end: int) -> None:
+        steps_of_part = slice(*np.searchsorted(offsets[:-1], [start, end]))
+        taken = emitted[steps_of_part]
+        taken_offsets = offsets[steps_of_part.start : steps_of_part.stop + 1]
+        take_segments_with_sums(
+            samples.ids, samples.lengths_by_id, steps.offsets, taken, taken_offsets, ids, num_tokens[steps_of_part]
+        )
+
+    in_parts(gather, len(ids))
+    return ids, num_tokens
 
 
 def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:

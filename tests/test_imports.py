@@ -13,8 +13,8 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "streams", "pairs", "kernels",
-    "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan", "compare",
+    "files", "threads", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "streams", "pairs",
+    "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan", "compare",
     "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train", "checkpoint",
     "datasets", "models", "measure", "config", "course", "report", "plan_figures", "html_report",
     "run_dir", "fit", "cli",
