@@ -5,10 +5,9 @@ The only module that moves data to devices. Collation and transfer run ahead of 
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -145,11 +144,13 @@ def load_stream(
     truncate: bool = False,
     collate: CollateFn = pad_to_bucket,
 ) -> Iterator[Any]:
-    """The steps of a stream as device arrays; the next one is read and collated while one is taken.
+    """The steps of a stream as device arrays.
+
+    Nothing is read ahead, so that `stream.state()` after a batch is where training with that batch leaves the stream.
+    Where no result is waited for, the device computes a step while the next one is collated all the same.
 
     Args:
-      stream: what `stream_batches` gives. To go on later from where training is, keep `stream.state()` of the step
-        before: some steps are read ahead.
+      stream: what `stream_batches` gives.
       dataset: `dataset[i]` is the payload of sample i; read once, when its step comes.
       mesh: as in `load`.
       truncate: whether the stream cuts samples that are longer than the longest bucket.
@@ -168,19 +169,9 @@ def load_stream(
       >>> [batch.lengths.tolist() for batch in load_stream(stream, samples)]
       [[[3, 1]], [[4, 0]]]
     """
-
-    def read(step: StreamStep) -> Any:
+    for step in stream:
         samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
-        return collate(StepSamples(step.bucket, step.ids, samples, int(step.lengths.sum()), truncate))
-
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stream") as reader:
-        ahead: collections.deque[Future] = collections.deque()
-        for step in stream:
-            ahead.append(reader.submit(read, step))
-            if len(ahead) > _DEVICE_BUFFER:
-                yield _put(ahead.popleft().result(), mesh)
-        while ahead:
-            yield _put(ahead.popleft().result(), mesh)
+        yield _put(collate(StepSamples(step.bucket, step.ids, samples, int(step.lengths.sum()), truncate)), mesh)
 
 
 def read_sample(dataset: Any, sample_id: int) -> Any:

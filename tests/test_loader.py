@@ -1,5 +1,7 @@
 """Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
 
+import itertools
+import json
 import threading
 from typing import NamedTuple
 
@@ -209,6 +211,21 @@ def test_a_stream_loads_every_sample_once():
     rows = [row for batch in load_stream(stream, Counting(), mesh=mesh) for m in rows_of(batch) for row in m if row]
     assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
     assert sorted(read) == list(range(len(DATASET)))
+
+
+def test_a_stream_goes_on_after_the_last_batch_that_was_given():
+    """The state after a batch, through JSON, gives the batches after it and no other."""
+
+    def stream(state=None):
+        return stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4, state=state)
+
+    expected = [rows_of(batch) for batch in load_stream(stream(), DATASET)]
+    assert len(expected) > 3
+    for num_given in range(1, len(expected)):
+        first = stream()
+        given = [rows_of(batch) for batch in itertools.islice(load_stream(first, DATASET), num_given)]
+        state = json.loads(json.dumps(first.state()))
+        assert given + [rows_of(batch) for batch in load_stream(stream(state), DATASET)] == expected
 
 
 def test_a_payload_of_another_length_than_the_stream_said_is_refused():
