@@ -27,17 +27,16 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import dacite
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.buckets import Bucket, check_buckets, make_buckets
+from jvarlen.buckets import Bucket, make_buckets
 from jvarlen.budget import make_budget, round_up
 from jvarlen.lengths import Overlong, check_at_least_one, check_overlong, is_integer, list_offenders
+from jvarlen.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
-_STATE_VERSION = 1
 _LARGEST_TABLE = 2**20  # entries; longer buckets are looked up by bisection
 _LENGTHS_PER_SLICE = 2**14
 
@@ -118,7 +117,7 @@ def stream_batches(
     """
     stream = _plain_integers(lengths)
     if state is not None:
-        return StreamBatches(stream, _read_state(state))
+        return StreamBatches(stream, read_state(state))
     check_at_least_one(
         microbatches_per_step=microbatches_per_step,
         num_estimate=num_estimate,
@@ -126,7 +125,7 @@ def stream_batches(
     )
     check_overlong(overlong)
     if buckets is not None and max_tokens is None:
-        chosen = _checked_buckets(buckets)
+        chosen = check_single_buckets(buckets)
     elif max_tokens is not None and buckets is None:
         first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)
@@ -136,8 +135,8 @@ def stream_batches(
     else:
         raise ValueError("either buckets or max_tokens must be given, and not both")
     waiting_ids: list[list[int]] = [[] for _ in chosen]
-    fresh = _State(
-        version=_STATE_VERSION,
+    fresh = StreamState(
+        version=STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
         microbatches_per_step=int(microbatches_per_step),
         max_waiting=None if max_waiting is None else int(max_waiting),
@@ -149,22 +148,6 @@ def stream_batches(
         waiting_lengths=waiting_ids,
     )
     return StreamBatches(stream, fresh)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _State:
-    """Plain values, from which a stream goes on; the waiting samples by bucket."""
-
-    version: int
-    buckets: list[list[int]]
-    microbatches_per_step: int
-    max_waiting: int | None
-    overlong: Overlong
-    num_read: int
-    num_dropped: int
-    num_truncated: int
-    waiting_ids: list[list[int]]
-    waiting_lengths: list[list[int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,7 +170,7 @@ class StreamBatches:
       num_truncated: samples cut to it so far.
     """
 
-    def __init__(self, stream: Iterator[Any], start: _State):
+    def __init__(self, stream: Iterator[Any], start: StreamState):
         self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
         self.microbatches_per_step = start.microbatches_per_step
         self.num_dropped = start.num_dropped
@@ -221,8 +204,8 @@ class StreamBatches:
         Returns:
           A dict of plain values, which JSON gives back equal: the options, the counts, and the samples that wait.
         """
-        state = _State(
-            version=_STATE_VERSION,
+        state = StreamState(
+            version=STATE_VERSION,
             buckets=[list(bucket) for bucket in self.buckets],
             microbatches_per_step=self.microbatches_per_step,
             max_waiting=self._max_waiting,
@@ -335,14 +318,6 @@ def _checked_length(i: int, length: Any) -> int:
     return int(length)
 
 
-def _checked_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[Bucket, ...]:
-    checked = check_buckets(buckets)
-    single = tuple(bucket for bucket in checked if isinstance(bucket, Bucket))
-    if len(single) < len(checked):
-        raise ValueError(f"buckets of a stream must be (rows, length) pairs, not {checked}")
-    return single
-
-
 def _estimated_buckets(
     first: list[int],
     max_tokens: int,
@@ -391,49 +366,3 @@ def _skip_read(stream: Iterator[Any], num_read: int, queues: list[_Queue], longe
     if differing:
         listed = list_offenders(np.array(list(differing)), np.array(list(differing.values())))
         raise ValueError(f"the stream is not the one that the state is of, lengths differ: {listed}")
-
-
-def _read_state(fields: Mapping[str, Any]) -> _State:
-    """Checks that it is what `StreamBatches.state` gives; raises ValueError that says what is wrong."""
-    try:
-        if missing := [field.name for field in dataclasses.fields(_State) if field.name not in fields]:
-            raise ValueError(f"it has no {', '.join(missing)}")
-        state = dacite.from_dict(_State, fields, dacite.Config(strict=True))
-        if state.version != _STATE_VERSION:
-            raise ValueError(f"version {state.version}, and not {_STATE_VERSION}")
-        buckets = _checked_buckets([tuple(bucket) for bucket in state.buckets])
-        max_waiting = 1 if state.max_waiting is None else state.max_waiting
-        check_at_least_one(microbatches_per_step=state.microbatches_per_step, max_waiting=max_waiting)
-        _check_waiting(state, buckets)
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no state of a stream: {error}") from error
-    return state
-
-
-def _check_waiting(state: _State, buckets: tuple[Bucket, ...]) -> None:
-    """Raises ValueError where no stream can have such samples waiting, or such counts."""
-    if not len(buckets) == len(state.waiting_ids) == len(state.waiting_lengths):
-        raise ValueError(
-            f"{len(buckets)} buckets, and waiting samples of {len(state.waiting_ids)} and {len(state.waiting_lengths)}"
-        )
-    shorter = 0
-    for bucket, ids, lengths in zip(buckets, state.waiting_ids, state.waiting_lengths, strict=True):
-        if len(ids) != len(lengths) or len(ids) >= state.microbatches_per_step * bucket.rows:
-            raise ValueError(
-                f"{len(ids)} ids and {len(lengths)} lengths wait for a step of {bucket.rows}×{bucket.length}"
-            )
-        if any(a >= b for a, b in itertools.pairwise([-1, *ids, state.num_read])):
-            raise ValueError(f"ids that wait must ascend from 0 to below num_read, {state.num_read}")
-        if not all(shorter < length <= bucket.length for length in lengths):
-            raise ValueError(f"samples wait for {bucket.rows}×{bucket.length} that belong to another")
-        shorter = bucket.length
-    waiting = [i for ids in state.waiting_ids for i in ids]
-    if len(set(waiting)) != len(waiting):
-        raise ValueError("an id waits twice")
-    counts = state.num_read, state.num_dropped, state.num_truncated
-    if min(counts) < 0 or state.num_dropped + len(waiting) > state.num_read or state.num_truncated > state.num_read:
-        raise ValueError(
-            f"{state.num_read} read, {state.num_dropped} dropped, {state.num_truncated} truncated, {len(waiting)} wait"
-        )
-    if state.max_waiting is not None and len(waiting) > state.max_waiting:
-        raise ValueError(f"{len(waiting)} samples wait, and max_waiting is {state.max_waiting}")

@@ -13,10 +13,10 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "threads", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "streams", "pairs",
-    "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan", "compare",
-    "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train", "checkpoint",
-    "datasets", "models", "measure", "config", "course", "report", "plan_figures", "html_report",
+    "files", "threads", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
+    "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan",
+    "compare", "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train",
+    "checkpoint", "datasets", "models", "measure", "config", "course", "report", "plan_figures", "html_report",
     "run_dir", "fit", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
