@@ -1,0 +1,99 @@
+"""A program in, what several processes of it printed out: every one with its rank, a free port, and a deadline."""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+    """How a process ended: exit code (negative: the signal that killed it), and all that it printed."""
+
+    code: int
+    output: str
+
+
+class Processes:
+    """Processes of one program; the last arguments of each are how many there are, its rank, and the port they share.
+
+    Where some still run at the deadline, all are killed, and TimeoutError tells what each had printed.
+    """
+
+    def __init__(self, program: Path, num_processes: int, args: Sequence[str] = (), *, num_devices: int = 1):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        flags = f"--xla_force_host_platform_device_count={num_devices}"
+        # One thread each for what is linear algebra: there are more processes than cores.
+        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._outputs = [tempfile.TemporaryFile("w+") for _ in range(num_processes)]  # noqa: SIM115  # closed by close
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(program), *args, str(num_processes), str(rank), str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+            for rank, output in enumerate(self._outputs)
+        ]
+
+    def wait(self, seconds: float) -> list[Ended]:
+        """How all of them ended, within so many seconds."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        self.kill()
+        ended = [Ended(process.wait(), self.output(rank)) for rank, process in enumerate(self.processes)]
+        if running:
+            printed = "\n".join(f"process {rank} ({end.code}): {end.output}" for rank, end in enumerate(ended))
+            raise TimeoutError(f"processes {running} still ran after {seconds} s\n{printed}")
+        return ended
+
+    def output(self, rank: int) -> str:
+        """What a process has printed so far."""
+        file = self._outputs[rank].fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+
+    def kill(self) -> None:
+        """Ends those that still run."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+
+    def close(self) -> None:
+        """Ends all and forgets what they printed."""
+        self.kill()
+        for process, output in zip(self.processes, self._outputs, strict=True):
+            process.wait()
+            output.close()
+
+
+@contextlib.contextmanager
+def started(program: Path, num_processes: int, *args: str, num_devices: int = 1) -> Iterator[Processes]:
+    """Processes that run while the block does."""
+    processes = Processes(program, num_processes, args, num_devices=num_devices)
+    try:
+        yield processes
+    finally:
+        processes.close()
+
+
+def run(program: Path, num_processes: int, *args: str, num_devices: int = 1, seconds: float = 120) -> list[str]:
+    """What each process printed; all end without an error, or AssertionError shows what they said."""
+    with started(program, num_processes, *args, num_devices=num_devices) as processes:
+        ended = processes.wait(seconds)
+    failed = [f"process {rank} ended with {end.code}: {end.output}" for rank, end in enumerate(ended) if end.code]
+    assert not failed, "\n".join(failed)
+    return [end.output for end in ended]
