@@ -88,6 +88,7 @@ def make_buckets(
     lengths: npt.ArrayLike,
     max_tokens: int,
     *,
+    counts: npt.ArrayLike | None = None,
     strategy: Strategy | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
@@ -105,6 +106,7 @@ def make_buckets(
 
     Args:
       lengths: integers[N], tokens a sample.
+      counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
         bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
@@ -156,7 +158,7 @@ def make_buckets(
         max_length = int(given[-1])
     elif strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
-    counted = _Counted(lengths, max_length, overlong, length_multiple)
+    counted = _Counted(lengths, max_length, overlong, length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
         edges = given
@@ -285,24 +287,46 @@ def _checked_budget(
     )
 
 
+def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
+    array = np.asarray(counts)
+    if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
+        given = f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
+    if array.min() < 1:
+        raise ValueError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
+    return array.astype(np.int64, copy=False)
+
+
 class _Counted:
     """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
 
-    def __init__(self, lengths: npt.ArrayLike, max_length: int | None, overlong: Overlong, length_multiple: int):
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        max_length: int | None,
+        overlong: Overlong,
+        length_multiple: int,
+        counts: npt.ArrayLike | None = None,
+    ):
         check_overlong(overlong)
         check_at_least_one(max_length=1 if max_length is None else max_length)
         self._lengths = counted = check_lengths(lengths)
         self._max_length = max_length
         self._drops = overlong == "drop"
         self._length_multiple = length_multiple
+        num_of_each = None if counts is None else _checked_counts(counts, len(counted))
         if max_length is not None and counted.max() > max_length:
             offenders = list_offenders(*offenders_where(counted > max_length, counted), max_length)
             if overlong == "error":
                 raise ValueError(f"samples longer than the longest bucket: {offenders}")
-            counted = counted[counted <= max_length] if self._drops else np.minimum(counted, max_length)
+            if self._drops:
+                num_of_each = None if num_of_each is None else num_of_each[counted <= max_length]
+                counted = counted[counted <= max_length]
+            else:
+                counted = np.minimum(counted, max_length)
             if not len(counted):
                 raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        self.histogram = Histogram(counted, length_multiple)
+        self.histogram = Histogram(counted, length_multiple, num_of_each)
         if max_length is not None and self.histogram.rounded[-1] > max_length:
             raise ValueError(
                 f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "

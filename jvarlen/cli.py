@@ -1,4 +1,7 @@
-"""Command line: parses and calls. `jvarlen plan`, `train` and `measure`; settings are the fields of dataclasses."""
+"""Command line: parses and calls. `jvarlen plan`, `sort`, `train` and `measure`.
+
+Settings are the fields of dataclasses.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import numpy as np
 import tyro
 from jaxtyping import Float64, Int64
@@ -19,13 +23,17 @@ from jvarlen import __version__
 from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.config import BatchSizeRule, FitConfig, PlanConfig, load_config
 from jvarlen.curriculum import Order
+from jvarlen.distributed import data_mesh, divide_processor
 from jvarlen.html_report import write_html_report
 from jvarlen.lengths import Overlong, check_lengths
 from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan
+from jvarlen.processes import initialize_processes
+from jvarlen.sort_figures import balance_table
+from jvarlen.sort_file import load_array, sort_file
 
-__all__ = ["MeasureCommand", "PlanCommand", "main", "run"]
+__all__ = ["MeasureCommand", "PlanCommand", "SortCommand", "main", "run"]
 
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -68,7 +76,7 @@ class PlanCommand(PlanConfig):
 
     def run(self) -> None:
         """Prints the plan and what it is compared with, and writes the files that are named."""
-        lengths = check_lengths(_load_lengths(self.lengths))
+        lengths = check_lengths(load_array(self.lengths, "lengths"))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
         rates = self._learning_rates(plan)
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
@@ -107,6 +115,44 @@ class PlanCommand(PlanConfig):
             memory=self.memory,
             max_bytes=self.max_bytes,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SortCommand:
+    """Sort any file of lengths or other keys on several devices, and write the order of the samples."""
+
+    lengths: tyro.conf.Positional[Path]
+    """A .npy file of integers or floats, one a sample."""
+    out: Path = Path("order.npy")
+    """Where the ids of the samples go, sorted by key, ties by id."""
+    devices: int | None = None
+    """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
+    coordinator: str | None = None
+    """Host and port of process 0, where several processes sort together."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which of them this one is."""
+    progress: bool = True
+    """Show progress bars."""
+
+    def run(self) -> None:
+        """Sorts, writes the order, and prints how evenly it lay on the devices."""
+        if self.devices is not None:
+            divide_processor(self.devices)
+        is_alone = self.num_processes in (None, 1)
+        if not is_alone:
+            initialize_processes(self.coordinator, self.num_processes, self.process_id)
+        mesh = data_mesh(self.devices if is_alone else None)
+        sorted_file = sort_file(self.lengths, self.out, mesh, progress=self.progress)
+        if jax.process_index() == 0:
+            print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
+            volume = sorted_file.volume
+            print(
+                f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
+                f"compilation; each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
+            )
+            print(self.out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,15 +223,16 @@ def run() -> None:
     sys.exit(main())
 
 
-def _parse(args: list[str]) -> PlanCommand | MeasureCommand | FitConfig:
+def _parse(args: list[str]) -> PlanCommand | SortCommand | MeasureCommand | FitConfig:
     """The command; tyro's framed errors become a ValueError of one line."""
     train = Annotated[FitConfig, tyro.conf.subcommand("train", default=_train_defaults(args))]
     plan = Annotated[PlanCommand, tyro.conf.subcommand("plan")]
+    sort = Annotated[SortCommand, tyro.conf.subcommand("sort")]
     measure = Annotated[MeasureCommand, tyro.conf.subcommand("measure")]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(plan | train | measure, prog="jvarlen", args=args)
+            return tyro.cli(plan | sort | train | measure, prog="jvarlen", args=args)
     except SystemExit as stopped:
         if stopped.code:
             raise ValueError(_unframed(errors.getvalue())) from None
@@ -208,16 +255,6 @@ def _unframed(text: str) -> str:
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
     text = " ".join(lines[: rules[0] if rules else None])
     # The names of our classes say nothing to who typed a flag.
-    return re.sub(r"Error parsing (__tyro\S*?|PlanCommand|MeasureCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
-
-
-def _load_lengths(path: Path) -> np.ndarray:
-    try:
-        lengths = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no lengths file {path}") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not a readable .npy file of lengths: {error}") from error
-    if not isinstance(lengths, np.ndarray):
-        raise ValueError(f"{path} holds several arrays; a .npy file of lengths holds one")
-    return lengths
+    return re.sub(
+        r"Error parsing (__tyro\S*?|PlanCommand|SortCommand|MeasureCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text
+    ).strip()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["DATA_AXIS", "batch_shardings", "data_mesh"]
+__all__ = ["DATA_AXIS", "batch_shardings", "data_mesh", "divide_processor"]
 
 DATA_AXIS = "data"
 
@@ -30,6 +31,16 @@ def data_mesh(num_devices: int | None = None) -> Mesh:
     devices = devices[:num_devices]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def divide_processor(num_devices: int) -> None:
+    """Makes a machine without accelerators have so many devices; nothing changes once JAX has used any.
+
+    Args:
+      num_devices: at least 1; fewer devices than asked for are an error of `data_mesh`.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:

@@ -28,6 +28,7 @@ class Histogram:
     Args:
       lengths: int64[N], each ≥ 1.
       length_multiple: what lengths are rounded up to a multiple of.
+      counts: int64[N], samples of each; None: one.
 
     Attributes:
       values: int64[V], distinct lengths, ascending.
@@ -37,11 +38,20 @@ class Histogram:
       tokens_below: int64[D+1], their tokens.
     """
 
-    def __init__(self, lengths: Int64[np.ndarray, " N"], length_multiple: int):
-        if lengths.max() <= max(2**20, 4 * len(lengths)):
-            counts = np.bincount(lengths)
-            self.values = np.flatnonzero(counts)
-            self.counts = counts[self.values]
+    def __init__(
+        self,
+        lengths: Int64[np.ndarray, " N"],
+        length_multiple: int,
+        counts: Int64[np.ndarray, " N"] | None = None,
+    ):
+        if counts is not None:
+            self.values, place = np.unique(lengths, return_inverse=True)
+            self.counts = np.zeros(len(self.values), np.int64)
+            np.add.at(self.counts, place, counts)
+        elif lengths.max() <= max(2**20, 4 * len(lengths)):
+            of_length = np.bincount(lengths)
+            self.values = np.flatnonzero(of_length)
+            self.counts = of_length[self.values]
         else:
             self.values, self.counts = np.unique(lengths, return_counts=True)
         self.rounded, first = np.unique(round_up(self.values, length_multiple), return_index=True)

@@ -11,11 +11,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen.curriculum import CHUNK, random_keys
+from jvarlen.curriculum import CHUNK, random_keys, stable_argsort
+from jvarlen.grouping import Ordering
 from jvarlen.kernels import paced_arrival
 from jvarlen.pacing import Pacing
 
-__all__ = ["CanonicalSteps", "by_arrival", "canonical_steps", "paced_ranks", "sum_segments"]
+__all__ = ["CanonicalSteps", "canonical_steps", "emitted_steps", "paced_ranks", "sum_segments"]
 
 _LATE = 2**62  # no schedule is longer, and adding the steps of an epoch does not overflow
 
@@ -66,7 +67,49 @@ def sum_segments(values: Integer[np.ndarray, " n"], offsets: Int64[np.ndarray, "
     return sums
 
 
-def by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
+def emitted_steps(
+    steps: CanonicalSteps,
+    ordering: Ordering,
+    place: Int64[np.ndarray, " n"] | None,
+    num_samples: int,
+    shuffle_steps: bool,
+    longest_first_by: Int64[np.ndarray, " K"] | None,
+) -> Int64[np.ndarray, " S"]:
+    """The canonical steps in the order in which they are taken.
+
+    Args:
+      steps: of samples grouped by bucket.
+      ordering: of the samples.
+      place: int64[n], the place of each grouped sample in the order; None where they are grouped by it anyway.
+      num_samples: N, how many values of the random stream the samples take.
+      shuffle_steps: whether to permute them at random.
+      longest_first_by: int64[K], lengths of the buckets, to swap a step of the longest one to the front; None not to.
+
+    Returns:
+      int64[S], indices of canonical steps.
+    """
+    order = ordering.order
+    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
+    num_steps = len(steps.bucket)
+    if emits_by_arrival and place is not None:
+        emitted = _by_arrival(steps, place)
+    elif isinstance(order, str) and order == "length_descending":
+        emitted = np.argsort(-steps.bucket, kind="stable")
+    else:
+        emitted = np.arange(num_steps)
+    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
+        # The values of the stream after those of the samples.
+        keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
+        emitted = emitted[stable_argsort(keys)]
+    if longest_first_by is not None:
+        length = longest_first_by[steps.bucket]
+        longest = steps.bucket[np.flatnonzero(length == length.max())[-1]]
+        first = int((steps.bucket[emitted] == longest).argmax())
+        emitted[[0, first]] = emitted[[first, 0]]
+    return emitted
+
+
+def _by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
     """Full steps in order of the arrival of their last sample, then the short ones as they are.
 
     Args:

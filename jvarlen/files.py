@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["write_atomically"]
+__all__ = ["check_place", "move_into_place", "write_atomically"]
 
 
 @contextlib.contextmanager
@@ -22,17 +22,34 @@ def write_atomically(path: Path) -> Iterator[IO[Any]]:
       FileNotFoundError: there is no such directory.
       OSError: the file cannot be written; what was there under the name stays.
     """
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
+    check_place(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        move_into_place(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def check_place(path: Path) -> None:
+    """Raises OSError where no file can take the name `path`."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory; a file of that name cannot be written")
+
+
+def move_into_place(part: Path, path: Path) -> None:
+    """Gives a file that is whole and on disk its name, in place of what had it, so that it outlives a power cut."""
+    os.replace(part, path)
+    # Some file systems cannot do this for a directory; the file has its name, and is whole, all the same.
+    with contextlib.suppress(OSError):
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)

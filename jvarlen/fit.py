@@ -25,8 +25,9 @@ from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
 from jvarlen.files import write_atomically
 from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
-from jvarlen.lengths import DataSource, measure_lengths
+from jvarlen.lengths import DataSource
 from jvarlen.loader import load
+from jvarlen.measure_samples import measure_lengths
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
 from jvarlen.report import length_histogram, plot_curves, read_metrics

@@ -1,27 +1,21 @@
-"""Lengths: in goes a dataset or an array, out comes a checked int64[N] of tokens a sample.
+"""Lengths: in goes an array, out comes a checked int64[N] of tokens a sample.
 
 NumPy only. Nothing here knows of buckets or batches.
 """
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer, Shaped
-from tqdm import tqdm
 
-__all__ = ["DataSource", "Overlong", "check_lengths", "check_pair_lengths", "measure_lengths"]
+__all__ = ["DataSource", "Overlong", "check_lengths", "check_pair_lengths"]
 
 Overlong = Literal["error", "drop", "truncate"]
 
 _MAX_LISTED = 5
-_SAMPLES_PER_TASK = 4096
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
@@ -88,60 +82,6 @@ class DataSource(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def measure_lengths(
-    dataset: DataSource,
-    length_fn: Callable[[Any], int] = len,
-    *,
-    num_workers: int = 0,
-    progress: bool = True,
-) -> Int64[np.ndarray, " N"]:
-    """Measures every sample of a random-access dataset.
-
-    Args:
-      dataset: has `len()` and integer indexing.
-      length_fn: gives the tokens of a sample, an integer.
-      num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
-        `length_fn` must pickle.
-      progress: whether to show a progress bar.
-
-    Returns:
-      int64[N], checked by `check_lengths`.
-
-    Raises:
-      ValueError: what `check_lengths` refuses, or a negative `num_workers`.
-
-    Example:
-      >>> measure_lengths(["a", "bcd"], progress=False)
-      array([1, 3])
-    """
-    if num_workers < 0:
-        raise ValueError(f"num_workers must be at least 0, not {num_workers}")
-    num_samples = len(dataset)
-    bar = functools.partial(tqdm, desc="lengths", unit="sample", disable=not progress)
-    if num_workers == 0:
-        measured = [length_fn(dataset[i]) for i in bar(range(num_samples))]
-        return check_lengths(np.array(measured) if measured else measured)
-    parts = []
-    workers = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _init_worker, (dataset, length_fn))
-    with workers, bar(total=num_samples) as shown:
-        for part in workers.map(_measure_range, range(0, num_samples, _SAMPLES_PER_TASK)):
-            parts.append(part)
-            shown.update(len(part))
-    return check_lengths(np.concatenate(parts) if parts else [])
-
-
-_worker: dict[str, Any] = {}  # what a measuring process keeps between tasks
-
-
-def _init_worker(dataset: DataSource, length_fn: Callable[[Any], int]) -> None:
-    _worker.update(dataset=dataset, length_fn=length_fn)
-
-
-def _measure_range(start: int) -> np.ndarray:
-    dataset, length_fn = _worker["dataset"], _worker["length_fn"]
-    return np.array([length_fn(dataset[i]) for i in range(start, min(start + _SAMPLES_PER_TASK, len(dataset)))])
-
-
 def check_overlong(overlong: str) -> None:
     """Raises ValueError where it is no rule for samples that are too long."""
     if overlong not in get_args(Overlong):
@@ -153,6 +93,17 @@ def check_at_least_one(**values: Any) -> None:
     wrong = [f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not 1 <= value < 2**63]
     if wrong:
         raise ValueError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
+
+
+def check_choices(**choices: tuple[object, Any]) -> None:
+    """Raises ValueError that lists the arguments, name=(given, Literal), which are none of what the literal allows."""
+    wrong = [
+        f"{name} ({given!r}) must be one of {', '.join(map(repr, get_args(literal)))}"
+        for name, (given, literal) in choices.items()
+        if given not in get_args(literal)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
 def is_integer(value: Any) -> bool:

@@ -17,7 +17,7 @@ import optax
 from jaxtyping import Float64
 
 from jvarlen.lengths import list_offenders
-from jvarlen.plan import Plan
+from jvarlen.planned_steps import PlannedSteps
 
 __all__ = ["Rule", "lr_scale", "lr_sequence", "scale_by_batch_size"]
 
@@ -55,7 +55,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
 
 
 def lr_sequence(
-    plan: Plan,
+    plan: PlannedSteps,
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -65,7 +65,7 @@ def lr_sequence(
     """The learning rate of every step of a plan, in float64 on the host.
 
     Args:
-      plan: the plan; S steps.
+      plan: a plan, or a distributed one; S steps.
       base_schedule: a number, an array of S rates, or a function from the step index, such as an Optax schedule (which
         is evaluated in float64 here).
       base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.

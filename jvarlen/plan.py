@@ -15,11 +15,11 @@ from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float, Int32, Int64
+from jaxtyping import Int64
 
-from jvarlen.buckets import AnyBucket, CostFn, check_buckets
-from jvarlen.curriculum import check_difficulty, check_seed, random_keys, stable_argsort
-from jvarlen.emission import CanonicalSteps, by_arrival, canonical_steps, paced_ranks, sum_segments
+from jvarlen.buckets import check_buckets
+from jvarlen.curriculum import check_difficulty, check_seed
+from jvarlen.emission import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
 from jvarlen.grouping import GroupedSamples, Ordering, group_by_bucket
 from jvarlen.kernels import take_segments, take_segments_with_sums
 from jvarlen.lengths import (
@@ -34,55 +34,27 @@ from jvarlen.lengths import (
 from jvarlen.pacing import Pacing
 from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
-from jvarlen.plan_table import plan_table
+from jvarlen.planned_steps import PlannedSteps
 from jvarlen.threads import in_parts
 
 __all__ = ["Plan", "make_plan"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class Plan(PlannedSteps):
     """The steps of an epoch: which samples, in which shape, in which order.
 
+    It has all attributes of `PlannedSteps`, and these:
+
     Attributes:
-      buckets: the static shapes, lengths ascending.
-      microbatches_per_step: M.
-      step_bucket: int32[S], the bucket of each step.
-      step_offsets: int64[S+1]; step t holds `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
-      sample_ids: int64[n], real samples in order of step, then row.
-      num_tokens: int64[S], real tokens of each step, cut samples counted as cut.
-      overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
-      num_dropped: samples left out by that rule.
-      num_truncated: samples cut by that rule.
+      sample_ids: int64[n], real samples in order of step, then row; step t holds
+        `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
       row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
     """
 
-    buckets: tuple[AnyBucket, ...]
-    microbatches_per_step: int
-    step_bucket: Int32[np.ndarray, " S"]
-    step_offsets: Int64[np.ndarray, " S_plus_1"]
     sample_ids: Int64[np.ndarray, " n"]
-    num_tokens: Int64[np.ndarray, " S"]
-    overlong: Overlong = "error"
-    num_dropped: int = 0
-    num_truncated: int = 0
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
-
-    def __post_init__(self):
-        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens, self.row_offsets):
-            if array is not None:
-                array.setflags(write=False)  # the digest is computed once
-
-    @property
-    def num_steps(self) -> int:
-        """S."""
-        return len(self.step_bucket)
-
-    @property
-    def num_samples(self) -> int:
-        """n, real samples; every one comes exactly once."""
-        return len(self.sample_ids)
 
     @property
     def num_rows(self) -> int:
@@ -93,35 +65,6 @@ class Plan:
     def is_packed(self) -> bool:
         """Whether a row can hold several samples."""
         return self.row_offsets is not None
-
-    @property
-    def num_sequences(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], real samples of each step."""
-        return np.diff(self.step_offsets)
-
-    @property
-    def positions_per_step(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
-        num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
-        return (self.microbatches_per_step * num_positions)[self.step_bucket]
-
-    @property
-    def padding(self) -> float:
-        """The share of all positions that holds no token, dummy rows included, in [0, 1)."""
-        return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
-
-    @property
-    def neighbour_correlation(self) -> float:
-        """Pearson's correlation of the mean sample length of neighbouring steps, in [−1, 1].
-
-        Near 1 in a curriculum by length; near 0 where a step's length says nothing of the next one's. NaN with fewer
-        than 3 steps, or where all are alike.
-        """
-        mean_length = self.num_tokens / self.num_sequences
-        before, after = mean_length[:-1], mean_length[1:]
-        if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
-            return float("nan")
-        return float(np.corrcoef(before, after)[0, 1])
 
     @functools.cached_property
     def digest(self) -> str:
@@ -204,25 +147,6 @@ class Plan:
             num_truncated=int(fields["num_truncated"]),
             row_offsets=fields.get("row_offsets"),
         )
-
-    def report(
-        self,
-        learning_rates: Float[np.ndarray, " S"] | None = None,
-        *,
-        cost: CostFn | None = None,
-        compile_seconds: float | None = None,
-    ) -> str:
-        """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
-
-        Args:
-          learning_rates: float64[S], as from `lr_sequence`; their range is shown.
-          cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
-          compile_seconds: of one bucket, to be shown with the prediction.
-
-        Returns:
-          Lines of text.
-        """
-        return plan_table(self, learning_rates, cost, compile_seconds)
 
 
 def make_plan(
@@ -333,12 +257,9 @@ def make_plan(
     samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
 
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    emitted = _emitted_order(steps, samples.place, ordering, len(lengths), shuffle_steps)
-    if longest_first:
-        total_length = edges.sum(axis=1)[steps.bucket]
-        longest = steps.bucket[np.flatnonzero(total_length == total_length.max())[-1]]
-        first = int((steps.bucket[emitted] == longest).argmax())
-        emitted[[0, first]] = emitted[[first, 0]]
+    emitted = emitted_steps(
+        steps, ordering, samples.place, len(lengths), shuffle_steps, edges.sum(axis=1) if longest_first else None
+    )
     is_canonical = bool((np.diff(emitted) == 1).all())
     offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
     if samples.lengths is None:
@@ -357,30 +278,6 @@ def make_plan(
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
     )
-
-
-def _emitted_order(
-    steps: CanonicalSteps,
-    place: Int64[np.ndarray, " n"] | None,
-    ordering: Ordering,
-    num_samples: int,
-    shuffle_steps: bool,
-) -> Int64[np.ndarray, " S"]:
-    """The canonical steps in the order in which they are taken."""
-    order = ordering.order
-    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
-    num_steps = len(steps.bucket)
-    if emits_by_arrival and place is not None:
-        emitted = by_arrival(steps, place)
-    elif isinstance(order, str) and order == "length_descending":
-        emitted = np.argsort(-steps.bucket, kind="stable")
-    else:
-        emitted = np.arange(num_steps)
-    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
-        # The values of the stream after those of the samples.
-        keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
-        emitted = emitted[stable_argsort(keys)]
-    return emitted
 
 
 def _gathered(

@@ -8,25 +8,25 @@ from __future__ import annotations
 import hashlib
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen.buckets import check_buckets
 from jvarlen.files import write_atomically
 from jvarlen.lengths import Overlong
 
-__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
+__all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "read_plan_file", "write_plan_file"]
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 
 _FORMAT_VERSION = 1
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
-_DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
+DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
 _FIELDS: dict[str, tuple[type, int]] = {
@@ -68,17 +68,35 @@ def plan_digest(
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
 ) -> str:
     """SHA-256 in hex of everything that decides the batches, as 64 hex digits."""
+    chunks = (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
+    return digest_of_chunks(microbatches_per_step, buckets, step_bucket, step_offsets, chunks, row_offsets)
+
+
+def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
+    """SHA-256, 32 bytes, of `DIGEST_CHUNK` sample ids in the order of the plan, or of its last ones."""
+    return hashlib.sha256(sample_ids.astype("<i8", copy=False).tobytes()).digest()
+
+
+def digest_of_chunks(
+    microbatches_per_step: int,
+    buckets: Sequence[tuple[int, ...]],
+    step_bucket: Int32[np.ndarray, " S"],
+    step_offsets: Int64[np.ndarray, " S_plus_1"],
+    chunk_digests: Iterable[bytes],
+    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
+) -> str:
+    """The digest of a plan from the digests of its chunks of sample ids, which others may have made."""
     sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else _PACKED_DIGEST_NAME)
-    sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), len(sample_ids)], "<i8").tobytes())
+    num_samples = int(step_offsets[-1])
+    sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), num_samples], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
     sha.update(step_bucket.astype("<i4", copy=False).tobytes())
     sha.update(step_offsets.astype("<i8", copy=False).tobytes())
     if row_offsets is not None:
         sha.update(np.array(len(row_offsets) - 1, "<i8").tobytes())
         sha.update(row_offsets.astype("<i8", copy=False).tobytes())
-    ids = sample_ids.astype("<i8", copy=False)
-    for start in range(0, len(ids), _DIGEST_CHUNK):
-        sha.update(hashlib.sha256(ids[start : start + _DIGEST_CHUNK].tobytes()).digest())
+    for digest in chunk_digests:
+        sha.update(digest)
     return sha.hexdigest()
 
 

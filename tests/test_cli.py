@@ -64,6 +64,37 @@ def test_plan_predicts_and_limits_by_the_cost_models_in_the_comparison_as_well(l
     assert "Predicted seconds of each bucket" in page.read_text()
 
 
+@pytest.mark.parametrize("devices", [[], ["--devices", "2"]])
+def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_path, capsys):
+    out = tmp_path / "order.npy"
+    assert main(["sort", lengths_file, "--out", str(out), "--no-progress", *devices]) == 0
+    order = np.load(out, mmap_mode="r")
+    assert order.dtype == np.int64
+    assert (order == np.argsort(LENGTHS, kind="stable")).all()
+    printed = capsys.readouterr().out
+    assert f"1,000 keys on {2 if devices else 4} devices" in printed
+    assert ("500 to 500" if devices else "250 to 250") in printed
+    assert "each for itself" in printed
+    # The order is one that plans take.
+    buckets = make_buckets(LENGTHS, 4096)
+    assert make_plan(LENGTHS, buckets, order=order).num_samples == 1000
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        np.array([2**40, 3, 2**40 + 1, -5]),
+        np.array([0.1, -np.inf, 0.1 + 1e-12, 0.1]),
+        np.array([3, 1, 2], np.int16),
+        np.zeros(0, np.float32),
+    ],
+)
+def test_sort_takes_any_keys(keys, tmp_path, capsys):
+    np.save(tmp_path / "keys.npy", keys)
+    assert main(["sort", str(tmp_path / "keys.npy"), "--out", str(tmp_path / "order.npy"), "--no-progress"]) == 0
+    assert np.load(tmp_path / "order.npy").tolist() == np.argsort(keys, kind="stable").tolist()
+
+
 def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
     page = tmp_path / "plan.html"
     assert main(["plan", lengths_file, "--max-tokens", "4096", "--pack", "--html", str(page)]) == 0
@@ -103,6 +134,12 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["plan", "nowhere.npy", "--max-tokens", "4096"], "there is no lengths file nowhere.npy"),
         (["plan", "TEXT", "--max-tokens", "4096"], "not a readable .npy file"),
         (["plan", "FLOATS", "--max-tokens", "4096"], "lengths must be integers, not float64"),
+        (["sort", "nowhere.npy"], "there is no lengths file nowhere.npy"),
+        (["sort", "TEXT"], "not a readable .npy file"),
+        (["sort", "NAN"], "keys are NaN"),
+        (["sort", "TABLE"], "integers or floats of one axis, not float64[2, 2]"),
+        (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
+        (["sort", "LENGTHS", "--out", "nowhere/order.npy"], "there is no directory nowhere"),
         (["train", "--plan.max-tokens", "0"], "max_tokens"),
         (["train", "--plan.max-tokens", "12"], "max_tokens 12 leaves no row for a bucket"),
         (["train", "--model.width", "7"], "width (7)"),
@@ -117,7 +154,15 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     monkeypatch.chdir(tmp_path)
     np.save("floats.npy", LENGTHS / 2)
     (tmp_path / "text.npy").write_text("lengths")
-    names = {"LENGTHS": lengths_file, "FLOATS": "floats.npy", "TEXT": "text.npy"}
+    np.save("nan.npy", np.array([1.0, np.nan]))
+    np.save("table.npy", np.zeros((2, 2)))
+    names = {
+        "LENGTHS": lengths_file,
+        "FLOATS": "floats.npy",
+        "TEXT": "text.npy",
+        "NAN": "nan.npy",
+        "TABLE": "table.npy",
+    }
     assert main([names.get(arg, arg) for arg in args]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("jvarlen: ")

@@ -1,5 +1,7 @@
 """Files: whole under their name, or not there at all."""
 
+import os
+
 import pytest
 
 from jvarlen.files import write_atomically
@@ -40,3 +42,13 @@ def test_others_can_read_it(tmp_path):
         file.write(b"x")
     (tmp_path / "other").write_bytes(b"x")
     assert (tmp_path / "file").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+def test_directories_that_cannot_be_synced_will_do(tmp_path, monkeypatch):
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "open", refuse)
+    with write_atomically(tmp_path / "file") as file:
+        file.write(b"x")
+    assert (tmp_path / "file").read_bytes() == b"x"

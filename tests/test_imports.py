@@ -13,11 +13,14 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "threads", "lengths", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
-    "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "plan",
-    "compare", "distributed", "interrupts", "collate", "masks", "attention", "loader", "compile", "lr", "train",
-    "checkpoint", "datasets", "models", "measure", "config", "course", "report", "plan_figures", "html_report",
-    "run_dir", "fit", "cli",
+    "files", "threads", "interrupts", "lengths", "measure_samples",
+    "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
+    "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table",
+    "planned_steps", "plan", "compare", "distributed", "processes",
+    "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
+    "distributed_plan", "sort_file",
+    "collate", "masks", "attention", "loader", "compile", "lr", "train", "checkpoint", "datasets",
+    "models", "measure", "config", "course", "report", "plan_figures", "html_report", "run_dir", "fit", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
 

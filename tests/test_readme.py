@@ -26,15 +26,30 @@ def test_the_script_trains_on_every_sample(monkeypatch):
     assert 0 < float(names["metrics"].loss) < 8
 
 
-def test_the_lines_of_the_planning_guide_run(capsys):
-    text = (README.parent / "docs" / "planning.md").read_text()
+def run_guide(name):
+    """What the lines of a guide leave behind."""
     names: dict = {}
-    for script in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+    for script in re.findall(r"```python\n(.*?)```", (README.parent / "docs" / name).read_text(), re.DOTALL):
         exec(script, names)
+    return names
+
+
+def test_the_lines_of_the_planning_guide_run(capsys):
+    names = run_guide("planning.md")
     assert names["plan"].num_samples == len(names["lengths"])
     printed = capsys.readouterr().out
     assert "predicted" in printed
     assert "of the rows" in printed
+
+
+def test_the_lines_of_the_sorting_guide_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_guide("sorting.md")
+    assert names["lengths"].tolist() == [1, 3, 2]
+    assert np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000))
+    printed = capsys.readouterr().out
+    assert "5,000 to 5,000" in printed
+    assert "ExchangeVolume" in printed
 
 
 def test_the_commands_it_names_exist():

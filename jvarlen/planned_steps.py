@@ -1,0 +1,115 @@
+"""Planned steps: the shape, size and place of every step of an epoch, without the samples that are in it.
+
+NumPy only. Letters: n samples in the plan, S steps, K buckets, M microbatches a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Float, Int32, Int64
+
+from jvarlen.buckets import AnyBucket, CostFn
+from jvarlen.lengths import Overlong
+from jvarlen.plan_table import plan_table
+
+__all__ = ["PlannedSteps"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedSteps:
+    """The steps of an epoch: how many samples, in which shape, in which order.
+
+    Attributes:
+      buckets: the static shapes, lengths ascending.
+      microbatches_per_step: M.
+      step_bucket: int32[S], the bucket of each step.
+      step_offsets: int64[S+1], the samples before each step; the last is n.
+      num_tokens: int64[S], real tokens of each step, cut samples counted as cut.
+      overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
+      num_dropped: samples left out by that rule.
+      num_truncated: samples cut by that rule.
+    """
+
+    buckets: tuple[AnyBucket, ...]
+    microbatches_per_step: int
+    step_bucket: Int32[np.ndarray, " S"]
+    step_offsets: Int64[np.ndarray, " S_plus_1"]
+    num_tokens: Int64[np.ndarray, " S"]
+    overlong: Overlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.ndarray):
+                value.setflags(write=False)  # the digest is computed once
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.step_bucket)
+
+    @property
+    def num_samples(self) -> int:
+        """n, real samples; every one comes exactly once."""
+        return int(self.step_offsets[-1])
+
+    @property
+    def num_rows(self) -> int:
+        """R, rows that hold samples: n where nothing is packed."""
+        return self.num_samples
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row can hold several samples."""
+        return False
+
+    @property
+    def num_sequences(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], real samples of each step."""
+        return np.diff(self.step_offsets)
+
+    @property
+    def positions_per_step(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
+        num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
+        return (self.microbatches_per_step * num_positions)[self.step_bucket]
+
+    @property
+    def padding(self) -> float:
+        """The share of all positions that holds no token, dummy rows included, in [0, 1)."""
+        return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
+
+    @property
+    def neighbour_correlation(self) -> float:
+        """Pearson's correlation of the mean sample length of neighbouring steps, in [−1, 1].
+
+        Near 1 in a curriculum by length; near 0 where a step's length says nothing of the next one's. NaN with fewer
+        than 3 steps, or where all are alike.
+        """
+        mean_length = self.num_tokens / self.num_sequences
+        before, after = mean_length[:-1], mean_length[1:]
+        if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
+            return float("nan")
+        return float(np.corrcoef(before, after)[0, 1])
+
+    def report(
+        self,
+        learning_rates: Float[np.ndarray, " S"] | None = None,
+        *,
+        cost: CostFn | None = None,
+        compile_seconds: float | None = None,
+    ) -> str:
+        """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
+
+        Args:
+          learning_rates: float64[S], as from `lr_sequence`; their range is shown.
+          cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
+          compile_seconds: of one bucket, to be shown with the prediction.
+
+        Returns:
+          Lines of text.
+        """
+        return plan_table(self, learning_rates, cost, compile_seconds)

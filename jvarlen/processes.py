@@ -1,0 +1,196 @@
+"""Processes: in goes what one of several JAX processes has, out comes the same decision, or an error, on all of them.
+
+A process that raises where the others wait for it makes them hang. So a step that may fail runs inside `together`, and
+what must be equal goes through `agree`; both are collective: every process calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Shaped
+
+__all__ = ["agree", "gather_arrays", "gather_texts", "initialize_processes", "together"]
+
+# What a process says in an exchange: one size, so that all exchanges match and compile once.
+_RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
+_MAX_LISTED = 5
+
+
+def initialize_processes(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout_seconds: int = 10,
+    initialization_timeout: int = 60,
+) -> None:
+    """Makes this process one of several that compute together; before anything else that touches a device.
+
+    When a process dies, the others end with an error within about two heartbeat timeouts. So do they when one ends by
+    an exception that it does not catch: it waits that long for the others, which may be about to end as well, and then
+    leaves.
+
+    Args:
+      coordinator_address: `"host:port"` of process 0. None, as well as for the two that follow: JAX finds it in the
+        environment (Slurm, Open MPI, cloud TPUs, Kubernetes).
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      heartbeat_timeout_seconds: a process that is not heard of for so long is dead.
+      initialization_timeout: seconds to wait for all to come.
+
+    Raises:
+      RuntimeError: JAX has used its devices already, or was initialized before; or not all processes came in time.
+      ValueError: JAX does not find what was not given.
+    """
+    jax.distributed.initialize(
+        coordinator_address,
+        num_processes,
+        process_id,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+        initialization_timeout=initialization_timeout,
+    )
+    atexit.register(_leave_after_error, heartbeat_timeout_seconds)
+
+
+def agree(name: str, value: str | bytes | int) -> None:
+    """Returns when all processes have passed the same value; one process agrees with itself.
+
+    Args:
+      name: what the value is, for the error; the same on all processes.
+      value: such as the digest of a plan. A long one is compared by its SHA-256.
+
+    Raises:
+      ValueError: on every process, where values differ; each value is listed with its processes.
+      RuntimeError: processes are at calls of different names, or one has died.
+
+    Example:
+      >>> agree("plan digest", "5d41402abc4b")
+    """
+    values = gather_texts(name, repr(value))
+    if len(set(values)) > 1:
+        raise ValueError(f"processes differ in {name}: {_by_process(values)}")
+
+
+@contextlib.contextmanager
+def together(name: str) -> Iterator[None]:
+    """The block succeeds on all processes, or raises on all.
+
+    Each process runs its own block, and leaves when all have run theirs. Nothing that all must take part in belongs
+    inside: one that failed before would not come.
+
+    Args:
+      name: what the block does, as a verb phrase for the error; the same on all processes.
+
+    Raises:
+      RuntimeError: the block failed on other processes, which are listed with their errors; or processes are at calls
+        of different names, or one has died. A process whose own block failed raises that exception.
+
+    Example:
+      >>> with together("read the lengths"):
+      ...     lengths = [3, 1, 2]
+    """
+    try:
+        yield
+    except BaseException as error:
+        gather_texts(name, "".join(traceback.format_exception_only(error)).strip())
+        raise
+    failures = gather_texts(name, "")
+    if any(failures):
+        raise RuntimeError(f"could not {name}: {_by_process(failures)}")
+
+
+def gather_texts(name: str, text: str) -> list[str]:
+    """What all processes pass.
+
+    Args:
+      name: what the texts are; the same on all processes.
+      text: a short one; of a long one the start and the SHA-256 are passed.
+
+    Returns:
+      The texts, by process.
+
+    Raises:
+      RuntimeError: processes are at calls of different names, or one has died.
+
+    Example:
+      >>> gather_texts("host", "a")
+      ['a']
+    """
+    if jax.process_count() == 1:
+        return [text]
+    record = np.array([(_to_bytes(name, _RECORD["name"]), _to_bytes(text, _RECORD["text"]))], _RECORD)
+    records = _gather(record, name).ravel()
+    names, texts = ([field.decode(errors="ignore") for field in records[key].tolist()] for key in ("name", "text"))
+    if len(set(names)) > 1:
+        raise RuntimeError(f"processes are not at the same call: {_by_process(names)}")
+    return texts
+
+
+def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]:
+    """What all processes pass, bit for bit, whether JAX has 64-bit types or not.
+
+    Args:
+      array: of one shape and dtype on all processes, and not empty.
+
+    Returns:
+      The arrays, stacked by process.
+
+    Raises:
+      RuntimeError: a process has died.
+
+    Example:
+      >>> gather_arrays(np.array([1, 2]))
+      array([[1, 2]])
+    """
+    if jax.process_count() == 1:
+        return array[None]
+    return _gather(array, "arrays")
+
+
+def _gather(array: Shaped[np.ndarray, ...], name: str) -> Shaped[np.ndarray, "P ..."]:
+    try:
+        gathered = multihost_utils.process_allgather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    except Exception as error:  # its type depends on the backend
+        raise RuntimeError(f"lost the other processes at {name!r}; one of them has probably died") from error
+    return np.ascontiguousarray(gathered).view(array.dtype).reshape(-1, *array.shape)
+
+
+def _to_bytes(text: str, field: np.dtype) -> bytes:
+    """The text, or, where it does not fit the field, its start and its SHA-256."""
+    whole = text.encode(errors="backslashreplace")
+    if len(whole) <= field.itemsize:
+        return whole
+    mark = f"… (SHA-256 {hashlib.sha256(whole).hexdigest()})".encode()
+    return whole[: field.itemsize - len(mark)].decode(errors="ignore").encode() + mark
+
+
+def _by_process(texts: Iterable[str]) -> str:
+    """The different texts that are not empty, each with its processes; the first few of both."""
+    processes: dict[str, list[int]] = {}
+    for process, text in enumerate(texts):
+        if text:
+            processes.setdefault(text, []).append(process)
+    listed = [f"process{'es' * (len(held) > 1)} {_first(held, ', ')}: {text}" for text, held in processes.items()]
+    return _first(listed, "; ")
+
+
+def _first(items: Sequence[object], separator: str) -> str:
+    more = f" and {len(items) - _MAX_LISTED:,} more" if len(items) > _MAX_LISTED else ""
+    return separator.join(map(str, items[:_MAX_LISTED])) + more
+
+
+def _leave_after_error(seconds: int) -> None:
+    """Bounds the wait for other processes at the end of one that ends by an exception: they may be waiting for it."""
+    if hasattr(sys, "last_value"):  # set by an exception that nobody caught
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)

@@ -1,0 +1,279 @@
+"""Distributed sort: in go keys spread over devices, out come the same keys in order, spread exactly evenly.
+
+Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. How it works: `shard_sort`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen.lengths import check_at_least_one, check_choices
+from jvarlen.shard_sort import Shards, deal_ranks, gap, sort_blocks
+from jvarlen.sharded_rows import ShardedRows, num_shards_of, shard_rows
+from jvarlen.sortable_words import Words, from_words, index_dtype, to_words
+
+__all__ = ["Layout", "has_ragged", "local_sort", "sample_sort", "words_of_shard"]
+
+Layout = Literal["interleaved", "block"]
+Transform = Literal["shard_map", "pmap"]
+Exchange = Literal["auto", "dense", "ragged"]
+NanRule = Literal["raise", "last"]
+
+_MAX_LISTED = 5  # NaN keys that are named
+
+
+def sample_sort(
+    keys: npt.ArrayLike | jax.Array,
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    layout: Layout = "interleaved",
+    oversampling: int = 4,
+    transform: Transform = "shard_map",
+    nan: NanRule = "raise",
+    payload: Any = None,
+    shard_sizes: npt.ArrayLike | None = None,
+    exchange: Exchange = "auto",
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, Any]:
+    """Sorts keys that lie on the devices of a mesh axis; the result lies there too, exactly evenly.
+
+    The order is that of `np.lexsort((index, keys))`: by key, ties by index, −0.0 with 0.0. It is one and the same for
+    any number of shards, transform, exchange and oversampling. A shape and a dtype compile once, whatever N is.
+
+    Args:
+      keys: integers or floats[N], N ≥ 0; an array of NumPy, or of JAX wherever it lies, or one that is sharded over
+        several processes. 64-bit keys stay such where `jax_enable_x64` is on; where it is off, their values must fit 32
+        bits exactly. With `shard_sizes` [p·n].
+      mesh: its axes may be Auto or Explicit. Along axes other than `axis_name` the sort is repeated.
+      axis_name: the axis whose p devices are the shards.
+      layout: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
+        rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
+      oversampling: k, samples that a shard proposes for each block in a round of the search for where blocks begin.
+        More mean fewer rounds and larger messages; the result does not depend on it.
+      transform: `"shard_map"` or `"pmap"`, which needs a mesh of one axis.
+      nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`.
+      payload: a pytree of arrays whose leading axis is that of `keys`; they follow their keys.
+      shard_sizes: integers[p] between 0 and n: `keys` has n places a shard, of which the first so many are rows, as
+        `shard_local_rows` makes it. A row's index counts the rows before it. None: all of `keys` are rows.
+      exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one of exactly what there is, which not
+        all backends have. `"auto"`: ragged where the backend compiles it.
+
+    Returns:
+      Keys, indices and, where there is a payload, the payload, of leading axis p·⌈N/p⌉ sharded over the axis. Indices
+      are int32, or int64 from 2**31 − 1 places on. Where there is no row the index is −1, and keys and payload mean
+      nothing.
+
+    Raises:
+      ValueError: arguments that are not as described, NaN keys or values that do not fit are listed by index.
+
+    Example:
+      >>> keys, indices = sample_sort([3, 1, 2], jax.make_mesh((1,), ("data",)))
+      >>> keys.tolist(), indices.tolist()
+      ([1, 2, 3], [1, 2, 0])
+    """
+    check_choices(layout=(layout, Layout), transform=(transform, Transform), exchange=(exchange, Exchange))
+    check_at_least_one(oversampling=oversampling)
+    num_shards = num_shards_of(mesh, axis_name)
+    if transform == "pmap" and len(mesh.axis_names) > 1:
+        raise ValueError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
+    keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
+    is_ragged = num_shards > 1 and (has_ragged(mesh, axis_name) if exchange == "auto" else exchange == "ragged")
+    shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
+    num_out = -(-rows.num_rows // num_shards)
+    program = _program(_sort_shard, mesh, shards, layout, num_out, transform)
+    return _run(program, rows, nan)
+
+
+def local_sort(
+    keys: npt.ArrayLike | jax.Array,
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    nan: NanRule = "raise",
+    payload: Any = None,
+    shard_sizes: npt.ArrayLike | None = None,
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, Any]:
+    """Sorts the keys of each shard for itself: a curriculum without any exchange, and without its balance.
+
+    What the shards hold at the same slot can differ as much as the shards do; `shard_balance` tells what that costs.
+
+    Args:
+      keys: as in `sample_sort`.
+      mesh: as in `sample_sort`.
+      axis_name: as in `sample_sort`.
+      nan: as in `sample_sort`.
+      payload: as in `sample_sort`.
+      shard_sizes: as in `sample_sort`.
+
+    Returns:
+      As `sample_sort`, of leading axis p·n; a shard's places without a row come after its rows.
+
+    Raises:
+      ValueError: as `sample_sort`.
+    """
+    keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
+    shards = Shards(axis_name, num_shards_of(mesh, axis_name), oversampling=1, ragged=False)
+    num_out = len(rows.columns[0]) // shards.num_shards
+    program = _program(_sort_own_rows, mesh, shards, "block", num_out, "shard_map")
+    return _run(program, rows, nan)
+
+
+Sorted = tuple[jax.Array, jax.Array, Any, jax.Array]  # keys, indices, payload, and what is known of NaN
+
+
+def _run(
+    program: Callable[[jax.Array, Any, np.ndarray], Sorted], rows: ShardedRows, nan: NanRule
+) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, Any]:
+    """Runs a program on all shards, and looks for NaN in its report."""
+    check_choices(nan=(nan, NanRule))
+    keys, payload = rows.columns
+    if not (jnp.issubdtype(keys.dtype, jnp.integer) or jnp.issubdtype(keys.dtype, jnp.floating)) or keys.ndim != 1:
+        raise ValueError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
+    with jax.enable_x64(True):  # rows are 64-bit numbers inside, whatever the keys are
+        keys, indices, payload, nan_report = program(keys, payload, rows.sizes)
+        if nan == "raise" and jnp.issubdtype(keys.dtype, jnp.floating):
+            # The only place where the host waits.
+            num_nan, *first = np.asarray(nan_report.addressable_data(0)).ravel().tolist()
+            if num_nan:
+                more = f" and {num_nan - _MAX_LISTED:,} more" if num_nan > _MAX_LISTED else ""
+                listed = ", ".join(f"id {i}" for i in first[: min(num_nan, _MAX_LISTED)])
+                raise ValueError(f'keys are NaN (nan="last" sorts them last): {listed}{more}')
+    return (keys, indices) if payload is None else (keys, indices, payload)
+
+
+@functools.lru_cache(maxsize=128)
+def _program(
+    sort_shard: Callable[..., Any], mesh: Mesh, shards: Shards, layout: Layout, num_out: int, transform: Transform
+) -> Callable[[jax.Array, Any, np.ndarray], Sorted]:
+    """A jitted function of sharded keys, sharded payload and the sizes of the shards."""
+    body = functools.partial(sort_shard, shards=shards, layout=layout, num_out=num_out)
+    if transform == "pmap":
+        return _with_pmap(body, mesh, shards.axis_name)
+    axis, everywhere = PartitionSpec(shards.axis_name), PartitionSpec()
+    # The report is the same on all shards, which an all-gather does not tell the type system.
+    return jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(axis, axis, everywhere),
+            out_specs=(axis, axis, axis, everywhere),
+            check_vma=False,
+        )
+    )
+
+
+def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Callable[..., Sorted]:
+    """The same by `pmap`, whose arrays have a leading axis of devices, those of this process."""
+    mapped = jax.pmap(body, axis_name, in_axes=(0, 0, None), devices=list(mesh.devices.flat))
+    sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+    local_mesh = mesh.local_mesh
+    by_device = NamedSharding(local_mesh, PartitionSpec(axis_name))
+
+    def stacked(array: jax.Array) -> jax.Array:
+        parts = [shard.data[None] for shard in array.addressable_shards]
+        shape = (len(parts), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, by_device, parts)
+
+    def joined(array: jax.Array) -> jax.Array:
+        parts = [shard.data[0] for shard in array.addressable_shards]
+        shape = (mesh.size * len(parts[0]), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def program(keys: jax.Array, payload: Any, sizes: np.ndarray) -> Sorted:
+        sorted_rows = mapped(*jax.tree.map(stacked, (keys, payload)), sizes)
+        keys, indices, payload = jax.tree.map(joined, sorted_rows[:3])
+        return keys, indices, payload, sorted_rows[3]
+
+    return program
+
+
+def _sort_shard(
+    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, layout: Layout, num_out: int
+) -> Sorted:
+    """What one shard does: of all rows, those whose place in the layout is on this shard."""
+    if num_out == 0:
+        nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
+        return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)
+    p, d = shards.num_shards, lax.axis_index(shards.axis_name)
+    sizes = sizes.astype(index_dtype(p * len(keys)))
+    num_rows = sizes.sum(dtype=sizes.dtype)
+    is_dealt = layout == "interleaved" and p > 1
+    block = -(-num_out // p) * p if is_dealt else num_out
+    starts = jnp.minimum(jnp.arange(p + 1, dtype=sizes.dtype) * block, num_rows)
+    words = words_of_shard(keys, sizes, d, p)
+    words, payload = sort_blocks(words, payload, starts, block, shards)
+    if is_dealt:
+        words, payload = deal_ranks((words, payload), shards)
+    words, payload = jax.tree.map(lambda column: column[:num_out], (words, payload))
+    slot = jnp.arange(num_out)
+    is_row = (slot * p + d if is_dealt else d * num_out + slot) < num_rows
+    return _finished(words, payload, is_row, keys, sizes, shards)
+
+
+def _sort_own_rows(
+    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, layout: Layout, num_out: int
+) -> Sorted:
+    """What one shard does for itself."""
+    d = lax.axis_index(shards.axis_name)
+    words = words_of_shard(keys, sizes, d, shards.num_shards)
+    alone = shards._replace(num_shards=1)
+    words, payload = sort_blocks(words, payload, jnp.stack([0, sizes[d]]), num_out, alone)
+    return _finished(words, payload, jnp.arange(num_out) < sizes[d], keys, sizes, shards)
+
+
+def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: int) -> Words:
+    """Sortable rows; places after the shard's rows sort after all rows."""
+    place = jnp.arange(len(keys))
+    first_index = jnp.where(jnp.arange(num_shards) < d, sizes, 0).sum()
+    words = to_words(keys, first_index + place, num_shards * len(keys))
+    return tuple(jnp.where(place < sizes[d], word, gap(word)) for word in words)
+
+
+def _finished(
+    words: Words, payload: Any, is_row: jax.Array, keys: jax.Array, sizes: jax.Array, shards: Shards
+) -> Sorted:
+    """Keys and indices of sorted rows, and int64[1 + 5]: how many keys are NaN, and the first of their indices."""
+    sorted_keys, indices = from_words(words, keys.dtype)
+    indices = jnp.where(is_row, indices, -1)
+    if not jnp.issubdtype(keys.dtype, jnp.floating):
+        return sorted_keys, indices, payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)
+    # The NaN keys of a shard are the last of its rows, and ordered by index.
+    num_nan = (jnp.isnan(sorted_keys) & is_row).sum()
+    place = jnp.arange(_MAX_LISTED)
+    first = indices.at[is_row.sum() - num_nan + place].get(mode="clip")
+    first = jnp.where(place < num_nan, first, jnp.iinfo(indices.dtype).max)
+    of_all = lax.all_gather(jnp.concatenate([num_nan[None], first]), shards.axis_name)
+    return sorted_keys, indices, payload, jnp.append(of_all[:, 0].sum(), jnp.sort(of_all[:, 1:].ravel())[:_MAX_LISTED])
+
+
+@functools.lru_cache(maxsize=128)
+def has_ragged(mesh: Mesh, axis_name: str) -> bool:
+    """Whether the backend compiles a ragged all-to-all; not all do."""
+    p = mesh.shape[axis_name]
+
+    def send_to_all(x: jax.Array) -> jax.Array:
+        one = jnp.ones(p, jnp.int32)
+        place = jnp.arange(p, dtype=jnp.int32)
+        return lax.ragged_all_to_all(x, x, place, one, place, one, axis_name=axis_name)
+
+    axis = PartitionSpec(axis_name)
+    program = jax.jit(jax.shard_map(send_to_all, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False))
+    with jax.enable_x64(True):
+        try:
+            program.lower(jax.ShapeDtypeStruct((p * p,), jnp.uint64, sharding=NamedSharding(mesh, axis))).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "unimplemented" not in str(error).lower():
+                raise
+            return False
+    return True

@@ -1,0 +1,126 @@
+"""Sortable words: in go keys and the index of each row, out come unsigned integers that sort as the rows do, and back.
+
+Rows are ordered as `np.lexsort` orders them: by key, ties by index; −0.0 ties with 0.0, NaN is last. Unsigned integers
+sort several times faster than pairs, and in them a row of a 32-bit key is one number. Only bits are handled, so that no
+backend can flush a subnormal number to zero. To be called where 64-bit types are enabled.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, Shaped
+
+__all__ = ["Words", "from_words", "index_dtype", "to_words", "word_dtypes"]
+
+Words: TypeAlias = tuple[jax.Array, ...]  # unsigned integers, the most significant first; rows compare as they do
+
+_LARGEST_SHORT_INDEX = 2**31 - 2  # shifted by one, it is still below the largest uint32, which marks a gap
+
+
+def index_dtype(num_rows: int) -> np.dtype:
+    """int32 where it numbers so many rows, int64 elsewhere."""
+    return np.dtype(np.int32 if num_rows <= _LARGEST_SHORT_INDEX else np.int64)
+
+
+def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
+    """The types of the words of a row: one uint64 where it holds a key and an index, two words elsewhere.
+
+    Args:
+      key_dtype: integers or floats.
+      num_rows: of all shards together, the limit of the index.
+    """
+    key_bits = np.dtype(_unsigned(_widened(key_dtype))).itemsize * 8
+    index_bits = index_dtype(num_rows).itemsize * 8
+    if key_bits == index_bits == 32:
+        return (np.dtype(np.uint64),)
+    return np.dtype(f"uint{key_bits}"), np.dtype(f"uint{index_bits}")
+
+
+def to_words(keys: Shaped[Array, " n"], index: Int[Array, " n"], num_rows: int) -> Words:
+    """Words of rows that sort by key, then by index.
+
+    Args:
+      keys: integers or floats[n].
+      index: integers[n], 0 to `num_rows` − 1.
+      num_rows: of all shards together.
+
+    Returns:
+      Arrays of `word_dtypes`. The last word ends in the index and, in its lowest bit, whether the key is −0.0.
+    """
+    dtypes = word_dtypes(keys.dtype, num_rows)
+    bits, is_negative_zero = _sortable_bits(keys)
+    last = (index.astype(dtypes[-1]) << 1) | is_negative_zero.astype(dtypes[-1])
+    if len(dtypes) == 1:
+        return (bits.astype(dtypes[0]) << 32 | last,)
+    return bits, last
+
+
+def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], Int[Array, " n"]]:
+    """Keys and indices of words; the largest words, which are no row, give the largest integer, or NaN.
+
+    Args:
+      words: as `to_words` gives them.
+      key_dtype: of the keys.
+
+    Returns:
+      key_dtype[n], and int32[n] or, where it had to be longer, int64[n].
+    """
+    if len(words) == 1:
+        bits, last = (words[0] >> 32).astype(jnp.uint32), words[0].astype(jnp.uint32)
+    else:
+        bits, last = words
+    index = (last >> 1).astype(jnp.int32 if last.dtype == jnp.uint32 else jnp.int64)
+    return _keys_of(bits, (last & 1).astype(bool), key_dtype), index
+
+
+def _widened(dtype: np.dtype) -> np.dtype:
+    """The type of 32 or 64 bits that holds all values of a type."""
+    if np.dtype(dtype).itemsize >= 4:
+        return np.dtype(dtype)
+    kinds = ((jnp.floating, np.float32), (jnp.signedinteger, np.int32), (jnp.unsignedinteger, np.uint32))
+    return np.dtype(next(wide for kind, wide in kinds if jnp.issubdtype(dtype, kind)))
+
+
+def _unsigned(dtype: np.dtype) -> np.dtype:
+    return np.dtype(f"uint{np.dtype(dtype).itemsize * 8}")
+
+
+def _sign_bit(unsigned: np.dtype) -> np.ndarray:
+    return np.array(1 << (unsigned.itemsize * 8 - 1), unsigned)
+
+
+def _sortable_bits(keys: Shaped[Array, " n"]) -> tuple[Shaped[Array, " n"], Bool[Array, " n"]]:
+    """Unsigned integers in the order of the keys, and which keys are −0.0, which those do not tell from 0.0."""
+    wide = keys.astype(_widened(keys.dtype))
+    unsigned = _unsigned(wide.dtype)
+    sign = _sign_bit(unsigned)
+    bits = lax.bitcast_convert_type(wide, unsigned)
+    is_negative_zero = jnp.zeros(bits.shape, bool)
+    if jnp.issubdtype(wide.dtype, jnp.signedinteger):
+        bits ^= sign
+    elif jnp.issubdtype(wide.dtype, jnp.floating):
+        infinity = np.array(np.inf, wide.dtype).view(unsigned)
+        magnitude = bits & ~sign
+        is_negative_zero = bits == sign
+        # One NaN for all, positive, so that it comes after infinity and only the index orders them.
+        bits = jnp.where(magnitude > infinity, np.array(np.nan, wide.dtype).view(unsigned) & ~sign, bits)
+        bits = jnp.where(is_negative_zero, 0, bits)
+        bits = jnp.where(bits >= sign, ~bits, bits | sign)
+    return bits, is_negative_zero
+
+
+def _keys_of(bits: Shaped[Array, " n"], is_negative_zero: Bool[Array, " n"], dtype: np.dtype) -> Shaped[Array, " n"]:
+    """The inverse of `_sortable_bits`."""
+    wide = _widened(dtype)
+    sign = _sign_bit(_unsigned(wide))
+    if jnp.issubdtype(wide, jnp.signedinteger):
+        bits ^= sign
+    elif jnp.issubdtype(wide, jnp.floating):
+        bits = jnp.where(bits >= sign, bits ^ sign, ~bits)
+        bits = jnp.where(is_negative_zero, sign, bits)
+    return lax.bitcast_convert_type(bits, wide).astype(dtype)

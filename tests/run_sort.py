@@ -1,0 +1,118 @@
+"""A rank and a port in, "ok" out where several processes sort and plan as one would: run as a program by a test.
+
+Its first argument says what to do: "all", "some" kinds of keys, or "die", as process 1 then does between two sorts.
+"""
+
+import os
+import signal
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jvarlen
+from tests.sorting import KINDS, keys_of_kind, order_of
+
+
+def check_ranks(array: jax.Array, expected: np.ndarray, layout: str) -> None:
+    """Compares what this process has of a sorted array with the rows that belong there."""
+    per_shard = array.sharding.shard_shape(array.shape)[0]
+    num_shards = len(array) // per_shard
+    for shard in array.addressable_shards:
+        d, slot = (shard.index[0].start or 0) // per_shard, np.arange(per_shard)
+        rank = slot * num_shards + d if layout == "interleaved" else d * per_shard + slot
+        found = np.asarray(shard.data)
+        assert (found[rank < len(expected)] == expected[rank[rank < len(expected)]]).all(), (d, layout)
+
+
+def check_sort(mesh: Mesh, kinds: tuple[str, ...]) -> None:
+    """Keys of each kind, spread evenly; the transforms and layouts in turn."""
+    num_shards, spread = mesh.size, NamedSharding(mesh, PartitionSpec("data"))
+    for i, kind in enumerate(kinds):
+        keys = keys_of_kind(kind, num_shards * 25, np.random.default_rng(i))
+        mine = keys.reshape(jax.process_count(), -1)[jax.process_index()]
+        placed = jax.make_array_from_process_local_data(spread, mine)
+        layout, transform = ("interleaved", "block")[i % 2], ("shard_map", "pmap")[i // 2 % 2]
+        sorted_keys, indices = jvarlen.sample_sort(placed, mesh, layout=layout, transform=transform)
+        check_ranks(indices, order_of(keys), layout)
+        check_ranks(sorted_keys, keys[order_of(keys)], layout)
+
+
+def check_uneven_rows(mesh: Mesh) -> None:
+    """Processes with different numbers of rows, one with none; payload; the same array on all; NaN."""
+    rng = np.random.default_rng(0)
+    rank, count = jax.process_index(), jax.process_count()
+    sizes = [0 if i == count - 1 else 7 * i + 3 for i in range(count)]
+    keys = rng.integers(0, 5, sum(sizes)).astype(np.float32)
+    own = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    (placed, payload), shard_sizes = jvarlen.shard_local_rows((keys[own], keys[own] * 2), mesh)
+    sorted_keys, indices, followed = jvarlen.sample_sort(placed, mesh, payload=payload, shard_sizes=shard_sizes)
+    check_ranks(indices, order_of(keys), "interleaved")
+    check_ranks(sorted_keys, keys[order_of(keys)], "interleaved")
+    check_ranks(followed, 2 * keys[order_of(keys)], "interleaved")
+
+    check_ranks(jvarlen.sample_sort(keys, mesh)[1], order_of(keys), "interleaved")
+    keys[1] = np.nan
+    with pytest.raises(ValueError, match=r"id 1$"):
+        jvarlen.sample_sort(keys, mesh)
+
+
+def check_plan(mesh: Mesh) -> None:
+    """The plan that one process would make of all lengths: the same digest, and of its rows those of this process."""
+    rng = np.random.default_rng(1)
+    rank, count = jax.process_index(), jax.process_count()
+    lengths = rng.integers(1, 300, 701)
+    cuts = [0, *np.sort(rng.integers(0, 700, count - 1)).tolist(), 701]
+    mine = lengths[cuts[rank] : cuts[rank + 1]]
+    distinct, counts = jvarlen.count_lengths(mine)
+    microbatches = 2 * mesh.size
+    buckets = jvarlen.make_buckets(
+        distinct, 600, counts=counts, max_shapes=4, max_length=250, microbatches_per_step=microbatches
+    )
+    for order in ("length", "length_descending", "shuffle"):
+        options = {
+            "microbatches_per_step": microbatches, "order": order, "seed": 5, "epoch": 2, "longest_first": True,
+            "overlong": "truncate" if order == "length" else "drop",
+        }  # fmt: skip
+        whole = jvarlen.make_plan(lengths, buckets, **options)
+        plan = jvarlen.plan_distributed(mine, buckets, mesh, **options)
+        assert plan.digest == whole.digest
+        assert (plan.num_tokens == whole.num_tokens).all()
+        assert len(plan.microbatches) == microbatches // count
+        for step in range(whole.num_steps):
+            assert (plan.rows(step) == whole.rows(step)[plan.microbatches]).all(), (order, step)
+    with pytest.raises(ValueError, match="processes differ in the arguments of plan_distributed"):
+        jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size, seed=rank)
+    with pytest.raises(ValueError, match="samples longer than the longest bucket"):
+        jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size)
+    with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
+        jvarlen.count_lengths([0] if rank == 0 else [1])
+
+
+def die_between_sorts(mesh: Mesh) -> None:
+    """Sorts for ever, but for process 1, which dies after the first time."""
+    while True:
+        jvarlen.sample_sort(np.arange(1000, dtype=np.float32), mesh)
+        print("sorted", flush=True)
+        if jax.process_index() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Connects, and checks all."""
+    what, (num_processes, rank, port) = sys.argv[1], map(int, sys.argv[2:])
+    jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    mesh = jvarlen.data_mesh()
+    if what == "die":
+        die_between_sorts(mesh)
+    check_sort(mesh, KINDS if what == "all" else KINDS[1::3])
+    check_uneven_rows(mesh)
+    check_plan(mesh)
+    jax.distributed.shutdown()
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
