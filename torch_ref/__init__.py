@@ -12,6 +12,7 @@ from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, 
 from torch_ref.packing import Packing, choose_row_lengths, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
+from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.train import loss_sums, train_step
 
@@ -37,6 +38,7 @@ __all__ = [
     "linear_pacing",
     "load",
     "load_params",
+    "local_sort",
     "loss_sums",
     "lr_scale",
     "lr_sequence",
@@ -46,6 +48,7 @@ __all__ = [
     "pack_samples",
     "root_pacing",
     "sample_order",
+    "sample_sort",
     "stream_batches",
     "train_step",
 ]
