@@ -89,20 +89,25 @@ class PairBatch(NamedTuple):
 class StepSamples(NamedTuple):
     """What a collate function gets: the samples of one step, as the dataset gave them.
 
+    Where several processes train together, M are the microbatches of this one.
+
     Attributes:
       bucket: the shape to fill.
       ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 where there is
         none. Dummy rows are the last of their microbatch.
       samples: M lists of the samples, in the order of `ids`.
-      num_tokens: real tokens that were planned for the step, cut samples counted as cut.
+      num_tokens: real tokens that were planned for these rows, cut samples counted as cut; None where that is not known
+        of a part of a step.
       truncate: whether the plan cuts samples that are longer than the bucket.
+      num_sequences: real samples of the whole step, on all processes.
     """
 
     bucket: AnyBucket
     ids: Int64[np.ndarray, "M B *P"]
     samples: list[list[Any]]
-    num_tokens: int
+    num_tokens: int | None
     truncate: bool
+    num_sequences: int
 
 
 def pad_to_bucket(step: StepSamples) -> Batch:
@@ -123,7 +128,7 @@ def pad_to_bucket(step: StepSamples) -> Batch:
     samples = _cut(step)
     tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
     _check_planned(step, lengths_MxB[step.ids >= 0])
-    return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(len(samples)))
+    return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(step.num_sequences))
 
 
 def pack_to_bucket(step: StepSamples) -> PackedBatch:
@@ -166,7 +171,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
         segment_ids=filled(np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)),
         positions=filled(np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)),
         weights=is_token_MxBxT.astype(np.float32),
-        num_sequences=np.float32(len(samples)),
+        num_sequences=np.float32(step.num_sequences),
     )
 
 
@@ -189,7 +194,7 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
         _padded(step.ids, samples, length) for samples, length in zip(sides, step.bucket.lengths, strict=True)
     )
     _check_planned(step, (source[1] + target[1])[step.ids >= 0])
-    return PairBatch(*source[:2], *target[:2], target[2].astype(np.float32), np.float32(len(pairs)))
+    return PairBatch(*source[:2], *target[:2], target[2].astype(np.float32), np.float32(step.num_sequences))
 
 
 def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
@@ -289,7 +294,7 @@ def _padded(
 
 
 def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:
-    if lengths.sum() != step.num_tokens:
+    if step.num_tokens is not None and lengths.sum() != step.num_tokens:
         ids = step.ids[step.ids >= 0]  # in the order of the samples: microbatch by microbatch
         raise ValueError(
             f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
@@ -306,7 +311,7 @@ def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray])
     ]
     if wrong:
         raise ValueError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
-    tokens = np.concatenate(samples)
-    if tokens.min() < _INT32.min or tokens.max() > _INT32.max:
+    tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be dummy rows alone
+    if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
         raise ValueError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
     return tokens

@@ -6,9 +6,19 @@ import contextlib
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int64
 
-__all__ = ["DATA_AXIS", "batch_shardings", "data_mesh", "divide_processor"]
+__all__ = [
+    "DATA_AXIS",
+    "batch_shardings",
+    "data_mesh",
+    "divide_processor",
+    "num_shards_of",
+    "own_microbatches",
+    "own_shards",
+]
 
 DATA_AXIS = "data"
 
@@ -43,6 +53,39 @@ def divide_processor(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+def num_shards_of(mesh: Mesh, axis_name: str) -> int:
+    """p, the devices along a mesh axis; raises ValueError where there is no such axis."""
+    if axis_name not in mesh.shape:
+        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
+    return mesh.shape[axis_name]
+
+
+def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
+    """The shards whose devices belong to this process, ascending.
+
+    Raises:
+      ValueError: no such axis, or devices of several processes share a place of it.
+    """
+    num_shards = num_shards_of(mesh, axis_name)
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
+    owner = np.array([[device.process_index for device in place] for place in devices])
+    if (owner != owner[:, :1]).any():
+        raise ValueError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
+    return np.flatnonzero(owner[:, 0] == jax.process_index())
+
+
+def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DATA_AXIS) -> Int64[np.ndarray, " m"]:
+    """The microbatches of a step that lie on devices of this process, ascending.
+
+    Args:
+      mesh: has an axis `axis_name`, whose p shards hold consecutive microbatches.
+      microbatches_per_step: M, a multiple of p.
+      axis_name: the data-parallel axis.
+    """
+    per_shard = microbatches_per_step // num_shards_of(mesh, axis_name)
+    return (own_shards(mesh, axis_name)[:, None] * per_shard + np.arange(per_shard)).ravel()
+
+
 def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
     """How a step's arrays lie on a mesh: microbatches spread over the data axis, scalars everywhere.
 
@@ -57,9 +100,7 @@ def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
     Raises:
       ValueError: no such axis, or its size (the number of shards) does not divide M.
     """
-    if axis_name not in mesh.shape:
-        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
-    num_shards = mesh.shape[axis_name]
+    num_shards = num_shards_of(mesh, axis_name)
 
     def sharding(leaf: Any) -> NamedSharding:
         if not leaf.shape:

@@ -20,6 +20,7 @@ from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, check_buckets
 from jvarlen.curriculum import check_seed, random_keys
+from jvarlen.distributed import num_shards_of, own_microbatches, own_shards
 from jvarlen.emission import canonical_steps, emitted_steps
 from jvarlen.grouping import Ordering
 from jvarlen.lengths import (
@@ -35,7 +36,7 @@ from jvarlen.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
 from jvarlen.plan_places import make_places, sort_to_places
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.processes import agree, gather_arrays, together
-from jvarlen.sharded_rows import num_shards_of, own_shards, spread_local_rows
+from jvarlen.sharded_rows import spread_local_rows
 
 __all__ = ["DistributedPlan", "count_lengths", "plan_distributed"]
 
@@ -54,6 +55,7 @@ class DistributedPlan(PlannedSteps):
       digest: that of the whole plan: the `Plan` that `make_plan` would have made has the same.
       microbatches: int64[m], which of the M microbatches of every step are this process's, ascending.
       first_rows: int64[S], where each step begins in `row_ids`.
+      own_num_tokens: int64[S], real tokens of each step in these microbatches.
       row_ids: int64[U, m], the samples of this process's microbatches, those of a step one below the other; −1 for a
         dummy row.
     """
@@ -61,6 +63,7 @@ class DistributedPlan(PlannedSteps):
     digest: str
     microbatches: Int64[np.ndarray, " m"]
     first_rows: Int64[np.ndarray, " S"]
+    own_num_tokens: Int64[np.ndarray, " S"]
     row_ids: Int64[np.ndarray, "U m"]
 
     def rows(self, step: int) -> Int64[np.ndarray, "m B"]:
@@ -180,8 +183,7 @@ def plan_distributed(
     rows, edges = np.array(checked, np.int64).T
     own_lengths, (distinct, counts) = _checked_or_empty(lengths), count_lengths(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
-    own = own_shards(mesh, axis_name)
-    own_ids = _ids_of_shards(sizes, own)
+    own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
     bucket_of_distinct = np.searchsorted(edges, distinct)
     with together("fit the samples into the buckets"):
         _check_longest(distinct, own_lengths, own_ids, edges, overlong)
@@ -199,11 +201,12 @@ def plan_distributed(
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
     keys, payload = _make_keys(own_lengths, own_ids, edges, ordering, overlong)
     lengths_of = _length_of_descending_key if order == "length_descending" else _length_of_key
-    row_ids, num_tokens = sort_to_places(keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1]))
+    row_ids, own_num_tokens, num_tokens = sort_to_places(
+        keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
+    )
 
     step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    per_shard = num_microbatches // num_shards
-    microbatches = (own[:, None] * per_shard + np.arange(per_shard)).ravel()
+    microbatches = own_microbatches(mesh, num_microbatches, axis_name)
     offset_of_step = np.empty(len(emitted), np.int64)
     offset_of_step[emitted] = step_offsets[:-1]
     first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows[steps.bucket])
@@ -222,6 +225,7 @@ def plan_distributed(
         digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunk_digests),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
+        own_num_tokens=own_num_tokens[emitted],
         row_ids=row_ids,
     )
 

@@ -13,16 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int64
 
 from jvarlen.collate import StepSamples, pad_to_bucket
-from jvarlen.distributed import batch_shardings
+from jvarlen.distributed import batch_shardings, own_microbatches
+from jvarlen.distributed_plan import DistributedPlan
 from jvarlen.interrupts import without_interrupts
 from jvarlen.lengths import DataSource
 from jvarlen.plan import Plan
+from jvarlen.processes import agree
 from jvarlen.streams import StreamStep
 
 __all__ = ["PlanSource", "load", "load_stream"]
 
+AnyPlan = Plan | DistributedPlan
 CollateFn = Callable[[StepSamples], Any]
 
 _HOST_BUFFER = 4  # collated steps that wait on the host
@@ -30,14 +34,23 @@ _DEVICE_BUFFER = 2  # steps that wait on the device
 
 
 class PlanSource:
-    """A Grain data source whose element t is the collated step t of a plan."""
+    """A Grain data source whose element t is the collated step t of a plan, or this process's part of it."""
 
-    def __init__(self, plan: Plan, dataset: DataSource, collate: CollateFn = pad_to_bucket):
-        if plan.sample_ids.max() >= len(dataset):
-            raise ValueError(f"the plan holds sample {plan.sample_ids.max()}, the dataset only {len(dataset)} samples")
+    def __init__(
+        self,
+        plan: AnyPlan,
+        dataset: DataSource,
+        collate: CollateFn = pad_to_bucket,
+        microbatches: Int64[np.ndarray, " m"] | None = None,
+    ):
+        """Of a `Plan`, `microbatches` are those to read; None reads all. A `DistributedPlan` has its own."""
+        ids = plan.row_ids if isinstance(plan, DistributedPlan) else plan.sample_ids
+        if ids.max() >= len(dataset):
+            raise ValueError(f"the plan holds sample {ids.max()}, the dataset only {len(dataset)} samples")
         self._plan = plan
         self._dataset = dataset
         self._collate = collate
+        self._microbatches = microbatches
 
     def __len__(self) -> int:
         return self._plan.num_steps
@@ -45,13 +58,19 @@ class PlanSource:
     def __getitem__(self, step: int) -> Any:
         plan = self._plan
         ids_MxB = plan.rows(step)
+        num_tokens: int | None = int(plan.num_tokens[step])
+        if isinstance(plan, DistributedPlan):
+            num_tokens = int(plan.own_num_tokens[step])
+        elif self._microbatches is not None:
+            ids_MxB, num_tokens = ids_MxB[self._microbatches], None
         return self._collate(
             StepSamples(
                 bucket=plan.buckets[plan.step_bucket[step]],
                 ids=ids_MxB,
                 samples=[[read_sample(self._dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in ids_MxB],
-                num_tokens=int(plan.num_tokens[step]),
+                num_tokens=num_tokens,
                 truncate=plan.overlong == "truncate",
+                num_sequences=int(plan.num_sequences[step]),
             )
         )
 
@@ -60,7 +79,7 @@ class PlanSource:
 
 
 def load(
-    plan: Plan | Callable[[int], Plan],
+    plan: AnyPlan | Callable[[int], AnyPlan],
     dataset: DataSource,
     *,
     mesh: Mesh | None = None,
@@ -73,10 +92,12 @@ def load(
     """The steps of a plan as device arrays, in the plan's order.
 
     Args:
-      plan: the plan of one epoch, or a function from the epoch to its plan, for training over epochs without end.
+      plan: the plan of one epoch, or a function from the epoch to its plan, for training over epochs without end. A
+        `DistributedPlan` goes with the mesh that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are what `collate` takes; 1-D integer
         arrays for the default.
-      mesh: spreads the microbatches of a step over the mesh axis "data"; None puts them on the default device.
+      mesh: spreads the microbatches of a step over the mesh axis "data"; None puts them on the default device. Where
+        its devices belong to several processes, all of them load, and each reads only the samples of its own devices.
       epoch: the epoch to start in, where `plan` is a function.
       num_epochs: the epoch to end before, where `plan` is a function; None for no end. Each epoch is planned in a
         thread while the one before is loaded.
@@ -90,37 +111,37 @@ def load(
       `collate`.
 
     Raises:
-      ValueError: start_step out of range; the dataset is smaller than the plan; shards that do not divide M; and, when
-        a step comes, what `collate` refuses.
+      ValueError: start_step out of range; the dataset is smaller than the plan; shards that do not divide M; processes
+        with plans that differ; and, when a step comes, what `collate` refuses.
     """
     if num_workers < 0:
         raise ValueError(f"num_workers must be at least 0, not {num_workers}")
-    if isinstance(plan, Plan) and epoch:
+    if not callable(plan) and epoch:
         raise ValueError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
     plan_of_epoch = plan if callable(plan) else None
-    first = plan if isinstance(plan, Plan) else plan(epoch)
+    first = plan(epoch) if callable(plan) else plan
     if not 0 <= start_step <= first.num_steps:
         raise ValueError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
         batch_shardings(np.empty(first.microbatches_per_step), mesh)
-    steps = _iterate_epoch(PlanSource(first, dataset, collate), mesh, start_step, num_workers)
+    steps = _iterate_epoch(first, dataset, collate, mesh, start_step, num_workers)
     if plan_of_epoch is None:
         return steps
     later = (
-        _iterate_epoch(PlanSource(planned, dataset, collate), mesh, 0, num_workers)
+        _iterate_epoch(planned, dataset, collate, mesh, 0, num_workers)
         for planned in _plan_ahead(plan_of_epoch, epoch + 1, num_epochs)
     )
     return itertools.chain(steps, itertools.chain.from_iterable(later))
 
 
-def _plan_ahead(plan_of_epoch: Callable[[int], Plan], first_epoch: int, num_epochs: int | None) -> Iterator[Plan]:
+def _plan_ahead(plan_of_epoch: Callable[[int], AnyPlan], first_epoch: int, num_epochs: int | None) -> Iterator[AnyPlan]:
     """The plans of the epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
     if num_epochs is not None and first_epoch >= num_epochs:
         return iter(())
     planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
     planned = planner.submit(plan_of_epoch, first_epoch)
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[AnyPlan]:
         nonlocal planned
         try:
             for epoch in itertools.count(first_epoch + 1):
@@ -171,7 +192,8 @@ def load_stream(
     """
     for step in stream:
         samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
-        yield _put(collate(StepSamples(step.bucket, step.ids, samples, int(step.lengths.sum()), truncate)), mesh)
+        num_tokens, num_sequences = int(step.lengths.sum()), len(step.lengths)
+        yield _put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
 
 
 def read_sample(dataset: Any, sample_id: int) -> Any:
@@ -183,7 +205,22 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
         raise
 
 
-def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_workers: int) -> Iterator[Any]:
+def _iterate_epoch(
+    plan: AnyPlan, dataset: DataSource, collate: CollateFn, mesh: Mesh | None, start_step: int, num_workers: int
+) -> Iterator[Any]:
+    num_microbatches = plan.microbatches_per_step
+    own = None if mesh is None else own_microbatches(mesh, num_microbatches)
+    if isinstance(plan, DistributedPlan) and not np.array_equal(
+        plan.microbatches, np.arange(num_microbatches) if own is None else own
+    ):
+        raise ValueError(
+            f"the plan was made for a mesh where this process has the microbatches {plan.microbatches.tolist()}"
+        )
+    if mesh is None or not mesh.is_multi_process:
+        own = None
+    else:
+        agree("the plan", plan.digest)
+    source = PlanSource(plan, dataset, collate, own)
     # Imported here: planning, compiling and training do without Grain.
     import grain
 
@@ -193,7 +230,7 @@ def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_w
     if num_workers:
         _mark_absl_flags_as_parsed()
         batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER))
-    on_device = batches.map(lambda batch: _put(batch, mesh))
+    on_device = batches.map(lambda batch: _put(batch, mesh, None if own is None else num_microbatches))
     prefetched = grain.experimental.ThreadPrefetchIterDataset(on_device, prefetch_buffer_size=_DEVICE_BUFFER)
     with without_interrupts():  # Ctrl-C is for the main thread to handle; workers that die of it would never be missed
         iterator = iter(prefetched)
@@ -201,8 +238,21 @@ def _iterate_epoch(source: PlanSource, mesh: Mesh | None, start_step: int, num_w
     return itertools.chain(first, iterator)
 
 
-def _put(batch: Any, mesh: Mesh | None) -> Any:
-    return jax.device_put(batch, None if mesh is None else batch_shardings(batch, mesh))
+def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:
+    """The batch on its devices; of several processes, each has a part of the `num_microbatches`."""
+    if mesh is None or num_microbatches is None:
+        return jax.device_put(batch, None if mesh is None else batch_shardings(batch, mesh))
+
+    def whole(part: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_microbatches, *part.shape[1:]) if part.shape else (), part.dtype)
+
+    shapes = jax.tree.map(whole, batch)
+    return jax.tree.map(
+        lambda part, shape, sharding: jax.make_array_from_process_local_data(sharding, part, shape.shape),
+        batch,
+        shapes,
+        batch_shardings(shapes, mesh),
+    )
 
 
 def _mark_absl_flags_as_parsed() -> None:

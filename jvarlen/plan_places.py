@@ -22,10 +22,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int64
 
+from jvarlen.distributed import num_shards_of
 from jvarlen.emission import CanonicalSteps
 from jvarlen.lengths import ends_to_offsets
 from jvarlen.shard_sort import Shards, deal_ranks, sort_blocks
-from jvarlen.sharded_rows import num_shards_of, shard_local_rows
+from jvarlen.sharded_rows import shard_local_rows
 from jvarlen.sort import has_ragged, words_of_shard
 from jvarlen.sortable_words import from_words, index_dtype
 
@@ -98,7 +99,7 @@ def sort_to_places(
     axis_name: str,
     lengths_of: LengthsOf,
     longest: int,
-) -> tuple[Int64[np.ndarray, "U m"], Int64[np.ndarray, " S"]]:
+) -> tuple[Int64[np.ndarray, "U m"], Int64[np.ndarray, " S"], Int64[np.ndarray, " S"]]:
     """Sorts the samples of all processes to their places.
 
     Args:
@@ -111,8 +112,8 @@ def sort_to_places(
       longest: what samples are cut to, in tokens.
 
     Returns:
-      int64[U, m], the sample ids of this process's microbatches, −1 for a dummy row; and int64[S], the tokens of all
-      canonical steps.
+      int64[U, m], the sample ids of this process's microbatches, −1 for a dummy row; int64[S], the tokens of each
+      canonical step in these; and int64[S], in all microbatches.
     """
     num_shards = num_shards_of(mesh, axis_name)
     shards = Shards(axis_name, num_shards, _OVERSAMPLING, num_shards > 1 and has_ragged(mesh, axis_name))
@@ -124,16 +125,22 @@ def sort_to_places(
         num_steps = len(places.first_rows)
         program = _program(mesh, shards, places.block, places.num_microbatches, num_steps, longest, lengths_of)
         of_buckets = places.place_of_bucket, places.rank_of_bucket, places.num_samples
-        ids, num_tokens = program(*columns, sizes, places.starts, *of_buckets, step_of_row)
-        shard_of = {(shard.index[0].start or 0): shard.data for shard in ids.addressable_shards}
-        own_ids = np.concatenate([np.asarray(shard_of[start]) for start in sorted(shard_of)], axis=1)
-        return own_ids[: places.num_rows].astype(np.int64), np.asarray(num_tokens.addressable_data(0))
+        ids, shard_tokens, num_tokens = program(*columns, sizes, places.starts, *of_buckets, step_of_row)
+        own_ids = np.concatenate(_own_parts(ids), axis=1)
+        own_tokens = np.sum(_own_parts(shard_tokens), axis=0)
+        return own_ids[: places.num_rows].astype(np.int64), own_tokens, np.asarray(num_tokens.addressable_data(0))
+
+
+def _own_parts(array: jax.Array) -> list[np.ndarray]:
+    """What this process holds of an array that is sharded along its leading axis, in order."""
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}  # other axes may repeat them
+    return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
 @functools.lru_cache(maxsize=32)
 def _program(
     mesh: Mesh, shards: Shards, block: int, num_microbatches: int, num_steps: int, longest: int, lengths_of: LengthsOf
-) -> Callable[..., tuple[jax.Array, jax.Array]]:
+) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
     """A jitted function of the rows and of where they go."""
     body = functools.partial(
         _place_shard,
@@ -145,9 +152,9 @@ def _program(
         lengths_of=lengths_of,
     )
     axis, everywhere = PartitionSpec(shards.axis_name), PartitionSpec()
-    in_specs = (axis, axis, *[everywhere] * 6)
+    in_specs, out_specs = (axis, axis, *[everywhere] * 6), (axis, axis, everywhere)
     # The sum of tokens is the same on all shards, which is not to be seen after the sort.
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=(axis, everywhere), check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
 def _place_shard(
@@ -166,8 +173,8 @@ def _place_shard(
     num_steps: int,
     longest: int,
     lengths_of: LengthsOf,
-) -> tuple[jax.Array, jax.Array]:
-    """What one shard does: the sample ids of its microbatches, and the tokens of all steps."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What one shard does: the sample ids of its microbatches, the tokens of the steps in these, and in all."""
     d, per_shard = lax.axis_index(shards.axis_name), num_microbatches // shards.num_shards
     words = words_of_shard(keys, sizes, d, shards.num_shards)
     starts = starts.astype(index_dtype(shards.num_shards * len(keys)))
@@ -187,4 +194,4 @@ def _place_shard(
     if shards.num_shards > 1:
         ids, lengths = deal_ranks((ids, lengths), shards)
     num_tokens = jax.ops.segment_sum(lengths.sum(axis=1), step_of_row, num_steps, indices_are_sorted=True)
-    return ids, lax.psum(num_tokens, shards.axis_name)
+    return ids, num_tokens, lax.psum(num_tokens, shards.axis_name)

@@ -14,10 +14,11 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
+from jvarlen.distributed import num_shards_of, own_shards
 from jvarlen.lengths import list_offenders, offenders_where
 from jvarlen.processes import gather_arrays, together
 
-__all__ = ["ShardedRows", "num_shards_of", "own_shards", "shard_local_rows", "shard_rows", "spread_local_rows"]
+__all__ = ["ShardedRows", "shard_local_rows", "shard_rows", "spread_local_rows"]
 
 
 class ShardedRows(NamedTuple):
@@ -35,13 +36,6 @@ class ShardedRows(NamedTuple):
     def num_rows(self) -> int:
         """N."""
         return int(self.sizes.sum())
-
-
-def num_shards_of(mesh: Mesh, axis_name: str) -> int:
-    """p, the devices along a mesh axis; raises ValueError where there is no such axis."""
-    if axis_name not in mesh.shape:
-        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
-    return mesh.shape[axis_name]
 
 
 def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None) -> ShardedRows:
@@ -66,20 +60,6 @@ def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayL
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     size = max(1, -(-num_places // num_shards)) * num_shards
     return ShardedRows(jax.tree.map(lambda column: _placed(column, size, sharding), columns), sizes)
-
-
-def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
-    """The shards whose devices belong to this process, ascending.
-
-    Raises:
-      ValueError: no such axis, or devices of several processes share a place of it.
-    """
-    num_shards = num_shards_of(mesh, axis_name)
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
-    owner = np.array([[device.process_index for device in place] for place in devices])
-    if (owner != owner[:, :1]).any():
-        raise ValueError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
-    return np.flatnonzero(owner[:, 0] == jax.process_index())
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jvarlen.distributed import num_shards_of
 from jvarlen.lengths import check_at_least_one, check_choices
 from jvarlen.shard_sort import Shards, deal_ranks, gap, sort_blocks
-from jvarlen.sharded_rows import ShardedRows, num_shards_of, shard_rows
+from jvarlen.sharded_rows import ShardedRows, shard_rows
 from jvarlen.sortable_words import Words, from_words, index_dtype, to_words
 
 __all__ = ["Layout", "has_ragged", "local_sort", "sample_sort", "words_of_shard"]

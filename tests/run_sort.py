@@ -6,6 +6,7 @@ Its first argument says what to do: "all", "some" kinds of keys, or "die", as pr
 import os
 import signal
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
+from jvarlen.distributed import own_microbatches
 from tests.sorting import KINDS, keys_of_kind, order_of
 
 
@@ -83,12 +85,45 @@ def check_plan(mesh: Mesh) -> None:
         assert len(plan.microbatches) == microbatches // count
         for step in range(whole.num_steps):
             assert (plan.rows(step) == whole.rows(step)[plan.microbatches]).all(), (order, step)
+        check_batches(plan, lengths, whole, mesh)
+        check_batches(whole, lengths, whole, mesh)
+    with pytest.raises(ValueError, match="processes differ in the plan"):
+        jvarlen.load(jvarlen.make_plan(lengths, buckets, **options | {"seed": rank}), Remembering(lengths), mesh=mesh)
     with pytest.raises(ValueError, match="processes differ in the arguments of plan_distributed"):
         jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size, seed=rank)
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
         jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size)
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
         jvarlen.count_lengths([0] if rank == 0 else [1])
+
+
+def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
+    """Of every batch, what lies on this process is what one process would have put there."""
+    dataset = Remembering(lengths)
+    loaded = jvarlen.load(plan, dataset, mesh=mesh)
+    for batch, alone in zip(loaded, jvarlen.load(whole, Remembering(lengths)), strict=True):
+        for leaf, expected in zip(batch, alone, strict=True):
+            assert leaf.shape == expected.shape
+            for shard in leaf.addressable_shards:
+                assert (np.asarray(shard.data) == np.asarray(expected)[shard.index]).all()
+    own = own_microbatches(mesh, whole.microbatches_per_step)
+    ids = np.concatenate([whole.rows(step)[own].ravel() for step in range(whole.num_steps)])
+    assert sorted(dataset.read) == sorted(ids[ids >= 0].tolist())
+
+
+class Remembering:
+    """Samples of given lengths, and which of them were read."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        self.read.append(i)
+        return np.full(self.lengths[i], i)
 
 
 def die_between_sorts(mesh: Mesh) -> None:

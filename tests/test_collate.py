@@ -19,7 +19,7 @@ def make_step(microbatches, bucket, *, truncate=False, num_tokens=None):
     lengths = [len(sample) for samples in microbatches for sample in samples]
     if num_tokens is None:
         num_tokens = sum(min(length, bucket.length) if truncate else length for length in lengths)
-    return StepSamples(bucket, ids, microbatches, num_tokens, truncate)
+    return StepSamples(bucket, ids, microbatches, num_tokens, truncate, len(lengths))
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))

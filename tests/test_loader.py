@@ -1,5 +1,6 @@
 """Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, stream_batches
+from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_distributed, stream_batches
 from jvarlen.datasets import TokenDataset
 
 from .conftest import random_dataset
@@ -232,3 +233,20 @@ def test_a_payload_of_another_length_than_the_stream_said_is_refused():
     stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
     with pytest.raises(ValueError, match="planned"):
         list(load_stream(stream, {i: DATASET[i][:1] for i in range(len(DATASET))}))
+
+
+def test_a_distributed_plan_loads_what_the_whole_plan_does():
+    dataset = random_dataset(60, 30)
+    lengths = [len(dataset[i]) for i in range(60)]
+    buckets, mesh = [(2, 12), (1, 30)], data_mesh(2)
+    options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
+    plan = plan_distributed(lengths, buckets, mesh, **options)
+    whole = make_plan(lengths, buckets, **options)
+    for batch, expected in zip(load(plan, dataset, mesh=mesh), load(whole, dataset, mesh=mesh), strict=True):
+        for leaf, other in zip(batch, expected, strict=True):
+            assert leaf.sharding == other.sharding
+            assert (np.asarray(leaf) == np.asarray(other)).all()
+    with pytest.raises(ValueError, match="is not the one whose lengths were planned"):
+        next(load(plan, [dataset[i][:1] for i in range(60)], mesh=mesh))
+    with pytest.raises(ValueError, match=r"made for a mesh where this process has the microbatches \[0, 1\]"):
+        load(dataclasses.replace(plan, microbatches=np.array([0, 1])), dataset, mesh=mesh)

@@ -159,7 +159,7 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implemen
 
     def batch_of(collate, ids_MxB, bucket):
         samples = [[DATASET[i] for i in row[row >= 0].tolist()] for row in ids_MxB]
-        batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False))
+        batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False, int((ids_MxB >= 0).sum())))
         return jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
     packed = batch_of(pack_to_bucket, packed_rows, make_buckets([64], 64)[0]._replace(rows=packing.num_rows))

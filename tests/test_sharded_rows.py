@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen import data_mesh, sample_sort, shard_local_rows
-from jvarlen.sharded_rows import own_shards, shard_rows, spread_local_rows
+from jvarlen.distributed import own_shards
+from jvarlen.sharded_rows import shard_rows, spread_local_rows
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 3, 4, 10])
