@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
+from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort, sortable_words
 from jvarlen.shard_sort import Shards
 from jvarlen.sort import _program, _sort_shard, has_ragged
 
@@ -143,11 +143,11 @@ def placements():
 
 
 @pytest.mark.parametrize("make_mesh", [data_mesh, explicit_mesh])
-@pytest.mark.parametrize(("name", "place"), list(placements()))
-@pytest.mark.parametrize("num_rows", [48, 49])
-def test_keys_may_lie_anywhere(make_mesh, name, place, num_rows):
-    if name == "spread" and num_rows % 4:
-        pytest.skip("JAX spreads only what divides evenly")
+@pytest.mark.parametrize(
+    ("place", "num_rows"),
+    [(place, n) for name, place in placements() for n in (48, 49) if n % 4 == 0 or name != "spread"],  # JAX needs 4 | n
+)
+def test_keys_may_lie_anywhere(make_mesh, place, num_rows):
     mesh = make_mesh(4)
     keys = keys_of_kind("two values", num_rows, np.random.default_rng(6))
     check(place(keys, mesh), 4, mesh=mesh)
@@ -206,6 +206,17 @@ def test_bad_arguments_are_refused(options, message):
 def test_what_is_no_key_is_refused(keys):
     with pytest.raises(ValueError, match="keys must be integers or floats of one axis"):
         sample_sort(keys, data_mesh(2))
+
+
+def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
+    monkeypatch.setattr(sortable_words, "_LARGEST_SHORT_INDEX", 50)
+    for kind in ("zipf", "special floats"):
+        for layout in ("interleaved", "block"):
+            keys = keys_of_kind(kind, 59, np.random.default_rng(10))  # a number of rows that no other test has
+            indices = sample_sort(keys, data_mesh(4), layout=layout)[1]
+            assert indices.dtype == jnp.int64
+            assert (by_rank(indices, 4, layout)[:59] == order_of(keys)).all()
+    _program.cache_clear()  # the programs of these shapes have long indices for ever
 
 
 def test_a_shape_compiles_once():
