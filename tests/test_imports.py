@@ -13,7 +13,7 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "threads", "interrupts", "lengths", "measure_samples",
+    "files", "threads", "interrupts", "lengths", "sample_workers", "shard_files", "measure_samples",
     "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
     "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table",
     "planned_steps", "plan", "compare", "distributed", "processes",
