@@ -12,6 +12,7 @@ from jaxtyping import Int64
 
 __all__ = [
     "DATA_AXIS",
+    "NO_MESH",
     "batch_shardings",
     "data_mesh",
     "divide_processor",
@@ -21,6 +22,7 @@ __all__ = [
 ]
 
 DATA_AXIS = "data"
+NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
 
 
 def data_mesh(num_devices: int | None = None) -> Mesh:

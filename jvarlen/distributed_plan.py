@@ -133,7 +133,8 @@ def plan_distributed(
     """Plans an epoch over processes of which each has the lengths of its own samples only.
 
     The plan is the one that `make_plan` makes of all lengths in one place, with the same digest. A process holds its
-    samples, its rows and the steps: O(N/p + S). Every process calls this with the same arguments but `lengths`.
+    samples, its rows and the steps: O(N/p + S), where all have about as many samples; a device has room for as many as
+    the fullest. Every process calls this with the same arguments but `lengths`.
 
     Args:
       lengths: integers[n], tokens of the samples of this process, at most 2**32 − 1; another number on every process,
@@ -181,7 +182,8 @@ def plan_distributed(
     decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, overlong)
     agree("the arguments of plan_distributed", repr(decided))
     rows, edges = np.array(checked, np.int64).T
-    own_lengths, (distinct, counts) = _checked_or_empty(lengths), count_lengths(lengths)
+    distinct, counts = count_lengths(lengths)  # checks them on all processes
+    own_lengths = _checked_or_empty(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
     own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
     bucket_of_distinct = np.searchsorted(edges, distinct)

@@ -100,7 +100,7 @@ def check_choices(**choices: tuple[object, Any]) -> None:
     wrong = [
         f"{name} ({given!r}) must be one of {', '.join(map(repr, get_args(literal)))}"
         for name, (given, literal) in choices.items()
-        if given not in get_args(literal)
+        if not isinstance(given, str) or given not in get_args(literal)
     ]
     if wrong:
         raise ValueError("; ".join(wrong))

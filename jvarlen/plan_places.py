@@ -22,12 +22,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Int64
 
-from jvarlen.distributed import num_shards_of
+from jvarlen.distributed import NO_MESH, num_shards_of
 from jvarlen.emission import CanonicalSteps
 from jvarlen.lengths import ends_to_offsets
-from jvarlen.shard_sort import Shards, deal_ranks, sort_blocks
+from jvarlen.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
 from jvarlen.sharded_rows import shard_local_rows
-from jvarlen.sort import has_ragged, words_of_shard
 from jvarlen.sortable_words import from_words, index_dtype
 
 __all__ = ["Places", "make_places", "sort_to_places"]
@@ -120,7 +119,7 @@ def sort_to_places(
     step_of_row = np.zeros(places.block * num_shards // places.num_microbatches, np.int32)
     step_of_row[places.first_rows[1:]] = 1
     step_of_row = np.cumsum(step_of_row, dtype=np.int32)
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), jax.set_mesh(NO_MESH):
         columns, sizes = shard_local_rows((keys, payload), mesh, axis_name=axis_name)
         num_steps = len(places.first_rows)
         program = _program(mesh, shards, places.block, places.num_microbatches, num_steps, longest, lengths_of)

@@ -35,11 +35,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
-from jvarlen.sortable_words import Words
+from jvarlen.sortable_words import Words, to_words
 
-__all__ = ["Shards", "deal_ranks", "gap", "num_rounds", "send_capacity", "sort_blocks"]
+__all__ = [
+    "Shards",
+    "deal_ranks",
+    "gap",
+    "has_ragged",
+    "num_rounds",
+    "send_capacity",
+    "sort_blocks",
+    "words_of_shard",
+]
 
 
 class Shards(NamedTuple):
@@ -56,6 +66,24 @@ class Shards(NamedTuple):
     num_shards: int
     oversampling: int
     ragged: bool
+
+
+def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: int) -> Words:
+    """Sortable rows of one shard, as `sort_blocks` takes them.
+
+    Args:
+      keys: integers or floats[n].
+      sizes: integers[p], the rows of each shard, at its first places.
+      d: this shard.
+      num_shards: p.
+
+    Returns:
+      Unsigned words, [n] each; a row's index counts the rows before it, and places without a row sort after all.
+    """
+    place = jnp.arange(len(keys))
+    first_index = jnp.where(jnp.arange(num_shards) < d, sizes, 0).sum()
+    words = to_words(keys, first_index + place, num_shards * len(keys))
+    return tuple(jnp.where(place < sizes[d], word, gap(word)) for word in words)
 
 
 def sort_blocks(
@@ -123,13 +151,13 @@ def _cut(run: Words, starts: Int[Array, " p_plus_1"], shards: Shards) -> Int[Arr
     k, num_rows = shards.oversampling, len(run[0])
     targets = starts[1:]
     is_own = (jnp.arange(shards.num_shards) == lax.axis_index(shards.axis_name))[:, None, None].astype(starts.dtype)
-    sample = jnp.arange(1, k + 1, dtype=starts.dtype)
+    sample = jnp.arange(1, k + 1, dtype=jnp.int64)
 
     def narrow(_: Any, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         first, last = bracket
         # Regular samples, always below `last`; a bracket that is empty already proposes what changes nothing.
-        whole, rest = jnp.divmod((last - first)[:, None], k + 1)
-        place_pxk = first[:, None] + whole * sample + rest * sample // (k + 1)
+        width = (last - first)[:, None].astype(jnp.int64)
+        place_pxk = first[:, None] + (width * sample // (k + 1)).astype(starts.dtype)
         is_open = (first < last)[:, None]
         proposed = tuple(jnp.where(is_open, word.at[place_pxk].get(mode="clip"), gap(word)) for word in run)
         samples_pxpxk = lax.all_gather(proposed, shards.axis_name)
@@ -189,12 +217,11 @@ def _exchange_dense(
     is_row_pxs = run_pxs < p
     place_pxs = slot + jnp.take_along_axis(shift_pxr, jnp.minimum(run_pxs, p - 1), axis=1)
 
-    words, columns = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).at[place_pxs].get(mode="clip"), dealt)
+    words, columns = jax.tree.map(lambda x: _flat(x).at[place_pxs].get(mode="clip"), dealt)
     words = tuple(jnp.where(is_row_pxs, word, gap(word)) for word in words)
 
     def send(rows_pxs: jax.Array) -> jax.Array:
-        arrived = lax.all_to_all(rows_pxs, shards.axis_name, split_axis=0, concat_axis=0)
-        return arrived.reshape(-1, *arrived.shape[2:])
+        return _flat(lax.all_to_all(rows_pxs, shards.axis_name, split_axis=0, concat_axis=0))
 
     return jax.tree.map(send, (words, columns))
 
@@ -221,8 +248,13 @@ def _exchange_ragged(
 
 def _deal(rows: jax.Array, shards: Shards) -> jax.Array:
     """[p, n/p, …]: of every shard the rows whose place, mod p, is this shard; p divides n."""
-    by_place = rows.reshape(-1, shards.num_shards, *rows.shape[1:])
+    by_place = rows.reshape(len(rows) // shards.num_shards, shards.num_shards, *rows.shape[1:])
     return lax.all_to_all(by_place, shards.axis_name, split_axis=1, concat_axis=0)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    """The first two axes as one."""
+    return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
 
 
 def gap(word: jax.Array) -> np.ndarray:
@@ -234,3 +266,26 @@ def _resized(rows: jax.Array, size: int) -> jax.Array:
     """The first rows, or all and zeros after them."""
     missing = max(0, size - len(rows))
     return jnp.pad(rows[:size], [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
+
+
+@functools.lru_cache(maxsize=128)
+def has_ragged(mesh: Mesh, axis_name: str) -> bool:
+    """Whether the backend compiles a ragged all-to-all along a mesh axis; not all do."""
+    p = mesh.shape[axis_name]
+
+    def send_to_all(x: jax.Array) -> jax.Array:
+        one = jnp.ones(p, jnp.int32)
+        place = jnp.arange(p, dtype=jnp.int32)
+        return lax.ragged_all_to_all(x, x, place, one, place, one, axis_name=axis_name)
+
+    axis = PartitionSpec(axis_name)
+    # Traced, not run: only the compiler is asked.
+    program = jax.jit(jax.shard_map(send_to_all, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False))
+    with jax.enable_x64(True):
+        try:
+            program.lower(jax.ShapeDtypeStruct((p * p,), jnp.uint64, sharding=NamedSharding(mesh, axis))).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "unimplemented" not in str(error).lower():
+                raise
+            return False
+    return True

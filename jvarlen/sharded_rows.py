@@ -5,6 +5,7 @@ Letters: N rows, p shards (devices along the axis), n places of a shard, of whic
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,9 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
-from jvarlen.distributed import num_shards_of, own_shards
+from jvarlen.distributed import NO_MESH, num_shards_of, own_shards
 from jvarlen.lengths import list_offenders, offenders_where
-from jvarlen.processes import gather_arrays, together
+from jvarlen.processes import agree, gather_arrays, together
 
 __all__ = ["ShardedRows", "shard_local_rows", "shard_rows", "spread_local_rows"]
 
@@ -59,15 +60,28 @@ def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayL
     sizes = _checked_sizes(shard_sizes, num_places, num_shards)
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     size = max(1, -(-num_places // num_shards)) * num_shards
-    return ShardedRows(jax.tree.map(lambda column: _placed(column, size, sharding), columns), sizes)
+    return ShardedRows(jax.tree.map(lambda column: _place(column, size, sharding), columns), sizes)
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
-    """int64[p], the rows of each shard where each process spreads its `num_rows` evenly over its devices."""
+    """Where the rows of all processes lie when each spreads its own evenly over its devices.
+
+    Args:
+      num_rows: of this process.
+      mesh: has devices of all processes.
+      axis_name: the axis to spread over.
+
+    Returns:
+      int64[p], the rows of each shard.
+
+    Raises:
+      ValueError: no such axis, or a process without a device of the mesh.
+      RuntimeError: another process raised such an error.
+    """
     with together("spread the rows"):
         own = own_shards(mesh, axis_name)
-        if num_rows and not len(own):
-            raise ValueError(f"process {jax.process_index()} has rows, but no device of the mesh")
+        if not len(own):
+            raise ValueError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
     sizes = np.zeros(mesh.shape[axis_name], np.int64)
     sizes[own] = [num_rows // len(own) + (i < num_rows % len(own)) for i in range(len(own))]
     return gather_arrays(sizes).sum(axis=0)
@@ -83,17 +97,21 @@ def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tu
       axis_name: the axis to spread over.
 
     Returns:
-      The pytree, of arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard. Rows are
-      numbered along the axis: those of process 0 come first where its devices do.
+      The pytree, of arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard; n is the
+      most that any has, so that a device holds what the fullest does. Rows are numbered along the axis: those of
+      process 0 come first where its devices do.
 
     Raises:
-      ValueError: leading axes that differ, no such axis, a mesh that is not as described, or 64-bit values that do not
-        fit 32 bits where `jax_enable_x64` is off.
+      ValueError: leading axes that differ, no such axis, a mesh that is not as described or has no device of a process,
+        rows of another kind than those of other processes, or 64-bit values that do not fit 32 bits where
+        `jax_enable_x64` is off.
       RuntimeError: another process raised one of these.
     """
     with together("check the rows"):
         columns = jax.tree.map(lambda column: _fitting(np.asarray(column)), columns)
         num_rows = _leading_axis(columns)
+    leaves, structure = jax.tree.flatten(columns)
+    agree("the kind of rows", repr((axis_name, str(structure), [(str(x.dtype), x.shape[1:]) for x in leaves])))
     sizes = spread_local_rows(num_rows, mesh, axis_name)
     own = own_shards(mesh, axis_name)
     starts = np.zeros_like(sizes)  # in the rows of this process
@@ -139,24 +157,44 @@ def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shard
     return sizes.astype(np.int64)
 
 
-def _placed(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
+def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
     """A column with zeros after its rows, on the devices of the sharding."""
-    if isinstance(column, jax.Array):
-        if len(column) == size and column.sharding.is_equivalent_to(sharding, column.ndim):
-            return column
-        widths = [(0, size - len(column))] + [(0, 0)] * (column.ndim - 1)
-        if column.is_fully_addressable:
-            return jax.device_put(jnp.pad(column, widths) if size > len(column) else column, sharding)
-        return jax.jit(lambda x: jnp.pad(x, widths), out_shardings=sharding)(column)
-    array = _fitting(np.asarray(column))
-    if len(array) < size:
+    if not isinstance(column, jax.Array):
+        array = _fitting(np.asarray(column))
         array = np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    if jnp.issubdtype(column.dtype, jax.dtypes.extended):
+        raise ValueError(f"keys and payload must be numbers, not {column.dtype}")
+    with jax.set_mesh(NO_MESH):
+        if len(column) < size:
+            column = _fill(_without_axis_types(column), size, None if column.is_fully_addressable else sharding)
+        is_there = isinstance(column.sharding, NamedSharding) and column.sharding.mesh == sharding.mesh
+        if is_there and column.sharding.is_equivalent_to(sharding, column.ndim):
+            return column
+        return jax.device_put(column, sharding)
+
+
+def _without_axis_types(column: jax.Array) -> jax.Array:
+    """The same array on an Auto mesh: an explicitly sharded axis cannot be filled up."""
+    if not isinstance(column.sharding, NamedSharding):
+        return column
+    mesh = column.sharding.mesh
+    return jax.device_put(column, NamedSharding(Mesh(mesh.devices, mesh.axis_names), column.sharding.spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _fill(column: jax.Array, size: int, sharding: NamedSharding | None) -> jax.Array:
+    filled = jnp.pad(column, [(0, size - len(column))] + [(0, 0)] * (column.ndim - 1))
+    return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
 
 
 def _fitting(array: np.ndarray) -> np.ndarray:
     """The array in the type that JAX would give it, which has 32 bits where 64 are off; only where that is exact."""
-    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    try:
+        dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
+    except TypeError:
+        raise ValueError(f"keys and payload must be of a type that JAX has, not {array.dtype}") from None
     if dtype == array.dtype:
         return array
     with np.errstate(over="ignore"):

@@ -61,7 +61,7 @@ def to_words(keys: Shaped[Array, " n"], index: Int[Array, " n"], num_rows: int) 
 
 
 def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], Int[Array, " n"]]:
-    """Keys and indices of words; the largest words, which are no row, give the largest integer, or NaN.
+    """Keys and indices of words; what the largest words, which are no row, give means nothing.
 
     Args:
       words: as `to_words` gives them.

@@ -1,8 +1,10 @@
 """A rank and a port in, "ok" out where several processes sort and plan as one would: run as a program by a test.
 
-Its first argument says what to do: "all", "some" kinds and orders, or "die", as process 1 does between two sorts.
+Its first argument says what to do: "all", "some" kinds and orders, "die", as process 1 does between two sorts, or
+"alone", where a process of 8 devices sorts by itself, on 5 to 8 of them.
 """
 
+import functools
 import os
 import signal
 import sys
@@ -93,8 +95,50 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
         jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size, seed=rank)
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
         jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size)
-    with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
-        jvarlen.count_lengths([0] if rank == 0 else [1])
+    bad = [0] if rank == 0 else [1]
+    options = {"buckets": buckets, "mesh": mesh, "microbatches_per_step": mesh.size}
+    for plan_or_count in (jvarlen.count_lengths, functools.partial(jvarlen.plan_distributed, **options)):
+        with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
+            plan_or_count(bad)
+
+
+def check_refusals(mesh: Mesh) -> None:
+    """What differs between processes is an error on all of them, and nobody waits."""
+    rank = jax.process_index()
+    keys = np.arange(40, dtype=np.int32)
+    for keys_here, options in (
+        (keys, {"layout": ("interleaved", "block")[rank % 2]}),
+        (keys, {"oversampling": 4 + rank}),
+        (keys, {"payload": keys if rank else None}),
+        (keys + rank, {}),
+        (keys.astype((np.int32, np.float32)[rank % 2]), {}),
+    ):
+        with pytest.raises(ValueError, match="processes differ in the arguments of sample_sort"):
+            jvarlen.sample_sort(keys_here, mesh, **options)
+    with pytest.raises(ValueError, match="processes differ in the kind of rows"):
+        jvarlen.shard_local_rows(keys.astype((np.int32, np.float32)[rank % 2]), mesh)
+    with pytest.raises(ValueError if rank == 0 else RuntimeError, match=r"oversampling \(0\)"):
+        jvarlen.sample_sort(keys, mesh, oversampling=min(1, rank))
+    of_process_0 = [device for device in jax.devices() if device.process_index == 0]
+    with pytest.raises((ValueError, RuntimeError), match="has no device of the mesh"):
+        jvarlen.shard_local_rows(keys, Mesh(np.array(of_process_0), ("data",)))
+    if jax.local_device_count() > 1:
+        mixed = sorted(jax.devices(), key=lambda device: (device.local_hardware_id or device.id % 2048, device.id))
+        mixed_mesh = Mesh(np.array(mixed), ("data",))
+        check_ranks(jvarlen.sample_sort(keys, mixed_mesh)[1], keys, "interleaved")
+        with pytest.raises(ValueError, match="devices of a process side by side"):
+            jvarlen.sample_sort(keys, mixed_mesh, transform="pmap")
+
+
+def check_shards(num_shards: int) -> None:
+    """All kinds of keys and small numbers of them, on so many devices of one process."""
+    mesh = jvarlen.data_mesh(num_shards)
+    for kind in KINDS:
+        keys = keys_of_kind(kind, 1003, np.random.default_rng(0))
+        check_ranks(jvarlen.sample_sort(keys, mesh)[1], order_of(keys), "interleaved")
+    for num_rows in (1, num_shards - 1, num_shards, num_shards + 1, 3 * num_shards - 2):
+        keys = keys_of_kind("two values", num_rows, np.random.default_rng(num_rows))
+        check_ranks(jvarlen.sample_sort(keys, mesh, layout="block")[1], order_of(keys), "block")
 
 
 def check_batches(plan: Any, lengths: np.ndarray, whole: jvarlen.Plan, mesh: Mesh) -> None:
@@ -138,12 +182,18 @@ def die_between_sorts(mesh: Mesh) -> None:
 def main() -> None:
     """Connects, and checks all."""
     what, (num_processes, rank, port) = sys.argv[1], map(int, sys.argv[2:])
+    if what == "alone":
+        for num_shards in (5, 6, 7, 8):
+            check_shards(num_shards)
+        print("ok")
+        return
     jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     mesh = jvarlen.data_mesh()
     if what == "die":
         die_between_sorts(mesh)
     check_sort(mesh, KINDS if what == "all" else KINDS[1::4])
     check_uneven_rows(mesh)
+    check_refusals(mesh)
     check_plan(mesh, ("length", "length_descending", "shuffle") if what == "all" else ("shuffle",))
     jax.distributed.shutdown()
     print("ok")

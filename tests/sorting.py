@@ -49,4 +49,4 @@ def by_rank(array, num_shards, layout):
     array = np.asarray(array)
     if layout == "block" or not len(array):
         return array
-    return array.reshape(num_shards, -1, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
+    return array.reshape(num_shards, len(array) // num_shards, *array.shape[1:]).swapaxes(0, 1).reshape(array.shape)
