@@ -11,6 +11,7 @@ from types import FrameType
 __all__ = ["raise_if_interrupted", "remembered_interrupts", "without_interrupts"]
 
 _pressed = threading.Event()
+_remembering = threading.Event()  # inside the outermost block
 
 
 @contextmanager
@@ -18,13 +19,12 @@ def remembered_interrupts() -> Iterator[threading.Event]:
     """Inside, the first Ctrl-C only sets the event, and long work looks at it where it can stop; the second one raises.
 
     An exception out of a signal handler can strike anywhere: inside the compiler, or where a library prints and forgets
-    it. In other threads than the main one nothing changes.
+    it. In other threads than the main one nothing changes, nor in a block inside another: the outer one remembers.
 
     Yields:
       The event.
     """
-    _pressed.clear()
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or _remembering.is_set():
         yield _pressed
         return
 
@@ -34,8 +34,10 @@ def remembered_interrupts() -> Iterator[threading.Event]:
 
     previous = signal.signal(signal.SIGINT, on_interrupt)
     try:
+        _remembering.set()
         yield _pressed
     finally:
+        _remembering.clear()
         signal.signal(signal.SIGINT, previous)
         _pressed.clear()
 

@@ -63,8 +63,9 @@ def write_ordered(
     Args:
       path: the file; its directory exists. Where the disk is not shared, that of process 0 counts.
       ordered: integers or floats[p·n] in the order of `layout`, sharded over p devices of one or of several processes.
-        Where other mesh axes repeat it, each shard is written once. An array of NumPy, or on a single device, is in the
-        order of its ranks; where each process has all of it, process 0 writes.
+        Where other mesh axes repeat it, each shard is written once. p is read off the array, so it must lie as it was
+        returned. One in a single place (NumPy, one device without a mesh, or a full copy on each) does not tell p: it
+        must be in the order of its ranks, with `layout="block"`; where each process has all of it, process 0 writes.
       num_samples: N ≤ p·n; what has a rank from N on is not written.
       layout: `"interleaved"`: shard d, slot i holds rank i·p + d. `"block"`: rank and position are the same.
       dtype: integers or floats, of the file; each value must have it exactly.
@@ -72,16 +73,18 @@ def write_ordered(
       progress: whether process 0 shows a progress bar.
 
     Raises:
-      ValueError: arguments that are not as described, or that differ between processes; values that do not fit are
-        listed by rank; `shared_disk=True` where it is not.
+      ValueError: arguments that are not as described, or that differ between processes; `"interleaved"` for an array in
+        a single place; values that do not fit are listed by rank; `shared_disk=True` where it is not.
       OSError: the file cannot be written.
-      KeyboardInterrupt: Ctrl-C; it is remembered until the next place where the processes can stop together.
+      KeyboardInterrupt: Ctrl-C; it is remembered until the next place where the processes can stop together, the others
+        with RuntimeError. While the file gets its name it is too late for the old one: all raise, and the new file
+        stays. In the very last exchange, after that, it is as right after the call: only this process raises.
       RuntimeError: other processes failed, which are listed with their errors, or one has died.
 
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     write_ordered(f"{directory}/order.npy", [2, 0, 1, -1], 3, progress=False)
+      ...     write_ordered(f"{directory}/order.npy", [2, 0, 1, -1], 3, layout="block", progress=False)
       ...     np.load(f"{directory}/order.npy")
       array([2, 0, 1])
     """
@@ -102,6 +105,8 @@ def write_ordered(
                 if jax.process_index() == 0:  # the only one that can still fail
                     raise_if_interrupted()
                     move_into_place(part.path, path)
+            with together(f"return, with {path.name} in place"):  # no: Ctrl-C while one waited for that
+                raise_if_interrupted()
         except BaseException:
             # On all processes, as process 0 may be the one that died.
             with contextlib.suppress(OSError):
@@ -112,13 +117,34 @@ def write_ordered(
 
 def _check(array: jax.Array | np.ndarray, num_samples: int, layout: Layout, dtype: npt.DTypeLike) -> None:
     check_choices(layout=(layout, Layout))
-    if np.dtype(dtype).kind not in "iuf":
+    try:
+        kind = np.dtype(dtype).kind
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ValueError(f"dtype must be integers or floats, not {dtype!r}") from error
+    if kind not in "iuf":
         raise ValueError(f"dtype must be integers or floats, not {np.dtype(dtype)}")
     is_number = jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
     if not is_number or array.ndim != 1:
         raise ValueError(f"ordered must be integers or floats of one axis, not {array.dtype}{list(array.shape)}")
     if not is_integer(num_samples) or not 0 <= num_samples <= len(array):
         raise ValueError(f"num_samples must be an integer from 0 to {len(array)}, not {num_samples!r}")
+    place = _single_place(array)
+    if place and layout == "interleaved":
+        raise ValueError(
+            f'layout="interleaved" needs ordered sharded over its devices as it was returned, not {place}: pass '
+            'layout="block" for an array in the order of its ranks, or else the sharded array itself'
+        )
+
+
+def _single_place(array: jax.Array | np.ndarray) -> str:
+    """Where an array lies whole, so that nothing tells over how many shards it was dealt; empty for a sharded one."""
+    if isinstance(array, np.ndarray):
+        return "an array of NumPy"
+    spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else ()
+    if not array.is_fully_replicated or any(spec):  # an axis of one device is still an axis: p = 1
+        return ""
+    num_devices = len(array.sharding.device_set)
+    return "an array on a single device" if num_devices == 1 else f"a full copy on each of {num_devices} devices"
 
 
 @contextlib.contextmanager

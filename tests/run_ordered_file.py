@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen import ordered_file
+from jvarlen import ordered_file, processes
 from jvarlen.ordered_file import write_ordered
 from jvarlen.processes import agree, initialize_processes
 
@@ -89,6 +89,20 @@ def interrupted(call):
     return call()
 
 
+def interrupted_at_the_end(call):
+    """Runs it with Ctrl-C while the file gets its name."""
+    gather_texts = processes.gather_texts
+
+    def press(name, text):
+        if name.startswith("give "):
+            processes.gather_texts = gather_texts
+            os.kill(os.getpid(), signal.SIGINT)
+        return gather_texts(name, text)
+
+    processes.gather_texts = press
+    return call()
+
+
 def without_name(call):
     """Runs it while no file can be given a name."""
     move_into_place = ordered_file.move_into_place
@@ -117,10 +131,11 @@ def write_cases(directory, rank):
     # Other ways to lie on the devices: all of it everywhere, and an axis along which it repeats.
     everywhere = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Explicit,))
     copies = shard_values(values_by_rank(30), NamedSharding(everywhere, PartitionSpec()), "block", num_shards=1)
-    write_ordered(directory / "copies.npy", copies, 30, progress=False)
-    write_ordered(disk / "copies.npy", copies, 30, progress=False)
-    write_ordered(directory / "own copy.npy", values_by_rank(30), 30, progress=False)
-    write_ordered(disk / "own copy.npy", values_by_rank(30), 30, progress=False, shared_disk=False)
+    write_ordered(directory / "copies.npy", copies, 30, layout="block", progress=False)
+    write_ordered(disk / "copies.npy", copies, 30, layout="block", progress=False)
+    own_copy = values_by_rank(30)
+    write_ordered(directory / "own copy.npy", own_copy, 30, layout="block", progress=False)
+    write_ordered(disk / "own copy.npy", own_copy, 30, layout="block", progress=False, shared_disk=False)
     if jax.device_count() == 4:
         square = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
         sharding = NamedSharding(square, PartitionSpec("data"))
@@ -165,6 +180,7 @@ def fail_cases(directory, rank, last):
         "no directory": lambda: write(directory / "nowhere" / "order.npy"),
         "other number": lambda: write(path, num_samples=100 if rank == last else 101),
         "wrong number": lambda: write(path, num_samples=-1 if rank == last else 101),
+        "in one place": lambda: write(path, ordered=values_by_rank(101) if rank == last else None),
     }
     seen = {}
     for case, run in cases.items():
@@ -173,6 +189,8 @@ def fail_cases(directory, rank, last):
         agree("what was seen", case)
     assert sorted(os.listdir(directory)) == ["disk", "order.npy"]
     assert os.listdir(other.parent) == ["order.npy"]
+    seen["interrupted at the end"] = interrupted_at_the_end(lambda: write(path)) if rank == last else write(path)
+    assert np.array_equal(np.load(path), values_by_rank(101))  # too late for the old one
     seen["afterwards"] = write(path)
     return seen
 

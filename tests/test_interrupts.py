@@ -31,6 +31,29 @@ def test_the_first_is_remembered_and_the_second_raises():
     raise_if_interrupted()
 
 
+def test_what_was_pressed_before_a_block_within_stays_remembered():
+    with remembered_interrupts() as pressed:
+        press()
+        with remembered_interrupts():
+            assert pressed.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            raise_if_interrupted()
+    raise_if_interrupted()
+
+
+def test_what_is_pressed_in_a_block_within_reaches_the_outer_one():
+    before = signal.getsignal(signal.SIGINT)
+    with remembered_interrupts() as pressed:
+        with remembered_interrupts():
+            press()
+            with pytest.raises(KeyboardInterrupt):
+                raise_if_interrupted()
+        assert pressed.is_set()
+    assert signal.getsignal(signal.SIGINT) is before
+    with remembered_interrupts() as pressed:
+        assert not pressed.is_set()
+
+
 def test_compiling_stops_between_buckets():
     def step(state, batch):
         press_once()  # traced once a bucket
@@ -56,6 +79,19 @@ def test_other_threads_are_left_alone():
     thread.start()
     thread.join()
     assert seen == [False]
+
+
+def test_a_thread_does_not_make_the_main_one_forget():
+    def work():
+        with remembered_interrupts():
+            pass
+
+    with remembered_interrupts() as pressed:
+        press()
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert pressed.is_set()
 
 
 @pytest.mark.multiprocess

@@ -100,10 +100,44 @@ def test_values_are_kept_exactly(tmp_path, values, dtype, shared_disk):
     assert same(tmp_path / "x.npy", values, np.dtype(dtype))
 
 
-def test_arrays_that_lie_in_one_place_are_in_order_already(tmp_path):
-    for ordered in (np.array([3, 1, -1]), [3, 1, -1], jnp.array([3, 1, -1]), jnp.array([3, 1, -1], jnp.bfloat16)):
-        write_ordered(tmp_path / "order.npy", ordered, 2, progress=False)
+IN_ONE_PLACE = {
+    "an array of NumPy": np.asarray,
+    "an array on a single device": lambda values: jax.device_put(values, jax.devices()[0]),
+    "a full copy on each of 4 devices": lambda values: jax.device_put(
+        values, NamedSharding(data_mesh(4), PartitionSpec())
+    ),
+}
+
+
+@pytest.mark.parametrize("place", IN_ONE_PLACE)
+def test_arrays_in_one_place_are_written_as_a_block(tmp_path, place):
+    for dtype in (np.int32, jnp.bfloat16):
+        ordered = IN_ONE_PLACE[place](np.array([3, 1, -1]).astype(dtype))
+        write_ordered(tmp_path / "order.npy", ordered, 2, layout="block", progress=False)
         assert same(tmp_path / "order.npy", [3, 1])
+
+
+@pytest.mark.parametrize("place", IN_ONE_PLACE)
+def test_a_result_that_was_moved_to_one_place_is_not_taken_as_interleaved(tmp_path, place):
+    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
+    _, indices = sample_sort(keys, data_mesh(4))
+    with pytest.raises(ValueError, match=f'not {place}: pass layout="block" for an array in the order of its ranks, '):
+        write_ordered(tmp_path / "order.npy", IN_ONE_PLACE[place](indices), 11, progress=False)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", ["interleaved", "block"])
+def test_a_sort_over_an_axis_of_one_device_is_written_in_either_layout(tmp_path, layout, axis_type, transform):
+    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
+    for num_copies in (1, 3) if transform == "shard_map" else (1,):
+        axes = {"data": 1, "model": num_copies} if num_copies > 1 else {"data": 1}
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes),
+                             devices=jax.devices()[:num_copies])  # fmt: skip
+        _, indices = sample_sort(keys, mesh, layout=layout, transform=transform)
+        write_ordered(tmp_path / "order.npy", indices, 11, layout=layout, progress=False)
+        assert same(tmp_path / "order.npy", np.argsort(keys))
 
 
 @pytest.mark.parametrize("shared_disk", [None, False])
@@ -237,6 +271,8 @@ def test_values_that_do_not_fit_are_listed_by_rank(tmp_path, monkeypatch, values
         ([1, 2], 1, {"layout": "blocks"}, "layout .'blocks'. must be one of 'interleaved', 'block'"),
         ([1, 2], 1, {"dtype": "U3"}, "dtype must be integers or floats, not <U3"),
         ([1, 2], 1, {"dtype": bool}, "dtype must be integers or floats, not bool"),
+        ([1, 2], 1, {"dtype": "foo"}, "dtype must be integers or floats, not 'foo'"),
+        ([1, 2], 1, {"dtype": "i4,("}, r"not 'i4,\('"),
     ],
 )
 def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message):
@@ -247,9 +283,9 @@ def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message)
 
 def test_places_that_cannot_be_written_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no directory \S+/nowhere to write order.npy to"):
-        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1)
+        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1, layout="block")
     with pytest.raises(IsADirectoryError, match="is a directory"):
-        write_ordered(tmp_path, [1], 1)
+        write_ordered(tmp_path, [1], 1, layout="block")
 
 
 @pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 1), (2, 2), (4, 1)])
@@ -297,6 +333,8 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path, num_pro
         ("no name", 0, "OSError", "Read-only file system"),
         ("no directory", 0, "FileNotFoundError", "there is no directory"),
         ("wrong number", last, "ValueError", "num_samples must be an integer from 0 to"),
+        ("in one place", last, "ValueError", 'pass layout="block"'),
+        ("interrupted at the end", last, "KeyboardInterrupt", ""),
     ]:
         for rank, one in enumerate(seen):
             raised, message = one[case]
