@@ -63,7 +63,14 @@ def num_shards_of(mesh: Mesh, axis_name: str) -> int:
 
 
 def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
-    """The shards whose devices belong to this process, ascending.
+    """The shards whose devices belong to this process.
+
+    Args:
+      mesh: the devices at one place of the axis belong to one process.
+      axis_name: the axis along which the shards lie.
+
+    Returns:
+      int64[q], ascending.
 
     Raises:
       ValueError: no such axis, or devices of several processes share a place of it.
@@ -77,12 +84,18 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
 
 
 def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DATA_AXIS) -> Int64[np.ndarray, " m"]:
-    """The microbatches of a step that lie on devices of this process, ascending.
+    """The microbatches of a step that lie on devices of this process.
 
     Args:
       mesh: has an axis `axis_name`, whose p shards hold consecutive microbatches.
       microbatches_per_step: M, a multiple of p.
       axis_name: the data-parallel axis.
+
+    Returns:
+      int64[m], ascending.
+
+    Raises:
+      ValueError: as `own_shards`.
     """
     per_shard = microbatches_per_step // num_shards_of(mesh, axis_name)
     return (own_shards(mesh, axis_name)[:, None] * per_shard + np.arange(per_shard)).ravel()

@@ -75,6 +75,9 @@ def make_places(
       rows: int64[K], rows of each bucket.
       num_microbatches: M, a multiple of p.
       num_shards: p.
+
+    Returns:
+      `Places`.
     """
     ends = np.cumsum(rows[steps.bucket])
     num_rows = int(ends[-1])

@@ -33,6 +33,9 @@ def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
     Args:
       key_dtype: integers or floats.
       num_rows: of all shards together, the limit of the index.
+
+    Returns:
+      One dtype a word, the most significant first.
     """
     key_bits = np.dtype(_unsigned(_widened(key_dtype))).itemsize * 8
     index_bits = index_dtype(num_rows).itemsize * 8
