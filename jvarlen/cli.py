@@ -25,7 +25,7 @@ from jvarlen.config import BatchSizeRule, FitConfig, PlanConfig, load_config
 from jvarlen.curriculum import Order
 from jvarlen.distributed import data_mesh, divide_processor
 from jvarlen.html_report import write_html_report
-from jvarlen.lengths import Overlong, check_lengths
+from jvarlen.lengths import Overlong, check_at_least_one, check_lengths
 from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan
@@ -127,8 +127,10 @@ class SortCommand:
     """Where the ids of the samples go, sorted by key, ties by id."""
     devices: int | None = None
     """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
+    distributed: bool = False
+    """Several processes sort together; what the three settings that follow leave out is found in the environment."""
     coordinator: str | None = None
-    """Host and port of process 0, where several processes sort together."""
+    """Host and port of process 0."""
     num_processes: int | None = None
     """How many processes there are."""
     process_id: int | None = None
@@ -138,19 +140,25 @@ class SortCommand:
 
     def run(self) -> None:
         """Sorts, writes the order, and prints how evenly it lay on the devices."""
+        given = (self.coordinator, self.num_processes, self.process_id)
+        if not self.distributed and any(value is not None for value in given):
+            raise ValueError("coordinator, num_processes and process_id are for several processes: add --distributed")
+        if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
+            raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
         if self.devices is not None:
+            check_at_least_one(devices=self.devices)
             divide_processor(self.devices)
-        is_alone = self.num_processes in (None, 1)
-        if not is_alone:
-            initialize_processes(self.coordinator, self.num_processes, self.process_id)
-        mesh = data_mesh(self.devices if is_alone else None)
+        if self.distributed:
+            initialize_processes(*given)
+        mesh = data_mesh(None if self.distributed else self.devices)
         sorted_file = sort_file(self.lengths, self.out, mesh, progress=self.progress)
         if jax.process_index() == 0:
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
+            sent = f"; each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB" if volume else ""
             print(
                 f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
-                f"compilation; each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
+                f"compilation{sent}"
             )
             print(self.out)
 
@@ -202,6 +210,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"jvarlen {__version__}")
         return 0
+    command = None
     try:
         command = _parse(args)
         if not isinstance(command, FitConfig):
@@ -211,6 +220,12 @@ def main(args: Sequence[str] | None = None) -> int:
 
         return _INTERRUPTED if fit(command).summary.interrupted else 0
     except (ValueError, OSError, FloatingPointError) as error:
+        print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
+        return _USER_ERROR
+    except RuntimeError as error:
+        # Another process failed, or was lost; elsewhere it is an error of ours.
+        if not isinstance(command, SortCommand):
+            raise
         print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:

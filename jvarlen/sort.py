@@ -225,7 +225,9 @@ def _with_shard_map(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> 
     axis, everywhere = PartitionSpec(axis_name), PartitionSpec()
     in_specs, out_specs = (axis, axis, everywhere), (axis, axis, axis, everywhere)
     # The report is the same on all shards, which an all-gather does not tell the type system.
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # Said here as well, for arrays without any place would otherwise lie everywhere.
+    return jax.jit(mapped, out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs))
 
 
 def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:

@@ -6,6 +6,7 @@ Letters: N rows, p shards, n rows a shard, k samples.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,8 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import check_at_least_one, check_choices
+from jvarlen.distributed import NO_MESH
+from jvarlen.lengths import check_at_least_one, check_choices, is_integer
 from jvarlen.shard_sort import num_rounds, send_capacity
 from jvarlen.sort import Layout
 from jvarlen.sortable_words import index_dtype, word_dtypes
@@ -72,6 +74,10 @@ def exchange_volume(
     """
     check_at_least_one(num_shards=num_shards, oversampling=oversampling)
     check_choices(layout=(layout, Layout))
+    if not is_integer(num_rows) or num_rows < 0:
+        raise ValueError(f"num_rows must be an integer of at least 0, not {num_rows!r}")
+    if np.dtype(dtype).kind not in "iuf" and np.dtype(dtype).kind != "V":  # bfloat16 and its like
+        raise ValueError(f"keys are integers or floats, not {np.dtype(dtype)}")
     p, n = num_shards, -(-num_rows // num_shards)
     if n == 0 or p == 1:
         return ExchangeVolume(0, 0)
@@ -95,8 +101,10 @@ class ShardBalance(NamedTuple):
 
     Attributes:
       rows: int64[p], samples of each shard.
-      work: float64[p], the sum of each shard's keys: its tokens, where keys are lengths.
-      waiting: the share of the shards' time that they wait for the one with the most work at the same slot, in [0, 1).
+      work: float64[p], the sum of each shard's keys: its tokens, where keys are lengths. NaN where some key is negative
+        or not finite, and so no work.
+      waiting: the share of the shards' time that they wait for the one with the most work at the same slot, in [0, 1);
+        NaN likewise.
     """
 
     rows: Int64[np.ndarray, " p"]
@@ -108,18 +116,26 @@ def shard_balance(keys: jax.Array, indices: jax.Array, num_shards: int) -> Shard
     """How evenly the result of `sample_sort` or `local_sort` lies on its shards.
 
     Args:
-      keys: integers or floats[p·n], at least 0: the work of each sample.
+      keys: integers or floats[p·n]: the work of each sample.
       indices: integers[p·n], −1 where there is no sample.
       num_shards: p.
 
     Returns:
       `ShardBalance`.
+
+    Raises:
+      ValueError: keys and indices are not of p·n places each.
     """
-    sharding = keys.sharding
+    check_at_least_one(num_shards=num_shards)
+    if keys.shape != indices.shape or keys.ndim != 1 or keys.size % num_shards:
+        shapes = f"{list(keys.shape)} and {list(indices.shape)}"
+        raise ValueError(f"keys and indices must have as many places on each of {num_shards} shards, not {shapes}")
+    sharding = getattr(keys, "sharding", None)
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    with jax.enable_x64(True):
-        balance = jax.jit(functools.partial(_balance, num_shards=num_shards), out_shardings=everywhere)
-        rows, work, longest = map(np.asarray, balance(keys, indices))
+    with jax.enable_x64(True), jax.set_mesh(NO_MESH):
+        rows, work, longest, is_work = map(np.asarray, _balance_program(num_shards, everywhere)(keys, indices))
+    if not is_work:
+        return ShardBalance(rows, np.full(num_shards, np.nan), float("nan"))
     busy = float(longest) * num_shards
     return ShardBalance(rows, work, 1.0 - float(work.sum()) / busy if busy else 0.0)
 
@@ -133,16 +149,24 @@ def balance_table(balances: dict[str, ShardBalance]) -> str:
     Returns:
       Lines of text.
     """
-    lines = [f"{'':<18}{'rows a shard':>24}{'work a shard':>32}{'waiting':>10}"]
+    cells = [("", "rows a shard", "work a shard", "waiting")]
     for name, balance in balances.items():
-        rows = f"{balance.rows.min():,} to {balance.rows.max():,}"
-        work = f"{balance.work.min():,.0f} to {balance.work.max():,.0f}"
-        lines.append(f"{name:<18}{rows:>24}{work:>32}{balance.waiting:>10.2%}")
-    return "\n".join(lines)
+        is_work = not np.isnan(balance.waiting)
+        work = f"{balance.work.min():,.0f} to {balance.work.max():,.0f}" if is_work else "–"
+        waiting = f"{balance.waiting:.2%}" if is_work else "–"
+        cells.append((name, f"{balance.rows.min():,} to {balance.rows.max():,}", work, waiting))
+    name_width, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, row, widths)]).rstrip() for name, *row in cells)
 
 
-def _balance(keys: jax.Array, indices: jax.Array, num_shards: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rows and work of each shard, and the sum over the slots of the most work in any shard."""
-    is_row = indices.reshape(num_shards, -1) >= 0
-    work = jnp.where(is_row, keys.reshape(num_shards, -1), 0).astype(jnp.float64)
-    return is_row.sum(axis=1), work.sum(axis=1), work.max(axis=0, initial=0.0).sum()
+@functools.lru_cache(maxsize=32)
+def _balance_program(num_shards: int, everywhere: NamedSharding | None) -> Callable[..., tuple[jax.Array, ...]]:
+    return jax.jit(functools.partial(_balance, num_shards=num_shards), out_shardings=everywhere)
+
+
+def _balance(keys: jax.Array, indices: jax.Array, num_shards: int) -> tuple[jax.Array, ...]:
+    """Rows and work of each shard, the sum over the slots of the most work in any shard, and whether it is work."""
+    is_row = indices.reshape(num_shards, indices.size // num_shards) >= 0
+    work = jnp.where(is_row, keys.reshape(num_shards, keys.size // num_shards), 0).astype(jnp.float64)
+    is_work = (jnp.isfinite(work) & (work >= 0)).all()
+    return is_row.sum(axis=1), work.sum(axis=1), work.max(axis=0, initial=0.0).sum(), is_work

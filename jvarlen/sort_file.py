@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from jvarlen.ordered_file import write_ordered
 from jvarlen.processes import gather_arrays, together
+from jvarlen.shard_sort import has_ragged
 from jvarlen.sharded_rows import shard_local_rows
 from jvarlen.sort import local_sort, sample_sort
 from jvarlen.sort_figures import ExchangeVolume, ShardBalance, exchange_volume, shard_balance
@@ -30,7 +31,7 @@ class SortedFile(NamedTuple):
       num_rows: N.
       num_shards: p.
       seconds: for compiling and sorting.
-      volume: what each device sent to others.
+      volume: what each device sent to others; None by a ragged exchange, where that depends on the keys.
       exact: the balance of the exact sort.
       local: that of each device sorting its own keys.
     """
@@ -38,7 +39,7 @@ class SortedFile(NamedTuple):
     num_rows: int
     num_shards: int
     seconds: float
-    volume: ExchangeVolume
+    volume: ExchangeVolume | None
     exact: ShardBalance
     local: ShardBalance
 
@@ -49,6 +50,9 @@ def load_array(path: Path, what: str) -> np.ndarray:
     Args:
       path: the file.
       what: of what it should be, for errors.
+
+    Returns:
+      The array, mapped from the file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -85,14 +89,17 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
     """
     with together("read the keys"):
         keys = load_array(path, "lengths")
-        if keys.ndim != 1 or keys.dtype.kind not in "iuf":
-            raise ValueError(f"{path} must hold integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
+        if keys.ndim != 1 or keys.dtype.kind not in "iuf" or keys.dtype.itemsize > 8:
+            given = f"{keys.dtype}{list(keys.shape)}"
+            raise ValueError(f"{path} must hold integers or floats of one axis and at most 64 bits, not {given}")
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory {out.parent} to write {out.name} to")
         parts = np.linspace(0, len(keys), jax.process_count() + 1).astype(np.int64)
-        own = _shortened(np.asarray(keys[slice(*parts[jax.process_index() :][:2])]))
+        own = np.asarray(keys[slice(*parts[jax.process_index() :][:2])])
+        native = own.dtype.newbyteorder("=")
+        own = _shortened(own.astype(native, copy=False))
     is_short = bool(gather_arrays(np.array([own.dtype.itemsize < 8])).all())
-    own = own if is_short else own.astype(keys.dtype)
+    own = own if is_short else own.astype(native)
     (axis_name,) = mesh.axis_names
     with contextlib.nullcontext() if is_short else jax.enable_x64(True):
         placed, sizes = shard_local_rows(own, mesh, axis_name=axis_name)
@@ -102,7 +109,8 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
         seconds = time.perf_counter() - start
         write_ordered(out, exact[1], len(keys), progress=progress)
         local = local_sort(placed, mesh, nan="last", **options)
-    volume = exchange_volume(len(keys), mesh.size, dtype=own.dtype)
+    is_ragged = mesh.size > 1 and has_ragged(mesh, axis_name)
+    volume = None if is_ragged else exchange_volume(len(keys), mesh.size, dtype=own.dtype)
     balances = (shard_balance(result[0], result[1], mesh.size) for result in (exact, local))
     return SortedFile(len(keys), mesh.size, seconds, volume, *balances)
 

@@ -75,9 +75,9 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
     assert f"1,000 keys on {2 if devices else 4} devices" in printed
     assert ("500 to 500" if devices else "250 to 250") in printed
     assert "each for itself" in printed
-    # The order is one that plans take.
     buckets = make_buckets(LENGTHS, 4096)
-    assert make_plan(LENGTHS, buckets, order=order).num_samples == 1000
+    plans = [make_plan(LENGTHS, buckets, order=o) for o in (order, np.argsort(LENGTHS, kind="stable"), "dataset")]
+    assert plans[0].digest == plans[1].digest != plans[2].digest
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,8 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
         np.array([2**40, 3, 2**40 + 1, -5]),
         np.array([0.1, -np.inf, 0.1 + 1e-12, 0.1]),
         np.array([3, 1, 2], np.int16),
+        np.array([3, 1, -2], ">i4"),
+        np.array([2**40, 1, 2], ">i8"),
         np.zeros(0, np.float32),
     ],
 )
@@ -93,6 +95,8 @@ def test_sort_takes_any_keys(keys, tmp_path, capsys):
     np.save(tmp_path / "keys.npy", keys)
     assert main(["sort", str(tmp_path / "keys.npy"), "--out", str(tmp_path / "order.npy"), "--no-progress"]) == 0
     assert np.load(tmp_path / "order.npy").tolist() == np.argsort(keys, kind="stable").tolist()
+    is_work = (np.isfinite(keys) & (keys >= 0)).all()
+    assert ("–" in capsys.readouterr().out) != is_work  # what is no work has no balance
 
 
 def test_a_packed_plan_has_a_page(lengths_file, tmp_path):
@@ -137,7 +141,12 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["sort", "nowhere.npy"], "there is no lengths file nowhere.npy"),
         (["sort", "TEXT"], "not a readable .npy file"),
         (["sort", "NAN"], "keys are NaN"),
-        (["sort", "TABLE"], "integers or floats of one axis, not float64[2, 2]"),
+        (["sort", "TABLE"], "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
+        (["sort", "LONG"], "at most 64 bits, not float128[3]"),
+        (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
+        (["sort", "LENGTHS", "--coordinator", "localhost:1"], "add --distributed"),
+        (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
+        (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
         (["sort", "LENGTHS", "--out", "nowhere/order.npy"], "there is no directory nowhere"),
         (["train", "--plan.max-tokens", "0"], "max_tokens"),
@@ -156,7 +165,9 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     (tmp_path / "text.npy").write_text("lengths")
     np.save("nan.npy", np.array([1.0, np.nan]))
     np.save("table.npy", np.zeros((2, 2)))
+    np.save("long.npy", np.zeros(3, np.longdouble))
     names = {
+        "LONG": "long.npy",
         "LENGTHS": lengths_file,
         "FLOATS": "floats.npy",
         "TEXT": "text.npy",
@@ -168,6 +179,17 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     assert error.startswith("jvarlen: ")
     assert said in error
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
+
+    monkeypatch.setattr("jvarlen.cli.sort_file", fail)
+    assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
+    assert capsys.readouterr().err == (
+        "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
+    )
 
 
 def test_help_documents_every_setting(capsys):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, local_sort, sample_sort
+from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
 from jvarlen.shard_sort import Shards
 from jvarlen.sort import _sort_shard
 from jvarlen.sort_figures import balance_table, exchange_volume, shard_balance
@@ -71,6 +71,12 @@ def test_nothing_is_sent_for_nothing():
     assert exchange_volume(0, 4) == (0, 0)
     with pytest.raises(ValueError, match="num_shards"):
         exchange_volume(10, 0)
+    for num_rows in (-5, 1.5):
+        with pytest.raises(ValueError, match="num_rows must be an integer of at least 0"):
+            exchange_volume(num_rows, 2)
+    for dtype in (bool, "U3", np.complex64):
+        with pytest.raises(ValueError, match="keys are integers or floats"):
+            exchange_volume(10, 2, dtype=dtype)
 
 
 def test_exact_balance_against_each_shard_for_itself():
@@ -86,6 +92,24 @@ def test_exact_balance_against_each_shard_for_itself():
     table = balance_table({"exact": exact, "each for itself": local})
     assert "25 to 25" in table
     assert "72.23%" in table
+
+
+@pytest.mark.parametrize("key", [-1.0, np.inf])
+def test_keys_that_are_no_work_have_no_balance_of_it(key):
+    keys, indices = sample_sort(np.array([1, key, 3], np.float32), data_mesh(2))
+    balance = shard_balance(keys, indices, 2)
+    assert balance.rows.tolist() == [2, 1]
+    assert np.isnan(balance.waiting)
+    assert np.isnan(balance.work).all()
+    assert balance_table({"a": balance, "b": shard_balance(np.array([2**63] * 2, np.uint64), np.arange(2), 2)}) == (
+        "   rows a shard                                            work a shard  waiting\n"
+        "a        1 to 2                                                       –        –\n"
+        "b        1 to 1  9,223,372,036,854,775,808 to 9,223,372,036,854,775,808    0.00%"
+    )
+    with no_recompiles():
+        shard_balance(keys, indices, 2)
+    with pytest.raises(ValueError, match=r"as many places on each of 3 shards, not \[4\] and \[4\]"):
+        shard_balance(keys, indices, 3)
 
 
 def test_balance_of_empty_shards():
