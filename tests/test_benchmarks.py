@@ -5,19 +5,33 @@ import os
 import pkgutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-SHARED = {"timing"}  # what the benchmarks import, no benchmark itself
+# What the benchmarks import or start, no benchmark itself.
+SHARED = {"timing", "sort_peers", "sort_tables", "sort_worker"}
 
 
 @pytest.fixture
 def peers(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("peers")
+
+
+@pytest.fixture
+def sort_tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("sort_tables")
+
+
+@pytest.fixture
+def sort_worker(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("sort_worker")
 
 
 def cells(line):
@@ -73,3 +87,50 @@ def test_samples_that_packing_cuts_are_counted(peers, monkeypatch):
     whole, cut = named["jvarlen: pack_samples"], named["Grain: ConcatThenSplit"]
     assert (whole["fill"], whole["rows"], whole["samples lost"], whole["cut"]) == (f"{11 / 18:.2%}", "3", "0", "0")
     assert (cut["fill"], cut["rows"], cut["samples lost"], cut["cut"]) == (f"{11 / 12:.2%}", "2", "0", "1")
+
+
+def test_a_textbook_sort_keeps_equal_keys_together(sort_worker):
+    assert sorted(sort_worker.textbook_rows(np.full(101, 7), 4).tolist()) == [0, 0, 0, 101]
+    of_distinct = sort_worker.textbook_rows(np.random.default_rng(0).permutation(10_000), 4)
+    assert of_distinct.sum() == 10_000
+    assert of_distinct.max() < 1.3 * 2_500
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 8])
+def test_keys_of_every_kind_can_be_lengths(sort_tables, sort_worker, num_shards):
+    for kind in sort_tables.KINDS:
+        keys = sort_worker.lengths_of_kind(kind, 1_001, num_shards)
+        assert (keys.dtype, len(keys)) == (np.int32, 1_001)
+        assert keys.min() >= 1, kind
+
+
+def test_calls_take_turns_until_they_have_taken_long(sort_worker, monkeypatch):
+    monkeypatch.setattr(sort_worker, "LIMIT_S", 0.02)
+    made = []
+    calls = {"slow": lambda: (made.append("slow"), time.sleep(0.03)), "fast": lambda: made.append("fast")}
+    seconds = sort_worker.seconds_in_turn(calls, 3)
+    assert made == ["slow", "fast", "fast", "fast"]
+    assert [len(values) for values in seconds.values()] == [1, 3]
+    assert seconds["slow"][0] >= 0.03
+
+
+def test_a_run_on_two_processes_is_as_long_as_its_slower_process(sort_tables):
+    answers = {
+        "2 processes, x, first": [{"a": [1.0, 4.0], "b": [9.0]}, {"a": [2.0, 3.0], "b": [8.0]}],
+        "2 processes, x, again": [{"a": [1.0], "b": [5.0]}, {"a": [0.5], "b": [6.0]}],
+        "growth": [],
+    }
+    assert list(sort_tables.process_seconds(answers).items()) == [("b", [9.0, 6.0]), ("a", [2.0, 4.0, 1.0])]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (None, ["", "no GPU"]),
+        ({"`sample_sort`": [1.0]}, ["", "no torch with CUDA"]),
+        ({"`sample_sort`": [3.0, 1.0], "`torch.sort`, stable": [0.5, 0.6]}, ["2", "yes"]),
+        ({"`sample_sort`": [1.0], "`torch.sort`, stable": [0.4]}, ["2.5", "**no**"]),
+    ],
+)
+def test_what_is_said_of_a_gpu_follows_from_its_seconds(sort_tables, seconds, said):
+    assert sort_tables.gpu_goal(seconds)[2:] == said
