@@ -128,7 +128,8 @@ class SortCommand:
     devices: int | None = None
     """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
     distributed: bool = False
-    """Several processes sort together; what the three settings that follow leave out is found in the environment."""
+    """Several processes sort together, as any of the three settings that follow says too; what these leave out JAX
+    finds in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
     coordinator: str | None = None
     """Host and port of process 0."""
     num_processes: int | None = None
@@ -141,24 +142,25 @@ class SortCommand:
     def run(self) -> None:
         """Sorts, writes the order, and prints how evenly it lay on the devices."""
         given = (self.coordinator, self.num_processes, self.process_id)
-        if not self.distributed and any(value is not None for value in given):
-            raise ValueError("coordinator, num_processes and process_id are for several processes: add --distributed")
+        is_distributed = self.distributed or any(value is not None for value in given)
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
         if self.devices is not None:
             check_at_least_one(devices=self.devices)
             divide_processor(self.devices)
-        if self.distributed:
+        if is_distributed:
             initialize_processes(*given)
-        mesh = data_mesh(None if self.distributed else self.devices)
+        mesh = data_mesh(None if is_distributed else self.devices)
         sorted_file = sort_file(self.lengths, self.out, mesh, progress=self.progress)
         if jax.process_index() == 0:
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
-            sent = f"; each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB" if volume else ""
+            sent = "what each sent depends on the keys"
+            if volume is not None:
+                sent = f"each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
             print(
                 f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
-                f"compilation{sent}"
+                f"compilation; {sent}"
             )
             print(self.out)
 

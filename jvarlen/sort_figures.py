@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Integer, Shaped
 
 from jvarlen.distributed import NO_MESH
 from jvarlen.lengths import check_at_least_one, check_choices, is_integer
@@ -58,7 +58,7 @@ def exchange_volume(
     Args:
       num_rows: N ≥ 0.
       num_shards: p ≥ 1.
-      dtype: of the keys.
+      dtype: of the keys, integers or floats of at most 64 bits.
       layout: as in `sample_sort`.
       oversampling: k ≥ 1.
 
@@ -76,13 +76,15 @@ def exchange_volume(
     check_choices(layout=(layout, Layout))
     if not is_integer(num_rows) or num_rows < 0:
         raise ValueError(f"num_rows must be an integer of at least 0, not {num_rows!r}")
-    if np.dtype(dtype).kind not in "iuf" and np.dtype(dtype).kind != "V":  # bfloat16 and its like
-        raise ValueError(f"keys are integers or floats, not {np.dtype(dtype)}")
+    dtype = np.dtype(dtype)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    if not (is_float or jnp.issubdtype(dtype, jnp.integer)) or dtype.itemsize > 8:
+        raise ValueError(f"keys are integers or floats of at most 64 bits, not {dtype}")
     p, n = num_shards, -(-num_rows // num_shards)
     if n == 0 or p == 1:
         return ExchangeVolume(0, 0)
-    words = word_dtypes(np.dtype(dtype), p * n)
-    is_interleaved, is_float = layout == "interleaved", jnp.issubdtype(np.dtype(dtype), jnp.floating)
+    words = word_dtypes(dtype, p * n)
+    is_interleaved = layout == "interleaved"
     per_run = -(-n // p)
     block = per_run * p if is_interleaved else n
     rounds = num_rounds(n, oversampling)
@@ -102,7 +104,7 @@ class ShardBalance(NamedTuple):
     Attributes:
       rows: int64[p], samples of each shard.
       work: float64[p], the sum of each shard's keys: its tokens, where keys are lengths. NaN where some key is negative
-        or not finite, and so no work.
+        or not finite, and so no work, or where the sum is not finite.
       waiting: the share of the shards' time that they wait for the one with the most work at the same slot, in [0, 1);
         NaN likewise.
     """
@@ -112,13 +114,17 @@ class ShardBalance(NamedTuple):
     waiting: float
 
 
-def shard_balance(keys: jax.Array, indices: jax.Array, num_shards: int) -> ShardBalance:
+def shard_balance(
+    keys: Shaped[jax.Array | np.ndarray, " places"],
+    indices: Integer[jax.Array | np.ndarray, " places"],
+    num_shards: int,
+) -> ShardBalance:
     """How evenly the result of `sample_sort` or `local_sort` lies on its shards.
 
     Args:
-      keys: integers or floats[p·n]: the work of each sample.
+      keys: integers or floats[p·n], of JAX or NumPy: the work of each sample.
       indices: integers[p·n], −1 where there is no sample.
-      num_shards: p.
+      num_shards: p ≥ 1.
 
     Returns:
       `ShardBalance`.
@@ -168,5 +174,7 @@ def _balance(keys: jax.Array, indices: jax.Array, num_shards: int) -> tuple[jax.
     """Rows and work of each shard, the sum over the slots of the most work in any shard, and whether it is work."""
     is_row = indices.reshape(num_shards, indices.size // num_shards) >= 0
     work = jnp.where(is_row, keys.reshape(num_shards, keys.size // num_shards), 0).astype(jnp.float64)
-    is_work = (jnp.isfinite(work) & (work >= 0)).all()
-    return is_row.sum(axis=1), work.sum(axis=1), work.max(axis=0, initial=0.0).sum(), is_work
+    longest = work.max(axis=0, initial=0.0).sum()
+    # No sum is above that of p shards that all have the most work in every slot.
+    is_work = (work >= 0).all() & jnp.isfinite(longest * num_shards)
+    return is_row.sum(axis=1), work.sum(axis=1), longest, is_work

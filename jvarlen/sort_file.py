@@ -85,7 +85,8 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: what `sample_sort` refuses.
+      ValueError: the file holds no integers or floats of one axis and at most 64 bits, or what `sample_sort` refuses.
+      RuntimeError: another process raised such an error, or has died.
     """
     with together("read the keys"):
         keys = load_array(path, "lengths")

@@ -1,6 +1,10 @@
 """Command line: a plan for any lengths file, every setting documented, mistakes in one line."""
 
 import dataclasses
+import os
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,6 +16,10 @@ from jvarlen.compare import compare_strategies, comparison_table
 from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
 from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
+
+from . import processes
+
+no_long_doubles = pytest.mark.skipif(np.dtype(np.longdouble).itemsize < 16, reason="long doubles are shorter here")
 
 LENGTHS = np.random.default_rng(0).integers(1, 500, 1000)
 
@@ -76,8 +84,11 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
     assert ("500 to 500" if devices else "250 to 250") in printed
     assert "each for itself" in printed
     buckets = make_buckets(LENGTHS, 4096)
-    plans = [make_plan(LENGTHS, buckets, order=o) for o in (order, np.argsort(LENGTHS, kind="stable"), "dataset")]
-    assert plans[0].digest == plans[1].digest != plans[2].digest
+    by_length = np.argsort(LENGTHS, kind="stable")
+    plan, expected, other = (make_plan(LENGTHS, buckets, order=o) for o in (order, by_length, by_length[::-1]))
+    assert plan.digest == expected.digest
+    assert (plan.sample_ids == expected.sample_ids).all()
+    assert (plan.sample_ids != other.sample_ids).any()
 
 
 @pytest.mark.parametrize(
@@ -142,9 +153,8 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["sort", "TEXT"], "not a readable .npy file"),
         (["sort", "NAN"], "keys are NaN"),
         (["sort", "TABLE"], "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
-        (["sort", "LONG"], "at most 64 bits, not float128[3]"),
+        pytest.param(["sort", "LONG"], "at most 64 bits, not float128[3]", marks=no_long_doubles),
         (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
-        (["sort", "LENGTHS", "--coordinator", "localhost:1"], "add --distributed"),
         (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
@@ -179,6 +189,84 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     assert error.startswith("jvarlen: ")
     assert said in error
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, tmp_path, capsys, monkeypatch):
+    args = ["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress"]
+    assert main(args) == 0
+    assert "; each sent " in capsys.readouterr().out
+    monkeypatch.setattr("jvarlen.sort_file.has_ragged", lambda mesh, axis_name: True)
+    assert main(args) == 0
+    printed = capsys.readouterr().out
+    assert "what each sent depends on the keys" in printed
+    assert "messages" not in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--distributed"], (None, None, None)),
+        (["--coordinator", "localhost:1"], ("localhost:1", None, None)),
+        (["--num-processes", "2"], (None, 2, None)),
+        (["--process-id", "0"], (None, None, 0)),
+        (["--distributed", "--process-id", "1"], (None, None, 1)),
+        ([], None),
+    ],
+)
+def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr("jvarlen.cli.initialize_processes", lambda *given: called.append(given))
+    assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
+    assert called == ([] if expected is None else [expected])
+
+
+def started_sort(*args):
+    command = [sys.executable, "-m", "jvarlen", "sort", *args, "--no-progress"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(processes.ROOT)}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said_by(process):
+    """Exit code and the lines that are ours of what it wrote to stderr."""
+    try:
+        _, error = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert "Traceback" not in error
+    return process.returncode, [line for line in error.splitlines() if line.startswith("jvarlen: ")]
+
+
+@pytest.mark.multiprocess
+def test_what_jax_cannot_find_of_the_processes_is_one_line(lengths_file, tmp_path):
+    out = str(tmp_path / "order.npy")
+    alone = [started_sort(lengths_file, "--out", out, *flags) for flags in (["--process-id", "0"], ["--distributed"])]
+    for process in alone:
+        assert said_by(process) == (2, ["jvarlen: coordinator_address should be defined."])
+    assert not (tmp_path / "order.npy").exists()
+
+
+@pytest.mark.multiprocess
+def test_where_one_process_has_no_file_both_end_in_one_line(lengths_file, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    missing, out = str(tmp_path / "missing.npy"), str(tmp_path / "order.npy")
+    common = ["--out", out, "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2"]
+    pair = [started_sort(path, *common, "--process-id", str(rank)) for rank, path in enumerate([lengths_file, missing])]
+    reason = f"there is no lengths file {missing}"
+    assert [said_by(process) for process in pair] == [
+        (2, [f"jvarlen: could not read the keys: process 1: FileNotFoundError: {reason}"]),
+        (2, [f"jvarlen: {reason}"]),
+    ]
+
+
+def test_a_runtime_error_of_other_commands_is_not_hidden(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("ours")
+
+    monkeypatch.setattr(sys.modules["jvarlen.fit"], "fit", fail)  # by its name in the package it is the function
+    with pytest.raises(RuntimeError, match="ours"):
+        main(["train"])
 
 
 def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys, monkeypatch):

@@ -74,7 +74,7 @@ def test_nothing_is_sent_for_nothing():
     for num_rows in (-5, 1.5):
         with pytest.raises(ValueError, match="num_rows must be an integer of at least 0"):
             exchange_volume(num_rows, 2)
-    for dtype in (bool, "U3", np.complex64):
+    for dtype in (bool, "U3", "V3", [("length", "i4")], np.complex64, np.dtype(("f8", 2))):
         with pytest.raises(ValueError, match="keys are integers or floats"):
             exchange_volume(10, 2, dtype=dtype)
 
@@ -92,6 +92,25 @@ def test_exact_balance_against_each_shard_for_itself():
     table = balance_table({"exact": exact, "each for itself": local})
     assert "25 to 25" in table
     assert "72.23%" in table
+
+
+@pytest.mark.skipif(np.dtype(np.longdouble).itemsize == 8, reason="long doubles are doubles here")
+def test_nothing_is_said_of_keys_of_more_than_64_bits():
+    with pytest.raises(ValueError, match=r"of at most 64 bits, not float(96|128)"):
+        exchange_volume(10, 2, dtype=np.longdouble)
+
+
+def test_work_whose_sum_overflows_has_no_balance():
+    balance = shard_balance(np.full(4, 1e308), np.arange(4), 2)
+    assert balance.rows.tolist() == [2, 2]
+    assert np.isnan([*balance.work, balance.waiting]).all()
+
+
+def test_the_balance_of_numpy_arrays_counts_only_rows():
+    balance = shard_balance(np.array([3, 9, 1, 2]), np.array([0, -1, 1, 2]), 2)  # 9 is no row
+    assert balance.rows.tolist() == [1, 2]
+    assert balance.work.tolist() == [3, 3]
+    assert balance.waiting == pytest.approx(1 - 6 / (2 * (3 + 2)))
 
 
 @pytest.mark.parametrize("key", [-1.0, np.inf])
