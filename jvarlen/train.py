@@ -6,6 +6,7 @@ shards and accumulation gives the same gradient. Letters: M microbatches.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -148,6 +149,7 @@ def _sums(value_fn: Callable, params: Any, batch: Any, mesh: Mesh | None, axis_n
 def _accumulate(
     value_fn: Callable, params: Any, microbatches: Any, *, varying_over: str | None = None
 ) -> tuple[Metrics, Any]:
+    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of its sums and for the loop
     def one(microbatch: Any) -> tuple[Metrics, Any]:
         (loss_sum, weight_sum), grads = value_fn(params, microbatch)
         return Metrics(loss_sum, weight_sum), grads
