@@ -9,7 +9,10 @@ from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_bat
 from jvarlen.collate import pack_to_bucket, packed_batch_spec
 from jvarlen.collate import pad_pairs_to_bucket, pair_batch_spec
 from jvarlen.collate import pad_to_bucket, token_batch_spec
-from jvarlen.compile import CompiledBuckets, RecompileError, UnplannedShapeError, compile_buckets, no_recompiles
+from jvarlen.compile import compile_buckets, load_compiled
+from jvarlen.compile_options import CompileOptions
+from jvarlen.compiled_buckets import CompiledBuckets
+from jvarlen.ledger import Ledger
 from jvarlen.config import FitConfig
 from jvarlen.costs import CostModel, fit_cost_model
 from jvarlen.curriculum import sample_order
@@ -28,23 +31,25 @@ from jvarlen.packing import Packing, pack_samples
 from jvarlen.pairs import make_pair_buckets
 from jvarlen.plan import Plan, make_plan
 from jvarlen.processes import agree, initialize_processes, together
+from jvarlen.recompiles import RecompileError, no_recompiles
 from jvarlen.sharded_rows import shard_local_rows
 from jvarlen.sort import local_sort, sample_sort
 from jvarlen.streams import StreamBatches, StreamStep, stream_batches
 from jvarlen.train import TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.unplanned import UnplannedShapeError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch", "Batches", "Bucket", "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult",
-    "PackedBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches",
-    "StreamStep", "TrainState", "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask",
-    "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths",
-    "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
-    "linear_pacing", "load", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
-    "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets", "measure_difficulty", "measure_lengths",
-    "no_recompiles", "pack_samples", "pack_to_bucket", "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket",
-    "padding_mask", "pair_batch_spec", "plan_distributed", "root_pacing", "sample_order", "sample_sort",
-    "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec",
-    "write_ordered",
+    "Batch", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig",
+    "FitResult", "Ledger", "PackedBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples",
+    "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "agree", "attend", "attend_within_segments",
+    "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets",
+    "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state",
+    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale",
+    "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
+    "measure_buckets", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples", "pack_to_bucket",
+    "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
+    "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows",
+    "stream_batches", "together", "token_batch_spec", "write_ordered",
 ]

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, Strategy, choose_row_lengths, make_buckets
+from jvarlen.compile_options import CompileOptions
 from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
-from jvarlen.datasets import default_cache_dir
 from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
 from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
@@ -277,13 +277,12 @@ class FitConfig:
     resume: Path | None = None
     """Directory of a run to continue. On the command line its settings are the defaults; those that would make it
     another run cannot be changed."""
-    compilation_cache: Path | None = default_cache_dir() / "compiled"
-    """Where compiled programs are kept for the next run; None for nowhere."""
     progress: bool = True
     """Show progress bars."""
     plan: PlanConfig = PlanConfig()
     model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
     optimizer: OptimizerConfig = OptimizerConfig()
+    compile: CompileOptions = dataclasses.field(default_factory=lambda: CompileOptions(time_steps=True))
 
     def __post_init__(self):
         _check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every")

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
-from jvarlen.buckets import Bucket
+from jvarlen.buckets import AnyBucket, Bucket
 from jvarlen.checkpoint import Place
 from jvarlen.config import FitConfig
 from jvarlen.lr import base_rates, lr_scale, scale_by_batch_size
@@ -118,6 +118,16 @@ class Course:
             num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
             num_positions_done=place.num_positions_done + int(plan.positions_per_step[place.step]),
         )
+
+    def steps_left(self, place: Place) -> dict[AnyBucket, int]:
+        """How many steps of each bucket there are from `place` to the end of training."""
+        last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)
+        current = self.plan_of_epoch(place.epoch)
+        every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
+        # Of an epoch that training ends in the midst of, the order tells which steps are taken.
+        last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
+        num_whole = last_epoch - place.epoch
+        return {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
 
     def check_place(self, place: Place) -> None:
         """Raises ValueError where a checkpoint was made under another plan, or lies beyond the end."""

@@ -17,15 +17,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import platformdirs
 from jaxtyping import Int, UInt8
 from tqdm import tqdm
 
-from jvarlen.files import write_atomically
+from jvarlen.files import default_cache_dir, write_atomically
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.lengths import DataSource
 
-__all__ = ["TokenDataset", "Split", "default_cache_dir", "split_held_out", "stdlib_functions"]
+__all__ = ["TokenDataset", "Split", "split_held_out", "stdlib_functions"]
 
 _CACHE_VERSION = 1
 _NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -71,11 +70,6 @@ class Split(NamedTuple):
 
     train: DataSource
     held_out: DataSource
-
-
-def default_cache_dir() -> Path:
-    """The directory of this user's caches, as the platform has it (`XDG_CACHE_HOME` is honoured on Linux)."""
-    return platformdirs.user_cache_path("jvarlen")
 
 
 def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:

@@ -15,6 +15,7 @@ __all__ = [
     "NO_MESH",
     "batch_shardings",
     "data_mesh",
+    "devices_of",
     "divide_processor",
     "num_shards_of",
     "own_microbatches",
@@ -53,6 +54,14 @@ def divide_processor(num_devices: int) -> None:
     """
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def devices_of(mesh: Mesh | None) -> list[jax.Device]:
+    """The devices of the mesh, those of other processes included; the default one where None."""
+    if mesh is not None:
+        return mesh.devices.flatten().tolist()
+    default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None
+    return [default] if isinstance(default, jax.Device) else jax.local_devices(backend=default)[:1]
 
 
 def num_shards_of(mesh: Mesh, axis_name: str) -> int:

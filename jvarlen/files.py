@@ -8,7 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["check_place", "move_into_place", "write_atomically"]
+import platformdirs
+
+__all__ = ["check_place", "default_cache_dir", "move_into_place", "write_atomically"]
+
+
+def default_cache_dir() -> Path:
+    """The directory of this user's caches, as the platform has it (`XDG_CACHE_HOME` is honoured on Linux)."""
+    return platformdirs.user_cache_path("jvarlen")
 
 
 @contextlib.contextmanager

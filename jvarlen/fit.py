@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_to_bucket, token_batch_spec
-from jvarlen.compile import CompiledBuckets, compile_buckets, no_recompiles, use_compilation_cache
+from jvarlen.compile import compile_buckets
+from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.config import FitConfig
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
@@ -30,7 +31,8 @@ from jvarlen.loader import load
 from jvarlen.measure_samples import measure_lengths
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
-from jvarlen.report import length_histogram, plot_curves, read_metrics
+from jvarlen.recompiles import no_recompiles
+from jvarlen.report import length_histogram, plot_curves, plot_ledger, read_metrics
 from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
 
@@ -135,15 +137,15 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
             course.check_place(place)
         log.cut_to(place.num_steps_done)
 
-        if config.compilation_cache is not None:
-            use_compilation_cache(config.compilation_cache)
         compile_for = functools.partial(
             compile_buckets,
             microbatches_per_step=config.plan.microbatches_per_step,
             batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
             progress=config.progress,
+            options=config.compile,
         )
-        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, course.buckets)
+        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, first_plan)
+        train_step.release_after(course.steps_left(place))
         eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
 
         raise_if_interrupted()
@@ -185,6 +187,9 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+    train_step.ledger.save(run_dir / "ledger.json")
+    plot_ledger(train_step.ledger, run_dir / "ledger.png")
+    _say("Ledger", train_step.ledger.table())
     _say("Summary", _format_summary(summary))
     print(run_dir, flush=True)
     return FitResult(summary, run_dir, state)

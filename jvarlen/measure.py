@@ -19,7 +19,8 @@ from jaxtyping import Float64, Int64
 from tqdm import tqdm
 
 from jvarlen.collate import full_batch, packed_batch_spec, token_batch_spec
-from jvarlen.compile import CompiledBuckets, compile_buckets
+from jvarlen.compile import compile_buckets
+from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.costs import CostModel, fit_cost_model
 from jvarlen.edges import check_edges
 from jvarlen.interrupts import raise_if_interrupted

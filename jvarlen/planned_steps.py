@@ -77,6 +77,11 @@ class PlannedSteps:
         num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
         return (self.microbatches_per_step * num_positions)[self.step_bucket]
 
+    def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
+        """How many steps are of each bucket, from `start_step` on and before `end_step`; of some there may be none."""
+        counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
+        return dict(zip(self.buckets, counts.tolist(), strict=True))
+
     @property
     def padding(self) -> float:
         """The share of all positions that holds no token, dummy rows included, in [0, 1)."""

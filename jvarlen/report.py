@@ -1,8 +1,9 @@
-"""Reports: in go lengths or the metrics of a run, out come text and pictures."""
+"""Reports: in go lengths, the metrics of a run or its ledger, out come text and pictures."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import numpy as np
 import scipy.signal
 from jaxtyping import Int64
 
-__all__ = ["length_histogram", "plot_curves", "read_metrics"]
+from jvarlen.ledger import Ledger
+
+__all__ = ["length_histogram", "plot_curves", "plot_ledger", "read_metrics"]
 
 _BAR = 40  # characters of the longest bar
 _AXES = ("loss, bits a byte", "learning rate", "sequences a step", "bucket length")
 _SMOOTHING = 0.95  # of the loss curve, a step
+_MOST_LABELS = 24  # of buckets side by side
 
 
 def length_histogram(lengths: Int64[np.ndarray, " N"], num_bins: int = 14) -> str:
@@ -86,6 +90,58 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
         axis.set_ylabel(label)
         axis.spines[["top", "right"]].set_visible(False)
     axes[3].set_xlabel("step")
+    figure.savefig(path, dpi=110)
+
+
+def plot_ledger(ledger: Ledger, path: Path) -> None:
+    """Draws seconds of compiling, uses, seconds of a step, padding and bytes of each bucket into a PNG file.
+
+    Buckets stand in the order of their lengths. What is not known of a bucket is left blank, and said where it is not
+    known of any.
+    """
+    from matplotlib.figure import Figure  # here: text reports do without matplotlib
+
+    rows = sorted(ledger, key=lambda row: row.bucket.lengths)
+    places = np.arange(len(rows))
+
+    def figures_of(name: str, unit: float = 1.0) -> np.ndarray:
+        """float64[K], NaN where unknown."""
+        return np.array([getattr(row, name) for row in rows], np.float64) / unit
+
+    figure = Figure(figsize=(9, 11), layout="constrained")
+    axes = figure.subplots(5, sharex=True)
+
+    def bars(axis: int, values: np.ndarray, colour: str, below: np.ndarray | float = 0.0, label: str = "") -> None:
+        known = np.isfinite(values)
+        bottom = np.broadcast_to(below, values.shape)[known]
+        axes[axis].bar(places[known], values[known], 0.8, bottom, color=colour, label=label or None)
+        if not known.any():
+            axes[axis].text(0.5, 0.5, "not known", color="0.5", ha="center", transform=axes[axis].transAxes)
+
+    lower_s = figures_of("lower_s")
+    bars(0, lower_s, "C0", label="lowering")
+    bars(0, figures_of("compile_s"), "C1", np.nan_to_num(lower_s), "compiling, or reading")
+    bars(1, figures_of("times_used"), "C2", label="ran")
+    axes[1].plot(places, figures_of("planned_steps"), "_", color="0.3", markersize=12, label="planned")
+    bars(2, figures_of("step_s"), "C3")
+    bars(3, figures_of("padding", 0.01), "C4")
+    argument_mb, kept_mb = figures_of("argument_bytes", 1e6), figures_of("output_bytes", 1e6)
+    kept_mb -= figures_of("alias_bytes", 1e6)
+    bars(4, argument_mb, "C0", label="arguments")
+    bars(4, kept_mb, "C1", argument_mb, "outputs beside them")
+    bars(4, figures_of("temp_bytes", 1e6), "C2", argument_mb + kept_mb, "temporaries")
+    axes[4].plot(places, figures_of("peak_bytes", 1e6), "_", color="0.3", markersize=12, label="peak by the compiler")
+    labels = ("compile seconds", "steps", "seconds of a step", "padding in %", "MB")
+    for axis, label in zip(axes, labels, strict=True):
+        axis.set_ylabel(label)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in (axes[0], axes[1], axes[4]):
+        axis.legend(frameon=False, fontsize="small")
+    every = max(1, math.ceil(len(rows) / _MOST_LABELS))
+    shown = rows[::every]
+    axes[4].set_xticks(places[::every], [str(row.bucket) for row in shown], rotation=90 if len(shown) > 8 else 0)
+    axes[4].set_xlabel("bucket")
+    axes[4].set_xlim(-0.6, max(len(rows), 1) - 0.4)
     figure.savefig(path, dpi=110)
 
 

@@ -7,6 +7,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ _MAY_CHANGE = {
     "checkpoint_every",
     "runs_dir",
     "resume",
-    "compilation_cache",
+    "compile",
     "progress",
 }
 
@@ -99,7 +100,7 @@ def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> tuple[Path,
     saved = load_config(config_path)
     config = dataclasses.replace(config, resume=saved.resume)
     differing = differing_settings(saved, config)
-    refused = [setting for setting in differing if setting.partition(":")[0] not in _MAY_CHANGE]
+    refused = [setting for setting in differing if re.split("[.:]", setting)[0] not in _MAY_CHANGE]
     if refused:
         raise ValueError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")

@@ -10,6 +10,8 @@ import pytest
 
 from jvarlen.datasets import Split, TokenDataset
 
+jax.config.update("jax_enable_compilation_cache", False)  # tests leave the user's cache alone
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if all(device.platform != "gpu" for device in jax.devices()):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from jvarlen import CompileOptions
 from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig, differing_settings, load_config, save_config
 from jvarlen.models import TransformerConfig
 
 CHANGED = FitConfig(
     max_steps=None,
     resume=Path("runs/x"),
-    compilation_cache=None,
+    compile=CompileOptions(cache_dir=None, xla_options=("xla_cpu_enable_fast_math=false",)),
     plan=PlanConfig(max_length=None, order="length", strategy="quantile"),
     model=TransformerConfig(width=64),
     optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),

@@ -33,6 +33,19 @@ def test_places_run_through_all_epochs():
     assert walked[-1].num_positions_done == 3 * course.plan_of_epoch(0).positions_per_step.sum()
 
 
+@pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
+    plan = dataclasses.replace(CONFIG.plan, order=order)
+    course = Course(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, LENGTHS[:9])
+    left = dict.fromkeys(course.buckets, 0)
+    for place in reversed(list(places(course))):
+        if place.num_steps_done < course.num_steps:
+            planned = course.plan_of_epoch(place.epoch)
+            left[planned.buckets[planned.step_bucket[place.step]]] += 1
+        assert course.steps_left(place) == left
+
+
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")

@@ -1,5 +1,6 @@
 """The whole line on small data: everything is left behind, nothing is compiled late, and resuming is going on."""
 
+import collections
 import dataclasses
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
-from jvarlen import FitConfig, Plan, fit
+from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
 from jvarlen.config import OptimizerConfig, PlanConfig, load_config
 from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
@@ -28,7 +29,10 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def compilation_cache(tmp_path_factory):
     """One for all runs here, which compile the same programs over and over."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache_of_jax.reset_cache()
     yield tmp_path_factory.mktemp("compiled")
+    jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache_of_jax.reset_cache()
 
@@ -40,7 +44,7 @@ def config(tmp_path, compilation_cache):
         num_epochs=2,
         checkpoint_every=4,
         runs_dir=tmp_path / "runs",
-        compilation_cache=compilation_cache,
+        compile=CompileOptions(cache_dir=compilation_cache, time_steps=True),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=16, num_heads=1),
@@ -86,7 +90,8 @@ def test_a_run_leaves_everything_behind(config, split, capsys):
     assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
     assert (config.runs_dir / "latest").resolve() == result.run_dir.resolve()
     assert {path.name for path in result.run_dir.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "metrics.jsonl", "plan.npz", "summary.json",
+        "checkpoints", "config.json", "curves.png", "ledger.json", "ledger.png", "metrics.jsonl", "plan.npz",
+        "summary.json",
     }  # fmt: skip
     assert load_config(result.run_dir / "config.json") == config
 
@@ -103,6 +108,13 @@ def test_a_run_leaves_everything_behind(config, split, capsys):
     positions, tokens = sum(row["num_positions"] for row in records), sum(row["num_tokens"] for row in records)
     assert summary["padding"] == 1 - tokens / positions
     assert summary["num_tokens"] == tokens
+
+    ledger = Ledger.load(result.run_dir / "ledger.json")
+    used = collections.Counter((row["bucket_rows"], row["bucket_length"]) for row in records)
+    assert {tuple(row.bucket): row.times_used for row in ledger if row.times_used} == used
+    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert not any(row.is_live for row in ledger), "nothing is held for steps that will not come"
+    assert str(ledger) in printed
 
 
 def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, capsys):

@@ -1,0 +1,184 @@
+"""Recipe: in go a step, the shapes of its state and batches and options, out comes the program of any bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen.buckets import AnyBucket
+from jvarlen.compile_options import CompileOptions, check_compiler_options
+from jvarlen.compiled_file import environment_of
+from jvarlen.distributed import batch_shardings, devices_of
+from jvarlen.ledger import LedgerRow, row_of
+from jvarlen.recompiles import counting_in_thread
+from jvarlen.unplanned import describe, have_same_containers
+
+__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe", "spec_of_state"]
+
+
+class LoweredBucket(NamedTuple):
+    """The program of a bucket before compilation, and the seconds of tracing and lowering it."""
+
+    bucket: AnyBucket
+    program: jax.stages.Lowered
+    seconds: float
+
+
+class CompiledBucket(NamedTuple):
+    """The program of a bucket, and what it cost."""
+
+    row: LedgerRow
+    executable: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What makes the program of any bucket.
+
+    Attributes:
+      step_fn: `step_fn(state, batch) -> (state, metrics)`, not jitted.
+      state_spec: pytree of `jax.ShapeDtypeStruct`.
+      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      microbatches_per_step: M.
+      mesh: where a step runs; None: the default device.
+      compiler_options: of XLA.
+    """
+
+    step_fn: Callable[[Any, Any], tuple[Any, Any]]
+    state_spec: Any
+    batch_spec: Callable[[Any, int], Any]
+    microbatches_per_step: int
+    mesh: Mesh | None
+    compiler_options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the step function."""
+        return getattr(self.step_fn, "__name__", "step")
+
+    @property
+    def devices(self) -> list[jax.Device]:
+        """Those that a step runs on."""
+        return devices_of(self.mesh)
+
+    @property
+    def device(self) -> str:
+        """Number and kind of the devices."""
+        kinds = sorted({device.device_kind for device in self.devices})
+        return f"{len(self.devices)} × {', '.join(kinds)}"
+
+    @property
+    def can_serialize_what_was_read(self) -> bool:
+        """Whether a program that was not compiled here, but read from somewhere, can be turned into bytes again.
+
+        XLA's CPU backend then leaves the code out, and only running it shows that.
+        """
+        return self.devices[0].platform != "cpu"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What must be the same where programs are compiled and where they are run, by name."""
+        return environment_of(self.devices) | {"compiler options": dict(self.compiler_options)}
+
+    def spec(self, bucket: AnyBucket) -> Any:
+        """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, spread over the mesh."""
+        spec = self.batch_spec(bucket, self.microbatches_per_step)
+        if self.mesh is None:
+            return spec
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            spec,
+            batch_shardings(spec, self.mesh),
+        )
+
+    def lower(self, bucket: AnyBucket) -> LoweredBucket:
+        """Traces and lowers the step for a bucket; the state is donated.
+
+        Settings of JAX that a `with` block makes are those of one thread: it is called in the user's.
+
+        Raises:
+          ValueError: the step returns no pair, or a state of other shapes or dtypes than it takes.
+        """
+
+        # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+            outputs = self.step_fn(state, batch)
+            self._check_outputs(outputs)
+            return outputs
+
+        start = time.perf_counter()
+        step.__name__ = step.__qualname__ = self.name
+        shardings = None if self.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, self.state_spec)
+        traced = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).trace(
+            self.state_spec, self.spec(bucket)
+        )
+        lowered = traced.lower()
+        return LoweredBucket(bucket, lowered, time.perf_counter() - start)
+
+    def compile(self, lowered: LoweredBucket) -> CompiledBucket:
+        """Compiles what `lower` gave, in whatever thread."""
+        start = time.perf_counter()
+        with counting_in_thread() as count:
+            executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
+        seconds = time.perf_counter() - start
+        hit = count.num_cache_hits > 0
+        return CompiledBucket(row_of(lowered.bucket, executable, lowered.seconds, seconds, hit), executable)
+
+    def _check_outputs(self, outputs: Any) -> None:
+        if not (isinstance(outputs, tuple) and len(outputs) == 2):
+            raise ValueError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
+        given, returned = (
+            {jax.tree_util.keystr(path): describe(jax.typeof(leaf)) for path, leaf in jax.tree.leaves_with_path(state)}
+            for state in (self.state_spec, outputs[0])
+        )
+        changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]
+        if changed or not have_same_containers(self.state_spec, outputs[0]):
+            listed = "; ".join(f"{name or 'it'}: {given.get(name)} -> {returned.get(name)}" for name in changed[:5])
+            raise ValueError(f"{self.name} returns another state than it takes: {listed or 'its containers differ'}")
+
+
+def make_recipe(
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    microbatches_per_step: int,
+    mesh: Mesh | None,
+    batch_spec: Callable[[Any, int], Any],
+    options: CompileOptions,
+) -> Recipe:
+    """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
+    devices = devices_of(mesh)
+    compiler_options = options.compiler_options(devices[0].platform, len(devices))
+    check_compiler_options(compiler_options, jax.local_devices()[0])
+    return Recipe(
+        step_fn=step_fn,
+        state_spec=spec_of_state(state, mesh),
+        batch_spec=batch_spec,
+        microbatches_per_step=microbatches_per_step,
+        mesh=mesh,
+        compiler_options=compiler_options,
+    )
+
+
+def spec_of_state(state: Any, mesh: Mesh | None) -> Any:
+    """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it.
+
+    Args:
+      state: a pytree of arrays, numbers, or `jax.ShapeDtypeStruct`.
+      mesh: None: one device.
+
+    Returns:
+      A pytree of `jax.ShapeDtypeStruct`.
+    """
+
+    def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else getattr(leaf, "sharding", None)
+        if mesh is not None and not isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
+
+    return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))

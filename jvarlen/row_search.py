@@ -1,0 +1,42 @@
+"""Row search: in goes what rows need, found by trying, out comes the largest number of them that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["most_rows"]
+
+
+def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
+    """The most rows, a multiple of `multiple`, whose bytes are within the limit.
+
+    Bytes grow nearly in proportion to rows, so that a line through the last two tries leads to the next one: a few
+    tries are enough, of which one is the result and one the next larger number.
+
+    Args:
+      bytes_of: bytes that a number of rows needs; must not fall with more rows.
+      limit: bytes.
+      start: the number to try first.
+      multiple: rows are a multiple of it.
+      max_rows: no more than so many are tried.
+
+    Returns:
+      The number; 0 where not even `multiple` rows fit.
+    """
+    most = max_rows // multiple  # from here on in units of `multiple` rows
+    fits, too_many = 0, most + 1
+    guess = min(max(start // multiple, 1), most)
+    tried: list[tuple[int, int]] = []  # the last two
+    while too_many - fits > 1:
+        needed = bytes_of(guess * multiple)
+        if needed <= limit:
+            fits = guess
+        else:
+            too_many = guess
+        tried = [*tried[-1:], (guess, needed)]
+        # With one try, what a row needs is all that was needed over all rows; too much, so that the guess is low.
+        (x0, y0), (x1, y1) = ((0, 0), *tried)[-2:]
+        slope = (y1 - y0) / (x1 - x0)
+        reach = x1 + int((limit - y1) // slope) if slope > 0 else too_many - 1
+        guess = min(max(reach, fits + 1), too_many - 1)
+    return fits * multiple
