@@ -2,6 +2,7 @@
 
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
+from torch_ref.compile import CompiledBuckets, LedgerRow, UnplannedShapeError, compile_buckets, no_recompiles
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
@@ -20,7 +21,9 @@ __all__ = [
     "Batch",
     "Batches",
     "Bucket",
+    "CompiledBuckets",
     "CostModel",
+    "LedgerRow",
     "Packing",
     "PairBucket",
     "Plan",
@@ -28,10 +31,12 @@ __all__ = [
     "StreamBatches",
     "StreamStep",
     "Transformer",
+    "UnplannedShapeError",
     "VariableBatchSizeLR",
     "batch_by_tokens",
     "check_lengths",
     "choose_row_lengths",
+    "compile_buckets",
     "competence_pacing",
     "discrete_pacing",
     "fit_cost_model",
@@ -45,6 +50,7 @@ __all__ = [
     "make_buckets",
     "make_pair_buckets",
     "make_plan",
+    "no_recompiles",
     "pack_samples",
     "root_pacing",
     "sample_order",

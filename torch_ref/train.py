@@ -1,5 +1,6 @@
 """A model, an optimizer and a step's batch in; one update out, the same however the step was split."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from torch_ref.loader import Batch
+
+LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 
 
 def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
@@ -30,7 +33,15 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
     return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
 
 
-def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
+def take_microbatch(batch: Batch, index: int) -> Batch:
+    """Return microbatch `index` of a batch, its tensors without the leading m."""
+    fields: dict[str, Any] = {
+        name: value[index] for name, value in batch._asdict().items() if isinstance(value, Tensor)
+    }
+    return batch._replace(**fields)
+
+
+def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, loss_fn: LossFn = loss_sums) -> dict[str, Any]:
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
     Gradients of the sums add up over the microbatches and, where `torch.distributed` is initialised, over its default
@@ -42,6 +53,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str
             average the replicas a second time.
         optimizer: of the model's parameters; its gradients are overwritten.
         batch: this replica's share of the step, `tokens` int64[m, B, T].
+        loss_fn: gives a microbatch's two sums, like `loss_sums`.
 
     Returns:
         `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
@@ -50,10 +62,7 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch) -> dict[str
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
     for index in range(len(batch.tokens)):
-        fields: dict[str, Any] = {
-            name: value[index] for name, value in batch._asdict().items() if isinstance(value, Tensor)
-        }
-        loss_sum, weight_sum = loss_sums(model, batch._replace(**fields))
+        loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
         torch.autograd.backward(loss_sum)
         sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
     total = torch.stack(sums).sum(dim=0)

@@ -1,0 +1,447 @@
+"""torch_ref's static compilation: all shapes at the onset, nothing afterwards, and the same numbers as without it."""
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+
+import jvarlen
+import torch_ref
+from torch_ref import compile as torch_compile
+
+BUCKETS = [(4, 8), (2, 16), (2, 24)]
+LENGTHS = [3, 8, 5, 8, 2, 7, 12, 16, 9, 11, 24, 17, 20, 22, 19, 1]
+SAMPLES = [np.random.default_rng(0).integers(0, 256, length).astype(np.uint8) for length in LENGTHS]
+
+
+class Tiny(nn.Module):
+    """Next to nothing to compile, but dropout, running statistics and an attribute that torch guards on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(256, 6)
+        self.drop = nn.Dropout(0.2)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 256)
+        self.unused = nn.Linear(2, 2)
+        self.scale = 1.0
+
+    def forward(self, tokens_BxT: Tensor) -> Tensor:
+        hidden_BxTxD = self.drop(self.embed(tokens_BxT)) * self.scale
+        logits: Tensor = self.head(self.norm(hidden_BxTxD.transpose(1, 2)).transpose(1, 2))
+        return logits
+
+
+def make_plan(order: str = "shuffle", **options: Any) -> torch_ref.Plan:
+    return torch_ref.make_plan(LENGTHS, BUCKETS, order=order, microbatches_per_step=2, **options)
+
+
+def packed_plan() -> torch_ref.Plan:
+    packing = torch_ref.pack_samples(LENGTHS, [16, 24])
+    return torch_ref.make_plan(packing, [(2, 16), (1, 24)], order="shuffle", microbatches_per_step=2)
+
+
+def compile_eagerly(model: nn.Module, plan: Any, **options: Any) -> torch_ref.CompiledBuckets:
+    return torch_ref.compile_buckets(model, plan, **({"backend": "eager", "progress": False} | options))
+
+
+def first_batch(plan: torch_ref.Plan, bucket: int) -> torch_ref.Batch:
+    step = plan.step_bucket.tolist().index(bucket)
+    batch: torch_ref.Batch = next(iter(torch_ref.load(plan, SAMPLES, start_step=step)))
+    return batch
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def assert_same_training(
+    plain: nn.Module,
+    model: nn.Module,
+    compiled: torch_ref.CompiledBuckets,
+    plan: torch_ref.Plan,
+    device: str = "cpu",
+    **tolerance: float,
+) -> None:
+    """Go through the plan with both; losses of every step and weights at the end agree."""
+    optimizers = [Adam(one.parameters(), lr=1e-2, weight_decay=0.1) for one in (plain, model)]
+    for batch in torch_ref.load(plan, SAMPLES):
+        batch = batch._replace(**{k: v.to(device) for k, v in batch._asdict().items() if isinstance(v, Tensor)})
+        random_state = torch.random.get_rng_state()
+        expected = torch_ref.train_step(plain, optimizers[0], batch)
+        torch.random.set_rng_state(random_state)
+        metrics = compiled(optimizers[1], batch)
+        torch.testing.assert_close(metrics["loss"], expected["loss"], **tolerance)
+        assert metrics["weight"] == expected["weight"]
+        assert metrics["num_sequences"] == expected["num_sequences"]
+    for weight, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, **tolerance)
+
+
+@pytest.mark.parametrize("plan", [make_plan(), packed_plan()], ids=["padded", "packed"])
+def test_training_is_the_plain_one_and_compiles_nothing(plan: torch_ref.Plan) -> None:
+    torch.manual_seed(0)
+    plain = torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2)
+    model = copy.deepcopy(plain)
+    compiled = compile_eagerly(model, plan)
+    before = num_graphs()
+    assert_same_training(plain, model, compiled, plan, rtol=1e-6, atol=1e-7)
+    assert num_graphs() == before
+    num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets)).tolist()
+    assert [tuple(row.bucket) for row in compiled.ledger] == [tuple(bucket) for bucket in plan.buckets]
+    assert [row.num_steps for row in compiled.ledger] == num_steps
+    assert all((row.num_compilations, row.num_graphs) == (1, 1) and row.compile_s > 0 for row in compiled.ledger)
+
+
+def test_random_numbers_running_statistics_and_unused_weights_are_the_plain_ones() -> None:
+    plain = Tiny()
+    model = copy.deepcopy(plain)
+    plan = make_plan()
+    assert_same_training(plain, model, compile_eagerly(model, plan), plan, rtol=1e-6, atol=1e-7)
+    assert model.unused.weight.grad is None
+    for buffer, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer, other)
+
+
+def test_the_onset_leaves_everything_as_it_was() -> None:
+    model = Tiny()
+    model.head.bias.grad = gradient = torch.full((256,), 3.0)
+    config = torch._dynamo.config
+    limits = (config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit)
+    state = copy.deepcopy(model.state_dict())
+    random_state = torch.random.get_rng_state()
+    compile_eagerly(model, BUCKETS)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert model.head.bias.grad is gradient
+    assert (gradient == 3).all()
+    assert model.embed.weight.grad is None
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    assert limits == (config.recompile_limit, config.accumulated_recompile_limit, config.fail_on_recompile_limit_hit)
+    assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2  # the guard is lifted
+
+
+def test_more_buckets_than_torch_allows_by_itself_are_all_compiled_largest_first() -> None:
+    lengths = []
+
+    def backend(graph: Any, inputs: list[Any]) -> Any:
+        lengths.extend(x.shape[1] for x in inputs if isinstance(x, Tensor) and x.dtype == torch.int64 and x.ndim == 2)
+        return graph
+
+    buckets = [(1, length) for length in range(3, 14)]
+    compiled = compile_eagerly(Tiny(), buckets, backend=backend)
+    assert len(buckets) > torch._dynamo.config.recompile_limit
+    assert lengths == list(range(13, 2, -1))
+    assert [row.num_graphs for row in compiled.ledger] == [1] * 11
+
+
+def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
+    def double(x: Tensor) -> Tensor:
+        return 2 * x
+
+    def compiled() -> Callable[[Tensor], Tensor]:
+        own = types.FunctionType(double.__code__.replace(), globals())
+        return torch.compile(own, backend="eager", dynamic=False)
+
+    with torch._dynamo.config.patch(recompile_limit=3):
+        silent = compiled()
+        for size in range(1, 6):
+            silent(torch.ones(size))
+    with torch_ref.no_recompiles():
+        silent(torch.ones(7))  # eager, and no one is told
+    loud = compiled()
+    with torch_compile._room_for(2):
+        for size in range(1, 4):
+            loud(torch.ones(size))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            loud(torch.ones(4))
+
+
+@pytest.fixture(scope="module")
+def compiled_pair() -> tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets]:
+    compiled = jvarlen.compile_buckets(
+        lambda state, batch: (state + batch.weights.sum(), {}),
+        jnp.float32(0),
+        BUCKETS,
+        microbatches_per_step=2,
+        progress=False,
+    )
+    return compile_eagerly(Tiny(), BUCKETS), compiled
+
+
+def both_batches(rows: int, length: int, num_microbatches: int = 2) -> tuple[torch_ref.Batch, jvarlen.Batch]:
+    spec = jvarlen.token_batch_spec(jvarlen.Bucket(rows, length), num_microbatches)
+    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
+    tensors = {name: torch.from_numpy(getattr(batch, name)) for name in ("tokens", "lengths", "weights")}
+    tensors |= {name: tensors[name].to(torch.int64) for name in ("tokens", "lengths")}
+    return torch_ref.Batch(**tensors, num_sequences=float(rows)), batch
+
+
+FLOAT64: tuple[Any, Any] = (torch.float64, np.float64)
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "rows": (lambda at: both_batches(3, 16)[at], r"Nearest is 2.{1,3}16: .*tokens is int\d\d\[2,3,16\].*planned"),
+    "length": (lambda at: both_batches(4, 9)[at], r"Nearest is 4.{1,3}8: .*weights is float32\[2,4,9\].*planned"),
+    "far": (lambda at: both_batches(1, 400)[at], r"Nearest is 2.{1,3}24: .*Buckets: 4.{1,3}8, 2.{1,3}16, 2.{1,3}24"),
+    "dtype": (
+        lambda at: both_batches(4, 8)[at]._replace(weights=(torch.ones, np.ones)[at]((2, 4, 8), dtype=FLOAT64[at])),
+        r"weights is float64\[2,4,8\].*planned was float32\[2,4,8\]",
+    ),
+    "absent": (lambda at: both_batches(4, 8)[at]._replace(lengths=None), "lengths is absent, planned was int"),
+    "number": (lambda at: both_batches(4, 8)[at]._replace(weights=1.0), r"weights is a .*float, planned was float32\["),
+    "container": (lambda at: both_batches(4, 8)[at]._asdict(), "no bucket was compiled for"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_both_packages_refuse_what_was_not_planned(
+    compiled_pair: tuple[torch_ref.CompiledBuckets, jvarlen.CompiledBuckets], kind: str
+) -> None:
+    compiled, other = compiled_pair
+    change, said = REFUSED[kind]
+    optimizer = SGD(compiled.model.parameters(), lr=1.0)
+    compiled(optimizer, both_batches(4, 8)[0])
+    gradient = compiled.model.head.bias.grad
+    before = num_graphs()
+    with pytest.raises(torch_ref.UnplannedShapeError, match=said) as raised:
+        compiled(optimizer, change(0))
+    assert isinstance(raised.value, ValueError)
+    assert compiled.model.head.bias.grad is gradient
+    assert num_graphs() == before
+    with pytest.raises(jvarlen.UnplannedShapeError, match=said):
+        other(jnp.float32(0), change(1))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda batch: batch._replace(tokens=batch.tokens.mT.contiguous().mT), r"tokens is .* with strides \[32, 1, 4"),
+        (lambda batch: batch._replace(weights=batch.weights.to("meta")), r"on meta, planned was .* on cpu"),
+        (lambda batch: batch._replace(lengths=batch.lengths[:1]), r"lengths is int64\[1,4\] .* was int64\[2,4\]"),
+        (lambda batch: batch._replace(positions=batch.tokens), r"positions is int64\[2,4,8\] .*, planned was absent"),
+        (lambda batch: batch._replace(weights=batch.weights.clone().requires_grad_()), "with gradient"),
+    ],
+    ids=["strides", "device", "microbatches", "packed", "gradient"],
+)
+def test_what_only_torch_minds_is_refused_too(
+    compiled_pair: Any, change: Callable[[torch_ref.Batch], torch_ref.Batch], said: str
+) -> None:
+    compiled, _ = compiled_pair
+    optimizer = SGD(compiled.model.parameters(), lr=1.0)
+    with pytest.raises(torch_ref.UnplannedShapeError, match=said):
+        compiled(optimizer, change(both_batches(4, 8)[0]))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_any_number_of_microbatches_is_planned(compiled_pair: Any, num_microbatches: int) -> None:
+    compiled, _ = compiled_pair
+    metrics = compiled(SGD(compiled.model.parameters(), lr=1.0), both_batches(4, 8, num_microbatches)[0])
+    assert metrics["weight"] == 32 * num_microbatches
+
+
+def test_a_changed_condition_is_an_error_and_no_graph() -> None:
+    """What torch guards on beside the shapes: an attribute of the model here."""
+    model = Tiny()
+    plan = make_plan()
+    compiled = compile_eagerly(model, plan)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    model.scale = 2.0
+    before, weight = num_graphs(), model.head.weight.clone()
+    with pytest.raises(RuntimeError, match=r"fail_on_recompile(.|\n)*scale"):
+        compiled(optimizer, first_batch(plan, 0))
+    model.scale = 1.0
+    assert num_graphs() == before
+    assert torch.equal(model.head.weight, weight)
+    compiled(optimizer, first_batch(plan, 0))
+
+
+def test_a_model_that_needs_a_graph_a_call_is_refused_at_the_onset() -> None:
+    class Counting(Tiny):
+        def forward(self, tokens_BxT: Tensor) -> Tensor:
+            self.scale += 1.0
+            return super().forward(tokens_BxT)
+
+    with pytest.raises(RuntimeError, match="fail_on_recompile"):
+        compile_eagerly(Counting(), BUCKETS)
+
+
+def test_a_model_that_torch_would_break_into_graphs_is_refused() -> None:
+    class Branching(Tiny):
+        def forward(self, tokens_BxT: Tensor) -> Tensor:
+            logits = super().forward(tokens_BxT)
+            return logits if self.head.bias.sum() > 0 else -logits
+
+    with pytest.raises(RuntimeError, match="branching"):
+        compile_eagerly(Branching(), BUCKETS)
+
+
+def test_a_torch_that_does_not_compile_is_found_out() -> None:
+    with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="compiled"):
+        compile_eagerly(Tiny(), BUCKETS)
+
+
+def test_sets_of_the_same_model_do_not_share_graphs() -> None:
+    model = Tiny()
+    assert [compile_eagerly(model, BUCKETS[:1]).ledger[0].num_graphs for _ in range(2)] == [1, 1]
+
+
+def test_shapes_that_a_curriculum_has_passed_are_released() -> None:
+    plan = make_plan("length")
+    assert plan.step_bucket.tolist() == [0, 1, 2, 2]
+    plain = Tiny()
+    model = copy.deepcopy(plain)
+    compiled = compile_eagerly(model, plan, reset_after=1)
+    bystander = compile_eagerly(Tiny(), BUCKETS[:1])
+    with torch_ref.no_recompiles():  # it lifts the guard only to compile
+        assert_same_training(plain, model, compiled, plan, rtol=1e-6, atol=1e-7)
+    assert [row.num_compilations for row in compiled.ledger] == [1, 2, 3]
+    assert [row.num_graphs for row in compiled.ledger] == [1, 2, 3]
+    assert [row.num_steps for row in compiled.ledger] == [1, 1, 2]
+    optimizer = SGD(model.parameters(), lr=1.0)
+    with pytest.raises(torch_ref.UnplannedShapeError, match=r"4 x 8 is not compiled.*Compiled are: 2 x 24"):
+        compiled(optimizer, first_batch(plan, 0))
+    bystander(SGD(bystander.model.parameters(), lr=1.0), first_batch(plan, 0))  # compiles anew what the reset took
+    assert bystander.ledger[0].num_compilations == 2
+
+
+def test_a_reset_waits_for_enough_shapes_and_keeps_the_one_in_use() -> None:
+    plan = make_plan("length")
+    model = Tiny()
+    compiled = compile_eagerly(model, plan, reset_after=2)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    for bucket in (0, 1, 0, 1):  # beyond the plan, which has one step of each
+        compiled(optimizer, first_batch(plan, bucket))
+    assert [row.num_compilations for row in compiled.ledger] == [1, 1, 1]
+    compiled(optimizer, first_batch(plan, 2))
+    assert [row.num_compilations for row in compiled.ledger] == [1, 1, 2]
+
+
+def test_a_resumed_curriculum_compiles_what_is_to_come() -> None:
+    compiled = compile_eagerly(Tiny(), make_plan("length"), reset_after=1, start_step=2)
+    assert [row.num_compilations for row in compiled.ledger] == [0, 0, 1]
+    assert [tuple(bucket) for bucket in compiled.never_used] == [(2, 24)]
+
+
+def test_the_report_names_what_was_never_used(capfd: pytest.CaptureFixture[str]) -> None:
+    plan = make_plan()
+    model = Tiny()
+    compiled = compile_eagerly(model, plan, progress=True)
+    assert "2 x 24" in capfd.readouterr().err  # the bar names the bucket
+    for bucket in (0, 2, 2):
+        compiled(SGD(model.parameters(), lr=1.0), first_batch(plan, bucket))
+    *rows, last = compiled.report().splitlines()
+    assert last == "never used: 2 x 16"
+    assert [row.split()[-1] for row in rows] == ["steps", "1", "0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "said"),
+    [
+        (BUCKETS, {"reset_after": 1}, "reset_after needs a plan"),
+        (make_plan(), {"reset_after": 0}, "reset_after"),
+        (make_plan(), {"reset_after": 1, "start_step": 9}, "start_step"),
+        ([(2, 4, 4)], {}, r"pairs like \(2, 4, 4\)"),
+        ([(2, 8), (2, 8)], {}, "ascending"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(plan: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        compile_eagerly(Tiny(), plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_processes", "backend", "mode"),
+    [
+        (["cuda:0", "cuda:0"], 1, "inductor", "reduce-overhead"),
+        (["cuda:0"], 2, "inductor", "default"),
+        (["cuda:0", "cuda:1"], 1, "inductor", "default"),
+        (["cuda:0"], 1, "eager", "default"),
+        (["cpu"], 1, "inductor", "default"),
+    ],
+)
+def test_graphs_are_replayed_on_one_gpu_alone(
+    monkeypatch: pytest.MonkeyPatch, devices: list[str], num_processes: int, backend: str, mode: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: num_processes > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
+    weights = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
+    model: Any = types.SimpleNamespace(parameters=lambda: iter(weights))
+    assert torch_compile._fitting_mode(model, backend) == mode
+
+
+def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again() -> None:
+    """As replayed CUDA graphs do: the gradients of a microbatch lie where those of the one before lay."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def static_outputs(graph: Any, _: Any) -> Any:
+        memory: list[Tensor | None] = []
+
+        def run(inputs: list[Any]) -> list[Any]:
+            outputs = graph(*inputs)
+            inputs.clear()
+            if not memory:
+                memory.extend(None if one is None else one.clone() for one in outputs)
+            for place, one in zip(memory, outputs, strict=True):
+                if place is not None:
+                    place.copy_(one)
+            return [None if place is None else place.detach() for place in memory]
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def replaying(graph: Any, inputs: Any, *, mode: str = "default") -> Any:
+        return aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=static_outputs)(graph, inputs)
+
+    def gradient(**options: Any) -> Tensor:
+        model = Tiny().eval()
+        model.norm = nn.Identity()  # type: ignore[assignment]
+        compiled = compile_eagerly(model, BUCKETS, **options)
+        compiled(SGD(model.parameters(), lr=0.0), batch)
+        assert model.head.weight.grad is not None
+        assert model.unused.weight.grad is None
+        return model.head.weight.grad
+
+    batch, _ = both_batches(4, 8, 3)
+    batch.tokens[1:] += 7
+    expected = gradient()
+    torch.testing.assert_close(gradient(backend=replaying, mode="reduce-overhead"), expected)
+    # Without the care that the mode brings the test's graphs do spoil them.
+    assert not torch.allclose(gradient(backend=replaying, mode="default"), expected)
+
+
+@pytest.mark.slow
+# Torch imports a deprecated corner of its own with Inductor.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU for torch")],
+        ),
+    ],
+)
+def test_generated_code_trains_as_eager_code_does(device: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two shapes; the second compilation of one of them finds its code on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    plain = Tiny().eval().to(device)
+    plain.norm = nn.Identity()  # type: ignore[assignment]
+    model = copy.deepcopy(plain)
+    plan = torch_ref.make_plan(LENGTHS, [(4, 8), (2, 24)], order="length", microbatches_per_step=2)
+    # Worker processes and a search for the CPU's vector instructions take longer than what they would save here.
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.simdlen": 0}):
+        compiled = torch_ref.compile_buckets(model, plan, reset_after=1, progress=False)
+        assert compiled.mode == ("default" if device == "cpu" else "reduce-overhead")
+        assert_same_training(plain, model, compiled, plan, device, rtol=1e-5, atol=1e-6)
+    short, long = compiled.ledger
+    assert (short.num_graphs, long.num_graphs) == (1, 2)
+    assert (short.from_cache, long.from_cache) == (False, True)

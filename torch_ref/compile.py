@@ -1,0 +1,457 @@
+"""A model and a plan's buckets in; out comes a train step whose every shape is compiled before training, and no other.
+
+Sizes: m microbatches, B rows, T positions, K buckets.
+"""
+
+import contextlib
+import math
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from torch_ref.buckets import Bucket, PairBucket, check_buckets
+from torch_ref.checks import check_integer
+from torch_ref.loader import Batch
+from torch_ref.plan import Plan
+from torch_ref.train import LossFn, loss_sums, take_microbatch, train_step
+
+_TENSORS = ("tokens", "lengths", "weights", "segment_ids", "positions")
+# Modes in which torch replays CUDA graphs, and how often a shape runs until it only replays: once each to compile, to
+# warm up and to record.
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+_RUNS_TO_RECORD = 3
+
+Backend = str | Callable[..., Any]
+_Layout = tuple[Any, ...]
+
+
+class UnplannedShapeError(ValueError):
+    """A batch has a shape, dtype, device or memory layout that no bucket was compiled for."""
+
+
+class LedgerRow(NamedTuple):
+    """What a bucket cost and what it was good for.
+
+    Attributes:
+        bucket: its shape.
+        compile_s: seconds of its first runs, forward and backward, which compile; over all its compilations.
+        num_compilations: how often it was compiled: 0 for a bucket without steps left, 2 where it outlived a reset.
+        num_graphs: graphs that torch captured in them.
+        from_cache: whether the last compilation found all its code in Inductor's cache on disk.
+        num_steps: steps it was used for.
+    """
+
+    bucket: Bucket
+    compile_s: float = 0.0
+    num_compilations: int = 0
+    num_graphs: int = 0
+    from_cache: bool = False
+    num_steps: int = 0
+
+
+@contextlib.contextmanager
+def no_recompiles() -> Iterator[None]:
+    """Guard a region in which `torch.compile` may compile nothing, in any thread; first calls count as well.
+
+    Torch raises a RuntimeError there that names the function and what differs from the compiled ones. A function that
+    had reached `recompile_limit` before, without an error, runs eagerly in here too and nothing is said: torch no
+    longer looks at it. `compile_buckets` therefore does not let that happen to its own.
+
+    Example:
+        >>> double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
+        >>> with no_recompiles():
+        ...     double(torch.ones(3))
+        Traceback (most recent call last):
+        RuntimeError: Detected recompile when torch.compile stance is 'fail_on_recompile'. ...
+    """
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield
+
+
+class CompiledBuckets:
+    """One graph a bucket, chosen by the batch: `metrics = compiled(optimizer, batch)` is a `train_step`.
+
+    Attributes:
+        model: the model that it updates.
+        buckets: the K shapes, by ascending length.
+        mode: torch.compile's mode.
+    """
+
+    # torch.compiler.reset() throws away what all of them have compiled.
+    _num_resets = 0
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: tuple[Bucket, ...],
+        *,
+        packed: bool,
+        steps_left: dict[Bucket, int] | None,
+        reset_after: int | None,
+        loss_fn: LossFn,
+        backend: Backend,
+        mode: str,
+        progress: bool,
+    ) -> None:
+        """Compile what has steps to come; `compile_buckets` has checked the arguments."""
+        self.model = model
+        self.buckets = buckets
+        self.mode = mode
+        self._backend = backend
+        self._loss_fn = loss_fn
+        self._reset_after = reset_after
+        self._steps_left = steps_left
+        self._progress = progress
+        self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+        self._specs = {bucket: _dummy_batch(bucket, packed, self._device) for bucket in buckets}
+        self._by_layout = {_layout(spec): bucket for bucket, spec in self._specs.items()}
+        self._rows = {bucket: LedgerRow(bucket) for bucket in buckets}
+        # The parameters that get a gradient, for each bucket that is compiled at the moment.
+        self._trained: dict[Bucket, list[nn.Parameter]] = {}
+        self._compile([bucket for bucket in buckets if steps_left is None or steps_left[bucket]])
+
+    def __call__(self, optimizer: Optimizer, batch: Batch) -> dict[str, Any]:
+        """Take one step under `no_recompiles`; any number of microbatches will do.
+
+        Args:
+            optimizer: of the model's parameters; its gradients are overwritten.
+            batch: this replica's share of the step, on the model's device.
+
+        Returns:
+            What `train_step` returns.
+
+        Raises:
+            UnplannedShapeError: if the batch fits no bucket, or one that was released; it names what differs and the
+                nearest bucket. Nothing has changed then.
+            RuntimeError: torch's own, if something would be compiled nevertheless: where the model's mode, autocast or
+                an attribute that it reads changed, or the optimizer compiles.
+        """
+        bucket = self._bucket_of(batch)
+        self._release_what_passed(bucket)
+        with no_recompiles():
+            metrics = train_step(self.model, optimizer, batch, loss_fn=lambda _, part: self._loss_of(bucket, part))
+        row = self._rows[bucket]
+        self._rows[bucket] = row._replace(num_steps=row.num_steps + 1)
+        if self._steps_left is not None:
+            self._steps_left[bucket] -= 1
+        return metrics
+
+    @property
+    def ledger(self) -> tuple[LedgerRow, ...]:
+        """A row for each bucket, by ascending length."""
+        return tuple(self._rows.values())
+
+    @property
+    def never_used(self) -> tuple[Bucket, ...]:
+        """The buckets that were compiled and not used for any step so far."""
+        return tuple(row.bucket for row in self.ledger if row.num_compilations and not row.num_steps)
+
+    def report(self) -> str:
+        """Return the ledger as a table, and below it the buckets that were compiled and never used."""
+        lines = [f"{'rows x length':>20} {'compiled':>9} {'graphs':>7} {'seconds':>9} {'cached':>7} {'steps':>9}"]
+        lines += [
+            f"{_name(row.bucket):>20} {row.num_compilations:>9} {row.num_graphs:>7} {row.compile_s:>9.1f} "
+            f"{'yes' if row.from_cache else 'no':>7} {row.num_steps:>9,}"
+            for row in self.ledger
+        ]
+        return "\n".join([*lines, f"never used: {', '.join(map(_name, self.never_used)) or 'none'}"])
+
+    def _bucket_of(self, batch: Any) -> Bucket:
+        bucket = self._by_layout.get(_layout(batch)) if type(batch) is Batch else None
+        if bucket is None:
+            raise UnplannedShapeError(_explain_unplanned(batch, self._specs))
+        if bucket not in self._trained:
+            raise UnplannedShapeError(
+                f"bucket {_name(bucket)} is not compiled: by the plan no step of it was to come any more. "
+                f"Compiled are: {', '.join(map(_name, self._trained))}"
+            )
+        return bucket
+
+    def _loss_of(self, bucket: Bucket, microbatch: Batch) -> tuple[Tensor, Tensor]:
+        if self.mode in _GRAPH_MODES:
+            # A gradient that autograd takes over as it comes is memory of the graph, which the next microbatch
+            # overwrites. To one that is there already it adds.
+            for weight in self._trained.get(bucket, ()):
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+            if self._device.type == "cuda":
+                torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled_loss(microbatch)
+
+    def _release_what_passed(self, current: Bucket) -> None:
+        """Throw everything away once enough buckets have passed, and compile again what is still to come."""
+        to_come = list(self._trained)
+        if self._steps_left is not None and self._reset_after is not None:
+            remaining = [bucket for bucket in to_come if self._steps_left[bucket] > 0 or bucket == current]
+            if len(to_come) - len(remaining) >= self._reset_after:
+                torch.compiler.reset()
+                CompiledBuckets._num_resets += 1
+                to_come = remaining
+        if self._seen_resets != CompiledBuckets._num_resets:
+            self._compile(to_come)
+
+    def _compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compile these buckets and forget all others."""
+        self._seen_resets = CompiledBuckets._num_resets
+        self._trained = {}
+        self._compiled_loss = _compile_loss(self.model, self._loss_fn, self._backend, self.mode)
+        # The largest first: running out of memory shows at once.
+        largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
+        with (
+            _unchanged(self.model, self._device),
+            _room_for(len(buckets)),
+            tqdm(largest_first, desc="compile", unit="bucket", disable=not self._progress) as bar,
+        ):
+            for bucket in bar:
+                bar.set_postfix_str(_name(bucket))
+                self._compile_bucket(bucket)
+
+    def _compile_bucket(self, bucket: Bucket) -> None:
+        before, start = _count(), time.perf_counter()
+        trained = self._run(bucket)
+        compile_s = time.perf_counter() - start
+        after = _count()
+        if after.graphs == before.graphs:  # newer versions of torch say so themselves
+            raise RuntimeError(
+                f"torch compiled nothing for bucket {_name(bucket)}: it is switched off, by TORCHDYNAMO_DISABLE say"
+            )
+        self._trained[bucket] = trained
+        with no_recompiles():  # a second run shows that the first one's graph fits its own shape
+            for _ in range(_RUNS_TO_RECORD - 1 if self.mode in _GRAPH_MODES else 1):
+                self._run(bucket)
+        row = self._rows[bucket]
+        self._rows[bucket] = row._replace(
+            compile_s=row.compile_s + compile_s,
+            num_compilations=row.num_compilations + 1,
+            num_graphs=row.num_graphs + after.graphs - before.graphs,
+            from_cache=after.cache_hits > before.cache_hits and after.cache_misses == before.cache_misses,
+        )
+
+    def _run(self, bucket: Bucket) -> list[nn.Parameter]:
+        """Run a dummy microbatch forward and backward, as a train step would; return the parameters it reached."""
+        loss_sum, _ = self._loss_of(bucket, take_microbatch(self._specs[bucket], 0))
+        torch.autograd.backward(loss_sum)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        trained = [weight for weight in self.model.parameters() if weight.grad is not None]
+        for weight in trained:
+            weight.grad = None
+        return trained
+
+
+def compile_buckets(
+    model: nn.Module,
+    plan: Plan | Sequence[tuple[int, ...]],
+    *,
+    loss_fn: LossFn = loss_sums,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    reset_after: int | None = None,
+    start_step: int = 0,
+    progress: bool = True,
+) -> CompiledBuckets:
+    """Compile forward and backward of a microbatch for every bucket, with `torch.compile(dynamic=False)`.
+
+    Weights, gradients, buffers and random states are afterwards as before. Compile under the conditions of training:
+    autocast, `model.train()`, number of threads. Each graph is whole: where torch would break it, it raises.
+
+    Args:
+        model: gives logits [B, T, V] for tokens int64[B, T]; not itself compiled, nor wrapped in
+            DistributedDataParallel. Its parameters are on the device that the batches will be on.
+        plan: a plan; or (rows, length) pairs, whose rows are samples, not packed.
+        loss_fn: gives a microbatch's two sums, like `loss_sums`. Of the batch it must not read `num_sequences`, a
+            Python number, of which each value would need a graph.
+        backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
+        mode: torch.compile's mode. None: "reduce-overhead", which replays CUDA graphs, with Inductor on one CUDA
+            device; "default" elsewhere and where `torch.distributed` has several processes.
+        reset_after: when so many compiled buckets have no step left in the plan, `torch.compiler.reset()` frees their
+            graphs: with those of everything else that torch compiled in this process, so the buckets to come are
+            compiled again before the next step, on all processes at the same one. It pays where a curriculum leaves
+            shapes behind for good and memory is short. None: never. With it buckets that have no step from
+            `start_step` on are not compiled, and the plan can be gone through once.
+        start_step: the first step that will be taken; only counts together with `reset_after`.
+        progress: whether to show a progress bar that names the bucket, now and after a reset.
+
+    Returns:
+        `CompiledBuckets`.
+
+    Raises:
+        ValueError: if buckets are not as described or of pairs, or an argument is out of its range.
+        RuntimeError: if a bucket needs more than one graph, or torch does not compile at all.
+        torch._dynamo.exc.FailOnRecompileLimitHit: if torch wants more graphs than there are buckets. It would
+            otherwise turn to eager execution without an error.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(256, 4), nn.Linear(4, 256))
+        >>> compiled = compile_buckets(model, [(2, 4), (1, 8)], backend="eager", progress=False)
+        >>> [(row.bucket.length, row.num_graphs) for row in compiled.ledger]
+        [(4, 1), (8, 1)]
+    """
+    buckets = check_buckets(plan.buckets if isinstance(plan, Plan) else plan)
+    if isinstance(buckets[0], PairBucket):
+        raise ValueError(f"compile_buckets takes buckets of one length, got some of pairs like {tuple(buckets[0])}")
+    shapes = [bucket for bucket in buckets if isinstance(bucket, Bucket)]
+    steps_left = None
+    if reset_after is not None:
+        reset_after = check_integer("reset_after", reset_after)
+        if not isinstance(plan, Plan):
+            raise ValueError("reset_after needs a plan, which tells the steps that are left, got buckets alone")
+        start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
+        to_come = plan.step_bucket[start_step:].tolist()
+        steps_left = {bucket: to_come.count(index) for index, bucket in enumerate(shapes)}
+    return CompiledBuckets(
+        model,
+        tuple(shapes),
+        packed=isinstance(plan, Plan) and plan.row_offsets is not None,
+        steps_left=steps_left,
+        reset_after=reset_after,
+        loss_fn=loss_fn,
+        backend=backend,
+        mode=_fitting_mode(model, backend) if mode is None else mode,
+        progress=progress,
+    )
+
+
+def _fitting_mode(model: nn.Module, backend: Backend) -> str:
+    devices = {weight.device for weight in model.parameters()}
+    alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
+    one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return "reduce-overhead" if backend == "inductor" and alone and one_gpu else "default"
+
+
+def _compile_loss(
+    model: nn.Module, loss_fn: LossFn, backend: Backend, mode: str
+) -> Callable[[Batch], tuple[Tensor, Tensor]]:
+    def bucket_loss(microbatch: Batch) -> tuple[Tensor, Tensor]:
+        return loss_fn(model, microbatch)
+
+    # Torch keeps graphs, and counts them against its limit, by code object. With one of its own each set of buckets
+    # has the limit for itself, and no graph of another model is in the way.
+    own = types.FunctionType(
+        bucket_loss.__code__.replace(), bucket_loss.__globals__, bucket_loss.__name__, closure=bucket_loss.__closure__
+    )
+    compiled: Callable[[Batch], tuple[Tensor, Tensor]] = torch.compile(
+        own, fullgraph=True, dynamic=False, backend=backend, mode=mode
+    )
+    return compiled
+
+
+@contextlib.contextmanager
+def _room_for(num_graphs: int) -> Iterator[None]:
+    """Let torch compile so many graphs of a function, and fail instead of running eagerly where it wants more."""
+    config = torch._dynamo.config
+    limits: dict[str, Any] = {
+        "recompile_limit": num_graphs + 1,
+        "accumulated_recompile_limit": max(num_graphs + 1, config.accumulated_recompile_limit),
+        "fail_on_recompile_limit_hit": True,
+        "suppress_errors": False,
+    }
+    with torch.compiler.set_stance("default"), config.patch(**limits):
+        yield
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Bring gradients, buffers and random states back at the end."""
+    gradients = [(weight, weight.grad) for weight in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    for weight, _ in gradients:
+        weight.grad = None
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for weight, gradient in gradients:
+                weight.grad = gradient
+            with torch.no_grad():
+                for buffer, values in buffers:
+                    buffer.copy_(values)
+
+
+class _Count(NamedTuple):
+    graphs: int
+    cache_hits: int
+    cache_misses: int
+
+
+def _count() -> _Count:
+    counters = torch._dynamo.utils.counters
+    inductor = counters["inductor"]
+    misses = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
+    return _Count(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_hit"], misses)
+
+
+def _dummy_batch(bucket: Bucket, packed: bool, device: torch.device) -> Batch:
+    """Return one microbatch [1, B, T] of full rows, laid out like the loader's."""
+    shape = (1, bucket.rows, bucket.length)
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    return Batch(
+        tokens=tokens,
+        lengths=torch.full(shape[:2], bucket.length, device=device),
+        weights=torch.ones(shape, dtype=torch.float32, device=device),
+        num_sequences=float(bucket.rows),
+        segment_ids=torch.ones_like(tokens) if packed else None,
+        positions=torch.arange(bucket.length, device=device).expand(shape).contiguous() if packed else None,
+    )
+
+
+def _layout(batch: Batch) -> _Layout:
+    """Return all that torch's guards look at in a microbatch, and whether all fields have as many microbatches."""
+    values = [getattr(batch, name) for name in _TENSORS]
+    leading = {value.shape[0] if value.ndim else 0 for value in values if isinstance(value, Tensor)}
+    return (
+        len(leading) == 1 and 0 not in leading,
+        *(
+            (value.shape[1:], value.stride()[1:], value.dtype, value.device, value.requires_grad)
+            if isinstance(value, Tensor)
+            else value is None
+            for value in values
+        ),
+    )
+
+
+def _explain_unplanned(batch: Any, specs: dict[Bucket, Batch]) -> str:
+    """Name every field that differs from the bucket whose axes are nearest, by ratio."""
+    names = ", ".join(map(_name, specs))
+    if type(batch) is not Batch:
+        return f"no bucket was compiled for a {type(batch).__name__}: a torch_ref.Batch is needed. Buckets: {names}"
+    shape = batch.tokens.shape if isinstance(batch.tokens, Tensor) else torch.Size()
+    nearest = min(specs, key=lambda bucket: _distance(shape[-2:], bucket))
+    num_microbatches = shape[0] if len(shape) == 3 and shape[0] else 1
+    differing = []
+    for name in _TENSORS:
+        given, planned = getattr(batch, name), getattr(specs[nearest], name)
+        wanted = None if planned is None else planned[0].expand(num_microbatches, *planned.shape[1:])
+        if _describe(given) != _describe(wanted):
+            differing.append(f"{name} is {_describe(given)}, planned was {_describe(wanted)}")
+    return (
+        f"no bucket was compiled for this batch. Nearest is {_name(nearest)}: {'; '.join(differing)}. Buckets: {names}"
+    )
+
+
+def _distance(shape: Sequence[int], bucket: Bucket) -> float:
+    """How far rows and length lie apart; the same for all buckets where they cannot be compared."""
+    if len(shape) != len(bucket):
+        return 0.0
+    return sum(abs(math.log(max(given, 1) / planned)) for given, planned in zip(shape, bucket, strict=True))
+
+
+def _describe(value: Any) -> str:
+    if value is None:
+        return "absent"
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    text = f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}] on {value.device}"
+    if value.ndim > 1 and not value[:1].is_contiguous():
+        text += f" with strides {list(value.stride())}"
+    return f"{text} with gradient" if value.requires_grad else text
+
+
+def _name(bucket: Bucket) -> str:
+    return f"{bucket.rows} x {bucket.length}"
