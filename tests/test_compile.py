@@ -480,3 +480,46 @@ for spec in compiled.specs.values():
         for how in ("compile", "compile", "load")
     ]
     assert printed == [["[False, False]", "9.0", "9.0"], ["[True, True]", "9.0", "9.0"], ["[True, True]", "9.0", "9.0"]]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="process memory is read from /proc, and given back by glibc")
+def test_what_a_curriculum_has_passed_gives_its_memory_back():
+    program = """
+import ctypes, gc, sys
+import jax, jax.numpy as jnp, numpy as np
+import jvarlen
+
+def megabytes():
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+def step(state, batch):
+    x = batch.weights[..., None] * state[0]
+    for _ in range(60):  # a long program
+        x = jnp.sin(x @ state.T) + jnp.cumsum(x, axis=2)
+    return state + x.mean(), x.sum()
+
+state = jnp.eye(8)
+lengths = np.repeat(np.arange(16, 208, 8), 4)
+plan = jvarlen.make_plan(lengths, [(2, int(length)) for length in np.unique(lengths)], order="length")
+options = jvarlen.CompileOptions(cache_dir=None)
+jvarlen.compile_buckets(step, state, [(1, 8)], progress=False, options=options)
+before = megabytes()
+compiled = jvarlen.compile_buckets(step, state, plan, progress=False, options=options)
+if sys.argv[1] == "release":
+    compiled.release_after(plan.steps_of_buckets())
+for bucket in plan.step_bucket.tolist():
+    state, metrics = compiled(state, jvarlen.full_batch(compiled.specs[plan.buckets[bucket]]))
+jax.block_until_ready(metrics)
+print(sum(row.is_live for row in compiled.ledger), megabytes() - before)
+"""
+    figures = {}
+    for how in ("keep", "release"):
+        run = subprocess.run([sys.executable, "-c", program, how], capture_output=True, text=True, check=True)
+        live, grown = run.stdout.split()
+        figures[how] = int(live), float(grown)
+    assert (figures["keep"][0], figures["release"][0]) == (24, 0)
+    assert figures["release"][1] < 0.5 * figures["keep"][1], figures
