@@ -31,7 +31,7 @@ from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.lengths import check_at_least_one
 from jvarlen.planned_steps import PlannedSteps
-from jvarlen.processes import agree
+from jvarlen.processes import agree, together
 from jvarlen.recipe import CompiledBucket, LoweredBucket, Recipe, make_recipe
 
 __all__ = ["compile_buckets", "load_compiled"]
@@ -85,18 +85,28 @@ def compile_buckets(
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     if plan is not None and plan.microbatches_per_step != microbatches_per_step:
         raise ValueError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
-    if options.cache_dir is not None:
-        use_compilation_cache(options.cache_dir)
-    recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options)
     largest_first = sorted(check_buckets(shapes), key=lambda bucket: -bucket.num_positions)
+    with _on_all_processes(mesh):
+        if options.cache_dir is not None:
+            use_compilation_cache(options.cache_dir)
+        recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options)
+        # What was read from the cache could not wait on the host.
+        waits = options.max_live is not None and not recipe.can_serialize_what_was_read
+        with without_compilation_cache() if waits else contextlib.nullcontext():
+            compiled = _compile(recipe, largest_first, options, plan, progress)
+    return _ready(compiled, state, mesh, options, progress)
+
+
+def _compile(
+    recipe: Recipe, buckets: Sequence[AnyBucket], options: CompileOptions, plan: PlannedSteps | None, progress: bool
+) -> CompiledBuckets:
+    """Lowers the buckets one after the other, while threads compile those that are lowered."""
     executables = Executables(recipe.devices, options.max_live)
     rows: list[LedgerRow] = []
     told_apart_by: list[LoweredBucket] = []
     pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
     num_threads = _num_threads(options)
-    is_stored = options.max_live is not None
-    cache = contextlib.nullcontext if recipe.can_serialize_what_was_read or not is_stored else without_compilation_cache
-    with cache(), _pool(num_threads) as pool, _bar("compile", recipe, len(largest_first), progress) as bar:
+    with _pool(num_threads) as pool, _bar("compile", recipe, len(buckets), progress) as bar:
 
         def finish_one() -> None:
             bucket, future = pending.popleft()
@@ -109,11 +119,11 @@ def compile_buckets(
             rows.append(row)
             bar.update()
 
-        for bucket in largest_first:
+        for bucket in buckets:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
             lowered = recipe.lower(bucket)
-            if bucket in _largest_and_smallest(largest_first):
+            if bucket in _first_and_last(buckets):
                 told_apart_by.append(lowered)
                 _check_timed(recipe, lowered, options)
             pending.append((bucket, pool.submit(recipe.compile, lowered)))
@@ -121,9 +131,7 @@ def compile_buckets(
                 finish_one()
         while pending:
             finish_one()
-    fingerprint = _fingerprint(recipe, largest_first, told_apart_by)
-    compiled = CompiledBuckets(recipe, executables, rows, fingerprint, options, plan)
-    return _ready(compiled, state, mesh, options, progress)
+    return CompiledBuckets(recipe, executables, rows, _fingerprint(recipe, buckets, told_apart_by), options, plan)
 
 
 def load_compiled(
@@ -158,46 +166,69 @@ def load_compiled(
       ValueError: it is damaged, or was made by other software, for other devices or options, or of another step,
         state or batch; what differs is listed.
     """
-    path = Path(path)
+    with _on_all_processes(mesh):
+        compiled = _load(Path(path), step_fn, state, mesh, batch_spec, options, progress)
+    return _ready(compiled, state, mesh, options, progress)
+
+
+def _load(
+    path: Path,
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    mesh: Mesh | None,
+    batch_spec: Callable[[Any, int], Any],
+    options: CompileOptions,
+    progress: bool,
+) -> CompiledBuckets:
     header, contents = read_compiled(path)
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
     recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options)
     check_environment(path, header["environment"], recipe.environment)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
-    programs = dict(zip(buckets, contents, strict=True))
-    told_apart_by = [recipe.lower(bucket) for bucket in _largest_and_smallest(buckets)]
+    told_apart_by = [recipe.lower(bucket) for bucket in _first_and_last(buckets)]
     _check_timed(recipe, told_apart_by[0], options)
     fingerprint = _fingerprint(recipe, buckets, told_apart_by)
     if fingerprint != header["fingerprint"]:
         raise ValueError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
-    program = told_apart_by[0].program
-    structures = jax.tree.structure(program.args_info), program.out_tree
+    lowered = told_apart_by[0].program
+    structures = jax.tree.structure(lowered.args_info), lowered.out_tree
+    programs = [(content, *structures) for content in contents]
     executables = Executables(recipe.devices, options.max_live)
     rows = []
 
-    def load_one(content: bytes) -> tuple[jax.stages.Compiled, float]:
+    def load_one(program: tuple[bytes, Any, Any]) -> tuple[jax.stages.Compiled, float]:
         start = time.perf_counter()
-        return deserialized(content, *structures, recipe.devices), time.perf_counter() - start
+        return deserialized(*program, recipe.devices), time.perf_counter() - start
 
     with _pool(_num_threads(options)) as pool, _bar("load", recipe, len(buckets), progress) as bar:
-        for bucket, (executable, seconds) in zip(buckets, pool.map(load_one, programs.values()), strict=True):
+        loaded = zip(buckets, programs, pool.map(load_one, programs), strict=True)
+        for bucket, program, (executable, seconds) in loaded:
             raise_if_interrupted()
-            executables.add(bucket, executable, (programs[bucket], *structures))
+            executables.add(bucket, executable, program)
             rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
             bar.update()
-    return _ready(CompiledBuckets(recipe, executables, rows, fingerprint, options), state, mesh, options, progress)
+    return CompiledBuckets(recipe, executables, rows, fingerprint, options)
 
 
 def _ready(
     compiled: CompiledBuckets, state: Any, mesh: Mesh | None, options: CompileOptions, progress: bool
 ) -> CompiledBuckets:
     """Ends the onset: all processes hold the same, and, where that is wanted, everything has run once."""
-    if mesh is not None and mesh.is_multi_process:
+    if _has_processes(mesh):
         agree("the compiled buckets", compiled.fingerprint)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
     return compiled
+
+
+def _has_processes(mesh: Mesh | None) -> bool:
+    return mesh is not None and mesh.is_multi_process
+
+
+def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    """What fails on one process fails on all of the mesh, so that none waits for it."""
+    return together("compile the buckets") if _has_processes(mesh) else contextlib.nullcontext()
 
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
@@ -227,8 +258,8 @@ def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
     return tqdm(total=total, desc=f"{doing} {recipe.name}", unit="bucket", disable=not progress)
 
 
-def _largest_and_smallest(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
-    """Of buckets that come largest first."""
+def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
+    """By which sets are told apart: the largest and the smallest."""
     return tuple(dict.fromkeys((buckets[0], buckets[-1])))
 
 

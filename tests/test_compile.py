@@ -1,9 +1,11 @@
 """Compilation: all before the first step, nothing afterwards, and what was not planned refused by name."""
 
 import gc
+import json
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,8 @@ from jvarlen import (
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import batch_shardings
 from jvarlen.recipe import Recipe
+
+from . import processes
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
 LARGEST_FIRST = [BUCKETS[2], BUCKETS[0], BUCKETS[1]]
@@ -484,6 +488,24 @@ for spec in compiled.specs.values():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_processes_compile_the_same_or_none_goes_on(tmp_path):
+    program = Path(__file__).parent / "run_compile.py"
+    outputs = processes.run(program, 2, str(tmp_path), num_devices=2, seconds=120)
+    for rank, seen in enumerate(json.loads(output.splitlines()[-1]) for output in outputs):
+        assert seen["totals"] == [[4 * (2 * 4 + 1 * 8), 0]] * 2
+        assert seen["file of another process"][0] == "ValueError"
+        assert f"process: {1 - rank} there, {rank} here" in seen["file of another process"][1]
+        assert seen["one differs"][0] == "ValueError"
+        assert "processes differ in the compiled buckets: process 0: " in seen["one differs"][1]
+        error, text = seen["one fails"]
+        assert error == ("OSError" if rank == 1 else "RuntimeError")
+        text = text.removeprefix("could not compile the buckets: process 1: OSError: ")
+        assert text.startswith("the model of process 1 is missing")
+        assert seen["afterwards"] == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 @pytest.mark.skipif(sys.platform != "linux", reason="process memory is read from /proc, and given back by glibc")
 def test_what_a_curriculum_has_passed_gives_its_memory_back():
     program = """
@@ -498,7 +520,7 @@ def megabytes():
 
 def step(state, batch):
     x = batch.weights[..., None] * state[0]
-    for _ in range(60):  # a long program
+    for _ in range(30):  # a long program
         x = jnp.sin(x @ state.T) + jnp.cumsum(x, axis=2)
     return state + x.mean(), x.sum()
 

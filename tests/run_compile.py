@@ -1,0 +1,97 @@
+"""In go a folder, how many processes there are, a rank and a port, out comes what compiling gave: for tests."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    compile_buckets,
+    data_mesh,
+    initialize_processes,
+    load_compiled,
+    no_recompiles,
+)
+from jvarlen.distributed import batch_shardings
+
+BUCKETS = [Bucket(2, 4), Bucket(1, 8)]
+M = 4
+
+
+def outcome(call):
+    """Type and text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def sums(state, batch):
+    return state + jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
+
+
+def batch_of(compiled, bucket, mesh):
+    """Ones, each process's part from its own memory."""
+    spec = compiled.specs[bucket]
+    return jax.tree.map(
+        lambda leaf, sharding: jax.make_array_from_callback(
+            leaf.shape, sharding, lambda index: np.ones(leaf.shape, leaf.dtype)[index]
+        ),
+        spec,
+        batch_shardings(spec, mesh),
+    )
+
+
+def main():
+    folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    mesh = data_mesh()
+    options = CompileOptions(cache_dir=None, warm_up=True, max_live=1)
+    state = np.float32(0)
+
+    def compiled_with(step):
+        return compile_buckets(
+            step, state, BUCKETS, microbatches_per_step=M, mesh=mesh, progress=False, options=options
+        )
+
+    def differing(state, batch):
+        return state + (rank + 1) * jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
+
+    def failing(state, batch):
+        if rank == 1:
+            raise OSError("the model of process 1 is missing")
+        return sums(state, batch)
+
+    compiled = compiled_with(sums)
+    compiled.save(folder / f"set-{rank}")
+    loaded = load_compiled(folder / f"set-{rank}", sums, state, mesh=mesh, progress=False)
+    totals = []
+    for callable_set in (compiled, loaded):
+        batches = [batch_of(callable_set, bucket, mesh) for bucket in BUCKETS]
+        total = jax.device_put(np.float32(0), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+        with no_recompiles() as count:
+            for batch in batches:
+                total, _ = callable_set(total, batch)
+        totals.append([float(total), count.num_compilations])
+    other_file = outcome(lambda: load_compiled(folder / f"set-{1 - rank}", sums, state, mesh=mesh, progress=False))
+    print(
+        json.dumps(
+            {
+                "totals": totals,
+                "file of another process": other_file,
+                "one differs": outcome(lambda: compiled_with(differing)),
+                "one fails": outcome(lambda: compiled_with(failing)),
+                "afterwards": outcome(lambda: compiled_with(sums)),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
