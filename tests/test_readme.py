@@ -52,6 +52,18 @@ def test_the_lines_of_the_sorting_guide_run(capsys, tmp_path, monkeypatch):
     assert "ExchangeVolume" in printed
 
 
+@pytest.mark.slow
+def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_guide("compilation.md")
+    printed = capsys.readouterr().out
+    assert "no bucket was compiled for this batch. Nearest is" in printed
+    assert "int32[1,3,1000], planned was" in printed
+    assert f"{len(names['plan'].buckets)} programs read" in printed
+    assert "0 executables left" in printed
+    assert names["step"].ledger.times_used == names["plan"].num_steps
+
+
 def test_the_commands_it_names_exist():
     text = README.read_text()
     makefile = (README.parent / "Makefile").read_text()
