@@ -9,6 +9,7 @@ from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_bat
 from jvarlen.collate import pack_to_bucket, packed_batch_spec
 from jvarlen.collate import pad_pairs_to_bucket, pair_batch_spec
 from jvarlen.collate import pad_to_bucket, token_batch_spec
+from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets, load_compiled
 from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_buckets import CompiledBuckets
@@ -51,5 +52,5 @@ __all__ = [
     "measure_buckets", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples", "pack_to_bucket",
     "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
     "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows",
-    "stream_batches", "together", "token_batch_spec", "write_ordered",
+    "stream_batches", "together", "token_batch_spec", "use_compilation_cache", "write_ordered",
 ]

@@ -34,7 +34,7 @@ def default_compilation_cache() -> Path:
     return default_cache_dir() / "compiled"
 
 
-def use_compilation_cache(directory: Path) -> None:
+def use_compilation_cache(directory: Path | None = None) -> None:
     """Keeps compiled programs on disk, those that compile fast included, and takes them from there.
 
     This is a setting of JAX for the whole process, for what is compiled from now on. A user's own settings stay: a
@@ -46,7 +46,7 @@ def use_compilation_cache(directory: Path) -> None:
     to is not used: a warning says so, as where it cannot be made.
 
     Args:
-      directory: made with its parents where it is missing.
+      directory: made with its parents where it is missing; None for one among the user's caches.
     """
     global _own_setting
     settings: Any = jax.config  # whose attributes are made while JAX is imported
@@ -54,7 +54,9 @@ def use_compilation_cache(directory: Path) -> None:
         return
     chosen = settings.jax_compilation_cache_dir
     if chosen is None or chosen == _own_setting:
-        directory = directory.absolute()  # JAX opens it later, maybe from another working directory
+        directory = (
+            directory or default_compilation_cache()
+        ).absolute()  # JAX opens it later, maybe from another working directory
         try:
             _make_private(directory)
         except OSError as error:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
 from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_to_bucket, token_batch_spec
+from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.config import FitConfig
@@ -129,6 +130,8 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
 
     with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(run_dir / "metrics.jsonl") as log:
+        if config.compile.cache_dir is not None:
+            use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
         loss_fn = make_loss_fn(config.model)
         state = init_train_state(init_params(config.model, config.seed), course.optimizer)
         place = course.first_place()

@@ -158,6 +158,8 @@ def _accumulate(
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
     first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches)):
+        return one(first)  # a loop of one turn, and its sums with zero, would cost time and memory
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
     if varying_over is not None:
         zeros = jax.lax.pcast(zeros, varying_over, to="varying")

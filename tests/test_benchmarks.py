@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,10 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 # What the benchmarks import or start, no benchmark itself.
-SHARED = {"timing", "sort_peers", "sort_tables", "sort_worker"}
+SHARED = {
+    "timing", "sort_peers", "sort_tables", "sort_worker",
+    "bucket_compile_plans", "bucket_compile_tables", "bucket_compile_torch", "bucket_compile_worker",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -134,3 +138,71 @@ def test_a_run_on_two_processes_is_as_long_as_its_slower_process(sort_tables):
 )
 def test_what_is_said_of_a_gpu_follows_from_its_seconds(sort_tables, seconds, said):
     assert sort_tables.gpu_goal(seconds)[2:] == said
+
+
+@pytest.fixture
+def plans(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("bucket_compile_plans")
+
+
+@pytest.fixture
+def bucket_tables(plans):
+    return importlib.import_module("bucket_compile_tables")
+
+
+@pytest.fixture
+def bucket_worker(plans):
+    return importlib.import_module("bucket_compile_worker")
+
+
+def test_costs_lie_on_lines_between_measured_lengths(plans):
+    cost = plans.MeasuredCost((10, 20), (1.0, 3.0))
+    assert cost(np.array([1, 2, 3]), np.array([10, 15, 40])).tolist() == [10.0, 60.0, 360.0]
+
+
+def test_equal_lengths_are_compiled_apart(bucket_worker):
+    shapes = [(False, 4, 8), (True, 4, 8), (False, 2, 8), (False, 1, 16)]
+    assert list(bucket_worker.distinct_lengths(shapes)) == [
+        (False, [(4, 8), (1, 16)]),
+        (True, [(4, 8)]),
+        (False, [(2, 8)]),
+    ]
+
+
+def test_a_part_of_an_epoch_stands_for_the_whole(plans, bucket_tables):
+    strategy = plans.Strategy("two shapes", ((2, 4), (1, 8)), (3, 1), 0.0, False, True)
+    found = types.SimpleNamespace(
+        seconds={(False, 2, 4): 1.0, (False, 1, 8): 5.0}, epoch={"step_bucket": [0, 0], "epoch_s": 3.0}
+    )
+    assert strategy.seconds(found.seconds.__getitem__) == 8.0
+    assert bucket_tables.real_epoch_s(strategy, found) == 3.0 / 2.0 * 8.0
+
+
+def test_raw_shapes_that_were_not_reached_are_extrapolated_and_marked(bucket_tables):
+    raw = {
+        "compile_s": [1.0, 3.0], "step_s": [0.25, 0.75], "first_step_s": 4.0, "num_positions": 200,
+        "num_batches": 20, "num_shapes": 10, "num_compiled": 2,
+    }  # fmt: skip
+    judged = bucket_tables.Judged(5.0, {}, 1.0, 1.0)
+    figures = bucket_tables.raw_figures(judged, raw, 150)
+    (line,) = bucket_tables.figures_table([figures], 150)[2:]
+    assert cells(line) == [
+        "jit on raw shapes", "2 of 10", "≈ 20.0", "–", "4.0", "–", "≈ 15", "25.00%", "≈ 10.0", "≈ 0.500", "–", "–",
+    ]  # fmt: skip
+    all_reached = bucket_tables.raw_figures(judged, raw | {"num_shapes": 2}, 150)
+    assert not all_reached.is_extrapolated
+
+
+def test_starts_are_summed_up_by_the_median_of_each_figure(bucket_tables):
+    starts = [{"compile_s": 1.0, "first_step_s": 9.0}, {"compile_s": 2.0, "first_step_s": 5.0}]
+    assert bucket_tables.middle(starts) == {"compile_s": 1.5, "first_step_s": 7.0}
+    assert bucket_tables.middle([]) is None
+
+
+def test_calls_that_return_are_timed_without_waiting_for_their_results(bucket_worker):
+    made = []
+    calls = {"a": lambda: made.append("a"), "b": lambda: made.append("b")}
+    seconds = bucket_worker.seconds_to_return(calls, 3)
+    assert made == ["a", "b", "b", "a", "a", "b", "b", "a"]  # one each to warm up, then in alternating order
+    assert [len(values) for values in seconds.values()] == [3, 3]

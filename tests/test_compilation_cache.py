@@ -45,6 +45,13 @@ def programs(directory):
     return {path.name for path in directory.glob("*-cache")}
 
 
+def test_the_default_is_among_the_users_caches(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use_compilation_cache()
+    compile_small()
+    assert programs(tmp_path / "jvarlen" / "compiled")
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_another_process_finds_what_was_compiled_after_the_switch(tmp_path):

@@ -6,6 +6,7 @@ Letters: B rows, T positions, D width, H heads, K head size, V = 256 byte values
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,6 +92,11 @@ class Block(nnx.Module):
         return x_BxTxD + self.down(jax.nn.gelu(self.up(self.norm2(x_BxTxD))))
 
 
+@functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
+def _run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
+    return nnx.merge(graphdef, params)(x_BxTxD, rows)
+
+
 class Transformer(nnx.Module):
     """A decoder that gives the logits of every byte from the bytes before it."""
 
@@ -109,7 +115,7 @@ class Transformer(nnx.Module):
             inputs_BxT = jnp.where(rows.positions == 0, BEGIN_OF_SAMPLE, inputs_BxT)
         x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
         for block in self.blocks:
-            x_BxTxD = block(x_BxTxD, rows)
+            x_BxTxD = _run_block(*nnx.split(block), x_BxTxD, rows)
         return self.head(self.norm(x_BxTxD))
 
 
@@ -130,7 +136,11 @@ def rotate_positions(
 
 def init_params(config: TransformerConfig, seed: int) -> nnx.State:
     """The parameters of a fresh model: a pytree of float32 arrays, the same for the same seed."""
-    return nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))[1]
+
+    def init(key: jax.Array) -> nnx.State:
+        return nnx.split(Transformer(config, rngs=nnx.Rngs(key)))[1]
+
+    return jax.jit(init)(jax.random.key(seed))  # one program instead of many
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
