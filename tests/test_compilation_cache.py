@@ -45,7 +45,7 @@ def programs(directory):
     return {path.name for path in directory.glob("*-cache")}
 
 
-def test_the_default_is_among_the_users_caches(tmp_path, monkeypatch):
+def test_without_a_directory_it_is_the_default(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     use_compilation_cache()
     compile_small()
