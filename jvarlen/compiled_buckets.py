@@ -155,8 +155,11 @@ class CompiledBuckets:
           num_steps: steps to come of each bucket; those with none are released now. Buckets that are not named stay.
 
         Raises:
-          ValueError: buckets that were not compiled; they are listed.
+          ValueError: buckets that were not compiled, or numbers below 0; they are listed.
         """
+        negative = {tuple(bucket): steps for bucket, steps in num_steps.items() if steps < 0}
+        if negative:
+            raise ValueError(f"steps to come must be at least 0: {negative}")
         for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
             self._last_use[bucket] = self._times_used[bucket] + int(steps)
             if steps == 0:
@@ -249,7 +252,8 @@ class CompiledBuckets:
             raise ValueError("warming up runs the step: it needs a state of arrays, not of shapes")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
-        bar = tqdm(self.specs.items(), desc=f"warm up {self._recipe.name}", unit="bucket", disable=not progress)
+        held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
+        bar = tqdm(held, desc=f"warm up {self._recipe.name}", unit="bucket", disable=not progress)
         for bucket, spec in bar:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
