@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ _LIMITS = (
     ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
 )
 
+_switching = threading.RLock()  # two that switch the cache off one into the other would leave it off
 _own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
 
 
@@ -34,55 +36,58 @@ def default_compilation_cache() -> Path:
     return default_cache_dir() / "compiled"
 
 
-def use_compilation_cache(directory: Path | None = None) -> None:
+def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
     """Keeps compiled programs on disk, those that compile fast included, and takes them from there.
 
     This is a setting of JAX for the whole process, for what is compiled from now on. A user's own settings stay: a
     cache that is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; ours is not
-    used then) and limits (`jax_persistent_cache_min_compile_time_secs`, `jax_persistent_cache_min_entry_size_bytes`)
-    that differ from JAX's defaults.
+    used then, and a warning says so where it was named) and limits (`jax_persistent_cache_min_compile_time_secs`,
+    `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
 
     Programs from the directory are run. So it is made for this user alone, and one that another user owns or may write
     to is not used: a warning says so, as where it cannot be made.
 
     Args:
-      directory: made with its parents where it is missing; None for one among the user's caches.
+      directory: made with its parents where it is missing; None for one among the user's caches, or for the one that an
+        earlier call has named.
     """
     global _own_setting
     settings: Any = jax.config  # whose attributes are made while JAX is imported
     if not settings.jax_enable_compilation_cache:
         return
+    default = default_compilation_cache()
+    wanted = Path(directory or default).expanduser().absolute()  # JAX opens it later, maybe from elsewhere
     chosen = settings.jax_compilation_cache_dir
-    if chosen is None or chosen == _own_setting:
-        directory = (
-            directory or default_compilation_cache()
-        ).absolute()  # JAX opens it later, maybe from another working directory
+    if chosen is None or (chosen == _own_setting and wanted != default):
         try:
-            _make_private(directory)
+            _make_private(wanted)
         except OSError as error:
             warnings.warn(f"compiled programs are not kept for the next time: {error}", stacklevel=2)
             return
-        if chosen != str(directory):
-            _own_setting = str(directory)
+        if chosen != str(wanted):
+            _own_setting = str(wanted)
             settings.update("jax_compilation_cache_dir", _own_setting)
             reset_cache()  # JAX goes on with the directory, or the lack of one, that it found first
-    for name, default, wanted in _LIMITS:
-        if getattr(settings, name) == default:
-            settings.update(name, wanted)
+    elif wanted not in (default, Path(chosen).absolute()):
+        warnings.warn(f"compiled programs are kept in {chosen}, as JAX is set, and not in {wanted}", stacklevel=2)
+    for name, usual, lowest in _LIMITS:
+        if getattr(settings, name) == usual:
+            settings.update(name, lowest)
 
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
     """Inside, every program is compiled, and none is kept; in other threads as well."""
     settings: Any = jax.config
-    before = settings.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX remembers whether it uses one
-    try:
-        yield
-    finally:
-        settings.update("jax_enable_compilation_cache", before)
-        reset_cache()
+    with _switching:
+        before = settings.jax_enable_compilation_cache
+        settings.update("jax_enable_compilation_cache", False)
+        reset_cache()  # JAX remembers whether it uses one
+        try:
+            yield
+        finally:
+            settings.update("jax_enable_compilation_cache", before)
+            reset_cache()
 
 
 def _make_private(directory: Path) -> None:

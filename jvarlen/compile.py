@@ -26,6 +26,7 @@ from jvarlen.compilation_cache import use_compilation_cache, without_compilation
 from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.compiled_file import check_environment, read_compiled
+from jvarlen.distributed import devices_of
 from jvarlen.executables import Executables, deserialized
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.ledger import LedgerRow, row_of
@@ -59,7 +60,7 @@ def compile_buckets(
         whose padding is then in the ledger.
       microbatches_per_step: M; None for the plan's, or 1.
       mesh: batches come spread over its axis "data"; state that is not placed on a mesh is replicated. None: one
-        device. Where its devices belong to several processes, all of them compile.
+        device. Where its devices belong to several processes, these are all there are, and all of them compile.
       batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       progress: whether to show a progress bar that names the bucket.
       options: of the compiler, the cache, memory and warming up. By default programs are kept in the user's cache
@@ -73,6 +74,7 @@ def compile_buckets(
         returns another state than it takes; processes that compiled different things.
 
     Example:
+      >>> import numpy as np
       >>> def count(state, batch):
       ...     return state + batch.num_sequences, {}
       >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
@@ -87,6 +89,7 @@ def compile_buckets(
         raise ValueError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
     largest_first = sorted(check_buckets(shapes), key=lambda bucket: -bucket.num_positions)
     with _on_all_processes(mesh):
+        _check_fallback(options, mesh)
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
         recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options)
@@ -103,7 +106,8 @@ def _compile(
     """Lowers the buckets one after the other, while threads compile those that are lowered."""
     executables = Executables(recipe.devices, options.max_live)
     rows: list[LedgerRow] = []
-    told_apart_by: list[LoweredBucket] = []
+    texts: list[str] = []
+    ends = _first_and_last(buckets)
     pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
     num_threads = _num_threads(options)
     with _pool(num_threads) as pool, _bar("compile", recipe, len(buckets), progress) as bar:
@@ -123,15 +127,15 @@ def _compile(
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
             lowered = recipe.lower(bucket)
-            if bucket in _first_and_last(buckets):
-                told_apart_by.append(lowered)
+            if bucket in ends:
+                texts.append(lowered.program.as_text())  # of the lowered program itself, nothing is kept
                 _check_timed(recipe, lowered, options)
             pending.append((bucket, pool.submit(recipe.compile, lowered)))
             while pending and (pending[0][1].done() or len(pending) > num_threads):
                 finish_one()
         while pending:
             finish_one()
-    return CompiledBuckets(recipe, executables, rows, _fingerprint(recipe, buckets, told_apart_by), options, plan)
+    return CompiledBuckets(recipe, executables, rows, _fingerprint(recipe, buckets, texts), options, plan)
 
 
 def load_compiled(
@@ -139,6 +143,7 @@ def load_compiled(
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
     *,
+    plan: PlannedSteps | None = None,
     mesh: Mesh | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
@@ -149,9 +154,11 @@ def load_compiled(
     That the step is the one that was compiled is seen by lowering it for the smallest and the largest bucket.
 
     Args:
-      path: the file. It must belong to this user, and nobody else may be able to write to it: its programs are run.
+      path: the file. It must belong to this user, and nobody else may be able to write to it: its programs are run. Of
+        several processes, each has a file of its own.
       step_fn: as for `compile_buckets`.
       state: as for `compile_buckets`.
+      plan: whose padding is then in the ledger.
       mesh: as for `compile_buckets`.
       batch_spec: as for `compile_buckets`.
       progress: whether to show a progress bar.
@@ -167,7 +174,7 @@ def load_compiled(
         state or batch; what differs is listed.
     """
     with _on_all_processes(mesh):
-        compiled = _load(Path(path), step_fn, state, mesh, batch_spec, options, progress)
+        compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, options, progress)
     return _ready(compiled, state, mesh, options, progress)
 
 
@@ -175,11 +182,13 @@ def _load(
     path: Path,
     step_fn: Callable[[Any, Any], tuple[Any, Any]],
     state: Any,
+    plan: PlannedSteps | None,
     mesh: Mesh | None,
     batch_spec: Callable[[Any, int], Any],
     options: CompileOptions,
     progress: bool,
 ) -> CompiledBuckets:
+    _check_fallback(options, mesh)
     header, contents = read_compiled(path)
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
@@ -188,7 +197,7 @@ def _load(
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
     told_apart_by = [recipe.lower(bucket) for bucket in _first_and_last(buckets)]
     _check_timed(recipe, told_apart_by[0], options)
-    fingerprint = _fingerprint(recipe, buckets, told_apart_by)
+    fingerprint = _fingerprint(recipe, buckets, [lowered.program.as_text() for lowered in told_apart_by])
     if fingerprint != header["fingerprint"]:
         raise ValueError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
     lowered = told_apart_by[0].program
@@ -208,7 +217,7 @@ def _load(
             executables.add(bucket, executable, program)
             rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
             bar.update()
-    return CompiledBuckets(recipe, executables, rows, fingerprint, options)
+    return CompiledBuckets(recipe, executables, rows, fingerprint, options, plan)
 
 
 def _ready(
@@ -217,18 +226,31 @@ def _ready(
     """Ends the onset: all processes hold the same, and, where that is wanted, everything has run once."""
     if _has_processes(mesh):
         agree("the compiled buckets", compiled.fingerprint)
+        agree("software and options of the compiler", compiled.common_environment)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
     return compiled
 
 
 def _has_processes(mesh: Mesh | None) -> bool:
-    return mesh is not None and mesh.is_multi_process
+    """Whether several processes compile; raises ValueError where these are not all there are."""
+    if mesh is None or not mesh.is_multi_process:
+        return False
+    missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(mesh)}
+    if missing:
+        raise ValueError(f"a mesh over several processes must span all; it has no device of {sorted(missing)}")
+    return True
 
 
 def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
     """What fails on one process fails on all of the mesh, so that none waits for it."""
     return together("compile the buckets") if _has_processes(mesh) else contextlib.nullcontext()
+
+
+def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
+    """Raises ValueError where a batch could not come to the host to be padded."""
+    if options.fallback == "pad" and _has_processes(mesh):
+        raise ValueError('fallback="pad" pads on the host, and no process has a whole batch of several there')
 
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
@@ -263,9 +285,9 @@ def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
     return tuple(dict.fromkeys((buckets[0], buckets[-1])))
 
 
-def _fingerprint(recipe: Recipe, buckets: Sequence[AnyBucket], lowered: Sequence[LoweredBucket]) -> str:
+def _fingerprint(recipe: Recipe, buckets: Sequence[AnyBucket], texts: Sequence[str]) -> str:
     """SHA-256 of what was compiled: the buckets, and the lowered programs of the largest and the smallest."""
     digest = hashlib.sha256(repr((recipe.microbatches_per_step, [tuple(bucket) for bucket in buckets])).encode())
-    for _, program, _ in lowered:
-        digest.update(hashlib.sha256(program.as_text().encode()).digest())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
     return digest.hexdigest()

@@ -59,17 +59,19 @@ class CompileOptions:
     """
 
     cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache)
-    """Where compiled programs are kept for the next run; None for where JAX is set to keep them, if anywhere."""
+    """Where compiled programs are kept for the next run, unless JAX is set to keep them elsewhere; None leaves that
+    setting as it is."""
     num_threads: int | None = None
     """Threads that compile; None for one per core, or a single one where several processes train."""
     max_live: int | None = None
-    """The most executables held at once, the least recently used let go first; None for all."""
+    """The most executables held at once, the least recently used let go first; None for all. On a processor such
+    programs are compiled without the persistent cache, which gives back what cannot be stored again."""
     warm_up: bool = False
-    """Run each executable once on dummy data before the first step."""
+    """Run each executable on dummy data before the first step; that needs memory for a second state."""
     fallback: Fallback = "error"
     """A batch that was not planned is refused, or padded up to the nearest larger bucket."""
-    time_steps: bool = False
-    """Measure the seconds of every step."""
+    time_steps: bool | None = None
+    """Measure the seconds of every step; None: where a whole training is run."""
     command_buffers: bool | None = None
     """GPU: launch kernels together, as CUDA graphs; None: on one device only."""
     latency_hiding_scheduler: bool | None = None

@@ -43,6 +43,7 @@ from jvarlen.unplanned import (
 __all__ = ["CompiledBuckets"]
 
 _MAX_ROWS = 2**24  # that `suggest_rows` tries
+_RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
 class CompiledBuckets:
@@ -87,7 +88,7 @@ class CompiledBuckets:
     @property
     def device(self) -> str:
         """Number and kind of the devices that it was compiled for."""
-        return self._recipe.device
+        return self._recipe.device_text
 
     @property
     def ledger(self) -> Ledger:
@@ -111,12 +112,10 @@ class CompiledBuckets:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
         try:
             bucket = self._bucket_of[signature(batch)]
+            executable = self._executables.get(bucket)
         except (KeyError, AttributeError):  # a Python number has no shape
             bucket, batch = self._fall_back(batch)
-        try:
             executable = self._executables.get(bucket)
-        except KeyError:
-            raise UnplannedShapeError(f"the executable of {bucket} was released, as no step was to use it") from None
         if not self._is_state_checked:
             self._check_state(state)
         recompiles.dispatched(bucket)
@@ -180,13 +179,12 @@ class CompiledBuckets:
           Rows of a microbatch.
 
         Raises:
-          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; or no limit is given, and the
-            device does not tell its own.
+          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given, and the
+            device does not tell its own; or it does not tell what programs need.
         """
         (checked,) = check_buckets([bucket])
         if memory_limit is None:
-            statistics = self._recipe.devices[0].memory_stats() or {}
-            memory_limit = statistics.get("bytes_limit")
+            memory_limit = (self._recipe.device.memory_stats() or {}).get("bytes_limit")
             if memory_limit is None:
                 raise ValueError(f"{self.device} does not tell how many bytes it has: give memory_limit")
         check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
@@ -196,6 +194,8 @@ class CompiledBuckets:
             raise_if_interrupted()
             tried = checked._replace(rows=rows)
             row = self._recipe.compile(self._recipe.lower(tried)).row
+            if not row.total_bytes:
+                raise ValueError(f"{self.device} does not tell how many bytes a program needs")
             needed[rows] = row.total_bytes
             return row.total_bytes
 
@@ -210,7 +210,8 @@ class CompiledBuckets:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
 
-        On CPUs, those that came from the persistent cache are compiled anew for it.
+        On CPUs, those that came from the persistent cache are compiled anew for it. Of several processes, each writes a
+        file of its own.
 
         Raises:
           ValueError: executables were released, or the backend cannot turn them into bytes.
@@ -236,10 +237,17 @@ class CompiledBuckets:
         """SHA-256 of what was compiled."""
         return self._fingerprint
 
-    def warm_up(self, state: Any, *, progress: bool = True) -> None:
-        """Runs every executable once, on batches of zeros and a copy of the state, so that nothing is left to be tuned.
+    @property
+    def common_environment(self) -> str:
+        """Software and options of the compiler, which are the same on all processes that train together."""
+        own = ("device ids", "device kinds", "process", "processor")
+        return repr({name: value for name, value in self._recipe.environment.items() if name not in own})
 
-        Where several processes compiled together, all of them call it.
+    def warm_up(self, state: Any, *, progress: bool = True) -> None:
+        """Runs every executable on batches of zeros and a copy of the state, so that nothing is left to be tuned.
+
+        Once, and three times on GPUs, which find out what to do first, and then record it. The copy needs as many bytes
+        as the state. Where several processes compiled together, all of them call it.
 
         Args:
           state: arrays; it is left as it is.
@@ -257,8 +265,9 @@ class CompiledBuckets:
         for bucket, spec in bar:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
-            batch = jax.tree.map(_zeros, spec)
-            state, _ = jax.block_until_ready(self._executables.get(bucket)(state, batch))
+            for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
+                batch = jax.tree.map(_zeros, spec)
+                state, _ = jax.block_until_ready(self._executables.get(bucket)(state, batch))
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._rows[bucket].cache_hit and not self._executables.is_stored(bucket)
@@ -274,12 +283,19 @@ class CompiledBuckets:
             if bucket is not None:
                 if not self.num_padded:
                     warnings.warn(
-                        f"{explain_unplanned(batch, self.specs)}. It is padded up to {bucket}, as all such batches are",
+                        f"{explain_unplanned(batch, self.specs) or 'the executable of this batch was released'}. "
+                        f"It is padded up to {bucket}, as all such batches are",
                         stacklevel=3,
                     )
                 self.num_padded += 1
+                if bucket in self._last_use:
+                    self._last_use[bucket] += 1  # it is none of the steps that were to come
                 return bucket, pad_to_spec(batch, self.specs[bucket])
-        raise UnplannedShapeError(explain_unplanned(batch, self.specs))
+        difference = explain_unplanned(batch, self.specs, self._recipe.device)
+        if difference is None:
+            bucket = self._bucket_of[signature(batch)]
+            difference = f"the executable of {bucket} was released, as no step was to use it"
+        raise UnplannedShapeError(difference)
 
     def _check_state(self, state: Any) -> None:
         abstract = jax.eval_shape(lambda state: state, state)
@@ -290,8 +306,9 @@ class CompiledBuckets:
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises `UnplannedShapeError` where what the executable refused was not planned."""
-        difference = explain_unplanned(batch, {bucket: self.specs[bucket]}) or explain_unplanned_state(
-            state, self._recipe.state_spec
+        device = self._recipe.device
+        difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
+            state, self._recipe.state_spec, device
         )
         if difference:
             raise UnplannedShapeError(difference) from error

@@ -62,12 +62,10 @@ def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[byt
       programs: the bytes of each.
     """
     digests = [hashlib.sha256(program).hexdigest() for program in programs]
-    with write_atomically(path) as file:
-        os.fchmod(file.fileno(), stat.S_IRUSR | stat.S_IWUSR)
-        with zipfile.ZipFile(file, "w") as archive:
-            archive.writestr(_HEADER, json.dumps({"format": _FORMAT, "sha256": digests, **header}))
-            for number, program in enumerate(programs):
-                archive.writestr(str(number), program)
+    with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(_HEADER, json.dumps({"format": _FORMAT, "sha256": digests, **header}))
+        for number, program in enumerate(programs):
+            archive.writestr(str(number), program)
 
 
 def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
@@ -83,7 +81,7 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     """
     with path.open("rb") as file:
         status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
-        if status.st_uid != os.getuid():
+        if status.st_uid != os.geteuid():
             raise PermissionError(
                 f"{path} belongs to user {status.st_uid}: programs are only loaded from one's own files"
             )

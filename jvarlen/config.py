@@ -282,7 +282,7 @@ class FitConfig:
     plan: PlanConfig = PlanConfig()
     model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
     optimizer: OptimizerConfig = OptimizerConfig()
-    compile: CompileOptions = dataclasses.field(default_factory=lambda: CompileOptions(time_steps=True))
+    compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
 
     def __post_init__(self):
         _check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every")

@@ -86,12 +86,12 @@ def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:
     """A program as bytes, and the structures of its arguments and its results.
 
     Raises:
-      ValueError: the backend cannot.
+      ValueError: the backend cannot, or not with this program.
     """
     try:
         return serialize_executable.serialize(compiled)
     except Exception as error:  # its type depends on the backend
-        raise ValueError(f"this backend does not turn executables into bytes: {error}") from error
+        raise ValueError(f"this program cannot be turned into bytes here: {error}") from error
 
 
 def deserialized(program: bytes, in_tree: Any, out_tree: Any, devices: list[jax.Device]) -> jax.stages.Compiled:

@@ -19,11 +19,12 @@ def default_cache_dir() -> Path:
 
 
 @contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[IO[Any]]:
+def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
     """A binary file that takes the name `path` when the block ends without an error.
 
     Args:
       path: its directory exists.
+      mode: permissions of the file from its first moment on, less what the process masks.
 
     Raises:
       FileNotFoundError: there is no such directory.
@@ -32,7 +33,9 @@ def write_atomically(path: Path) -> Iterator[IO[Any]]:
     check_place(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)  # nobody else has it open, or will
+        with open(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -145,10 +145,12 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
             microbatches_per_step=config.plan.microbatches_per_step,
             batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
             progress=config.progress,
-            options=config.compile,
+            options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
         )
-        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, first_plan)
-        train_step.release_after(course.steps_left(place))
+        steps_left = course.steps_left(place)
+        buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
+        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, buckets)
+        train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
         eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
 
         raise_if_interrupted()
@@ -172,7 +174,8 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
                 params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
                 state = state._replace(params=params)
 
-    ledger = (*train_step.ledger, *eval_step.ledger)
+    ledger = train_step.ledger.with_plan(first_plan)
+    rows = (*ledger, *eval_step.ledger)
     summary = Summary(
         held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
         held_out_bits_per_byte_after=after,
@@ -180,9 +183,9 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         num_tokens=place.num_tokens_done,
         real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
         padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
-        num_shapes=len(train_step.ledger),
-        compile_s=sum(row.lower_s + row.compile_s for row in ledger),
-        num_cache_hits=sum(row.cache_hit for row in ledger),
+        num_shapes=len(ledger),
+        compile_s=sum(row.lower_s + row.compile_s for row in rows),
+        num_cache_hits=sum(row.cache_hit for row in rows),
         train_s=place.train_s,
         compilations_after_first_step=compilations.num_compilations,
         interrupted=is_interrupted,
@@ -190,9 +193,9 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
-    train_step.ledger.save(run_dir / "ledger.json")
-    plot_ledger(train_step.ledger, run_dir / "ledger.png")
-    _say("Ledger", train_step.ledger.table())
+    ledger.save(run_dir / "ledger.json")
+    plot_ledger(ledger, run_dir / "ledger.png")
+    _say("Ledger", ledger.table())
     _say("Summary", _format_summary(summary))
     print(run_dir, flush=True)
     return FitResult(summary, run_dir, state)

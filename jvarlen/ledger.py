@@ -216,7 +216,7 @@ class Ledger(Sequence[LedgerRow]):
 
     @property
     def padding(self) -> float | None:
-        """The share of all positions of the plan that holds no token, in [0, 1); None without a plan."""
+        """The share of the plan's positions in these buckets that holds no token, in [0, 1); None without a plan."""
         if not self.planned_steps:
             return None
         positions = [(row.planned_steps or 0) * row.bucket.num_positions for row in self._rows]
@@ -227,27 +227,21 @@ class Ledger(Sequence[LedgerRow]):
         """A ledger that also tells the steps and the padding that a plan has in each bucket.
 
         Args:
-          plan: one whose buckets were compiled; buckets in which it has no step may be missing here.
+          plan: one whose buckets were compiled; of some, as those that a curriculum has passed, none may be here.
 
         Returns:
           `Ledger`, the rows in the same order.
 
         Raises:
-          ValueError: buckets here that the plan does not have, or steps of the plan in buckets that are not here; all
-            of them are listed.
+          ValueError: buckets here that the plan does not have; they are listed.
         """
         figures = bucket_figures(plan)
         of_bucket = dict(
             zip(plan.buckets, zip(figures.num_steps.tolist(), figures.padding.tolist(), strict=True), strict=True)
         )
-        here = self.by_bucket
-        foreign = [bucket for bucket in here if bucket not in of_bucket]
-        missing = [bucket for bucket, (num_steps, _) in of_bucket.items() if num_steps and bucket not in here]
-        if foreign or missing:
-            raise ValueError(
-                "the ledger is not one of this plan: buckets that only the ledger has: "
-                f"{_listed(foreign)}; buckets of planned steps that only the plan has: {_listed(missing)}"
-            )
+        foreign = [row.bucket for row in self._rows if row.bucket not in of_bucket]
+        if foreign:
+            raise ValueError(f"the ledger is not one of this plan, which does not have {_listed(foreign)}")
 
         def planned(row: LedgerRow) -> LedgerRow:
             num_steps, padding = of_bucket[row.bucket]
@@ -383,7 +377,7 @@ _COLUMNS = (
     _Column("step ms", lambda row: _figure(row.step_s, _MS)),
     _Column("used", lambda row: f"{row.times_used:,}", lambda ledger: f"{ledger.times_used:,}"),
     _Column(
-        "planned",
+        "in plan",
         lambda row: _UNKNOWN if row.planned_steps is None else f"{row.planned_steps:,}",
         lambda ledger: _UNKNOWN if ledger.planned_steps is None else f"{ledger.planned_steps:,}",
     ),

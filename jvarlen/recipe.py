@@ -18,7 +18,7 @@ from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.recompiles import counting_in_thread
 from jvarlen.unplanned import describe, have_same_containers
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe", "spec_of_state"]
+__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
 
 
 class LoweredBucket(NamedTuple):
@@ -46,6 +46,7 @@ class Recipe:
       batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       microbatches_per_step: M.
       mesh: where a step runs; None: the default device.
+      devices: those that a step runs on, those of other processes included.
       compiler_options: of XLA.
     """
 
@@ -54,6 +55,7 @@ class Recipe:
     batch_spec: Callable[[Any, int], Any]
     microbatches_per_step: int
     mesh: Mesh | None
+    devices: list[jax.Device]
     compiler_options: Mapping[str, Any]
 
     @property
@@ -62,12 +64,12 @@ class Recipe:
         return getattr(self.step_fn, "__name__", "step")
 
     @property
-    def devices(self) -> list[jax.Device]:
-        """Those that a step runs on."""
-        return devices_of(self.mesh)
+    def device(self) -> jax.Device:
+        """The first of this process."""
+        return next(device for device in self.devices if device.process_index == jax.process_index())
 
     @property
-    def device(self) -> str:
+    def device_text(self) -> str:
         """Number and kind of the devices."""
         kinds = sorted({device.device_kind for device in self.devices})
         return f"{len(self.devices)} × {', '.join(kinds)}"
@@ -78,7 +80,7 @@ class Recipe:
 
         XLA's CPU backend then leaves the code out, and only running it shows that.
         """
-        return self.devices[0].platform != "cpu"
+        return self.device.platform != "cpu"
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -152,19 +154,20 @@ def make_recipe(
 ) -> Recipe:
     """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
     devices = devices_of(mesh)
-    compiler_options = options.compiler_options(devices[0].platform, len(devices))
-    check_compiler_options(compiler_options, jax.local_devices()[0])
-    return Recipe(
+    recipe = Recipe(
         step_fn=step_fn,
-        state_spec=spec_of_state(state, mesh),
+        state_spec=_spec_of_state(state, mesh),
         batch_spec=batch_spec,
         microbatches_per_step=microbatches_per_step,
         mesh=mesh,
-        compiler_options=compiler_options,
+        devices=devices,
+        compiler_options=options.compiler_options(devices[0].platform, len(devices)),
     )
+    check_compiler_options(recipe.compiler_options, recipe.device)
+    return recipe
 
 
-def spec_of_state(state: Any, mesh: Mesh | None) -> Any:
+def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
     """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it.
 
     Args:

@@ -122,7 +122,7 @@ def plot_ledger(ledger: Ledger, path: Path) -> None:
     bars(0, lower_s, "C0", label="lowering")
     bars(0, figures_of("compile_s"), "C1", np.nan_to_num(lower_s), "compiling, or reading")
     bars(1, figures_of("times_used"), "C2", label="ran")
-    axes[1].plot(places, figures_of("planned_steps"), "_", color="0.3", markersize=12, label="planned")
+    axes[1].plot(places, figures_of("planned_steps"), "_", color="0.3", markersize=12, label="in the plan")
     bars(2, figures_of("step_s"), "C3")
     bars(3, figures_of("padding", 0.01), "C4")
     argument_mb, kept_mb = figures_of("argument_bytes", 1e6), figures_of("output_bytes", 1e6)

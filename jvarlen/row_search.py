@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 __all__ = ["most_rows"]
 
+_TRIES_BY_LINE = 6
+_MOST_GROWTH = 16  # from one try to the next: two small ones tell little of what much larger ones need
+
 
 def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
     """The most rows, a multiple of `multiple`, whose bytes are within the limit.
@@ -26,17 +29,18 @@ def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, mul
     most = max_rows // multiple  # from here on in units of `multiple` rows
     fits, too_many = 0, most + 1
     guess = min(max(start // multiple, 1), most)
-    tried: list[tuple[int, int]] = []  # the last two
+    tried: list[tuple[int, int]] = []
     while too_many - fits > 1:
         needed = bytes_of(guess * multiple)
         if needed <= limit:
             fits = guess
         else:
             too_many = guess
-        tried = [*tried[-1:], (guess, needed)]
+        tried.append((guess, needed))
         # With one try, what a row needs is all that was needed over all rows; too much, so that the guess is low.
         (x0, y0), (x1, y1) = ((0, 0), *tried)[-2:]
         slope = (y1 - y0) / (x1 - x0)
-        reach = x1 + int((limit - y1) // slope) if slope > 0 else too_many - 1
-        guess = min(max(reach, fits + 1), too_many - 1)
+        is_line = slope > 0 and len(tried) < _TRIES_BY_LINE  # else it rises in steps, or not at all
+        guess = x1 + int((limit - y1) // slope) if is_line else (fits + too_many) // 2
+        guess = min(max(guess, fits + 1), too_many - 1, _MOST_GROWTH * max(fits, x1))
     return fits * multiple

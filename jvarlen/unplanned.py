@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jvarlen.buckets import AnyBucket
-from jvarlen.distributed import devices_of
 
 __all__ = [
     "UnplannedShapeError",
@@ -27,6 +26,8 @@ __all__ = [
     "pad_to_spec",
     "signature",
 ]
+
+_OTHER_CONTAINERS = "the containers of the leaves differ"
 
 _shape_and_dtype = attrgetter("shape", "dtype")
 
@@ -51,12 +52,13 @@ def have_same_containers(one: Any, other: Any) -> bool:
     return structures[0] == structures[1]
 
 
-def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any]) -> str | None:
+def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
     """Every leaf that differs from the bucket whose axes are nearest, by ratio.
 
     Args:
       batch: a pytree.
       specs: the pytree of `jax.ShapeDtypeStruct` of each bucket.
+      device: where leaves without a planned sharding belong; None: placement is not looked at.
 
     Returns:
       A text; None where the batch is as planned.
@@ -69,21 +71,22 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any]) -> str | None:
         return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
 
     nearest = min(specs, key=distance)
-    differing = _differences(given, planned_by_bucket[nearest])
+    differing = _differences(given, planned_by_bucket[nearest], device)
     if not differing and have_same_containers(batch, specs[nearest]):
         return None
     return (
         f"no bucket was compiled for this batch. Nearest is {nearest}: "
-        f"{'; '.join(differing) or 'the containers of the leaves differ'}. Buckets: {_listed(specs)}"
+        f"{'; '.join(differing) or _OTHER_CONTAINERS}. Buckets: {_listed(specs)}"
     )
 
 
-def explain_unplanned_state(state: Any, spec: Any) -> str | None:
-    """Every leaf of the state that differs from what was compiled for; None where none does."""
-    differing = _differences(_leaves_by_name(state), _leaves_by_name(spec))
-    if not differing:
+def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
+    """Every leaf of the state that differs from what was compiled for; None where nothing does."""
+    differing = _differences(_leaves_by_name(state), _leaves_by_name(spec), device)
+    if not differing and have_same_containers(state, spec):
         return None
-    return f"the state is not the one that the step was compiled for: {'; '.join(differing)}"
+    how = "; ".join(differing) or _OTHER_CONTAINERS
+    return f"the state is not the one that the step was compiled for: {how}"
 
 
 def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | None:
@@ -139,13 +142,13 @@ def _leaves_by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _differences(given: Mapping[str, Any], planned: Mapping[str, Any]) -> list[str]:
+def _differences(given: Mapping[str, Any], planned: Mapping[str, Any], device: jax.Device | None) -> list[str]:
     """A line for each leaf whose shape, dtype or sharding differs."""
     differences = []
     for name in {**planned, **given}:
         texts = [describe(leaves.get(name)) for leaves in (given, planned)]
         if texts[0] == texts[1]:
-            texts = _describe_shardings(given.get(name), planned.get(name))
+            texts = _describe_shardings(given.get(name), planned.get(name), device)
         if texts[0] != texts[1]:
             differences.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
     return differences
@@ -168,14 +171,14 @@ def describe(leaf: Any) -> str:
     return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
-def _describe_shardings(given: Any, planned: Any) -> list[str]:
+def _describe_shardings(given: Any, planned: Any, device: jax.Device | None) -> list[str]:
     """Texts that differ where the leaf was placed for good on devices that were not planned."""
     sharding, wanted = getattr(given, "sharding", None), getattr(planned, "sharding", None)
     if sharding is None or not getattr(given, "committed", False):
         return ["", ""]  # goes wherever it is wanted
-    if wanted is None:
-        wanted = SingleDeviceSharding(devices_of(None)[0])
-    if sharding.is_equivalent_to(wanted, given.ndim):
+    if wanted is None and device is not None:
+        wanted = SingleDeviceSharding(device)
+    if wanted is None or sharding.is_equivalent_to(wanted, given.ndim):
         return ["", ""]
     return [f"{describe(given)} {_place(sharding)}", f"{describe(planned)} {_place(wanted)}"]
 

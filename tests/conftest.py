@@ -3,14 +3,14 @@
 import os
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+# The user's cache is left alone, by processes that tests start as well.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax
 import numpy as np
 import pytest
 
 from jvarlen.datasets import Split, TokenDataset
-
-jax.config.update("jax_enable_compilation_cache", False)  # tests leave the user's cache alone
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

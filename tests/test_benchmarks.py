@@ -47,7 +47,7 @@ def cells(line):
     "path", sorted(path for path in BENCHMARKS.glob("*.py") if path.stem not in SHARED), ids=lambda path: path.stem
 )
 def test_a_benchmark_prints_its_table(path):
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     run = subprocess.run([sys.executable, path, "--quick"], capture_output=True, text=True, check=True, env=environment)
     assert run.stdout.count("\n| ") > 3
 

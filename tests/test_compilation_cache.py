@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen import compilation_cache
-from jvarlen.compilation_cache import default_compilation_cache, use_compilation_cache
+from jvarlen.compilation_cache import default_compilation_cache, use_compilation_cache, without_compilation_cache
 
 DIRECTORY = "jax_compilation_cache_dir"
 ENABLED = "jax_enable_compilation_cache"
@@ -67,7 +67,13 @@ compiled(3)
 print("/jax/compilation_cache/cache_hits" in events)
 """
     printed = [
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
+        ).stdout
         for _ in range(2)
     ]
     assert printed == ["False\n", "True\n"]
@@ -85,9 +91,30 @@ def test_small_programs_are_kept_and_in_the_directory_named_last(tmp_path):
     assert programs(tmp_path / "one") == kept
 
 
+def test_the_default_is_no_reason_to_leave_a_directory_that_was_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "default"))
+    use_compilation_cache(str(tmp_path / "named"))
+    use_compilation_cache()
+    use_compilation_cache(default_compilation_cache())
+    compile_small()
+    assert programs(tmp_path / "named")
+    assert not (tmp_path / "default").exists()
+
+
+def test_what_is_compiled_without_the_cache_is_not_kept(tmp_path):
+    use_compilation_cache(tmp_path / "cache")
+    with without_compilation_cache():
+        compile_small()
+    assert not programs(tmp_path / "cache")
+    compile_small()
+    assert programs(tmp_path / "cache")
+
+
 def test_a_users_directory_is_the_one_used(tmp_path):
     jax.config.update(DIRECTORY, str(tmp_path / "his"))
-    use_compilation_cache(tmp_path / "ours")
+    use_compilation_cache()
+    with pytest.warns(UserWarning, match="are kept in .*his, as JAX is set, and not in .*ours"):
+        use_compilation_cache(tmp_path / "ours")
     compile_small()
     assert len(programs(tmp_path / "his")) == 1
     assert not (tmp_path / "ours").exists()

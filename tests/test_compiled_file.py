@@ -72,7 +72,7 @@ def test_a_file_that_others_can_write_is_not_read(path, mode):
 
 
 def test_a_file_of_another_user_is_not_read(path, monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     with pytest.raises(PermissionError, match=f"{path} belongs to user"):
         read_compiled(path)
 

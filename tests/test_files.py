@@ -1,6 +1,7 @@
 """Files: whole under their name, or not there at all."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -45,10 +46,14 @@ def test_others_can_read_it(tmp_path):
 
 
 def test_directories_that_cannot_be_synced_will_do(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise PermissionError
+    open_any = os.open
 
-    monkeypatch.setattr(os, "open", refuse)
+    def refuse_directories(path, *args):
+        if Path(path).is_dir():
+            raise PermissionError
+        return open_any(path, *args)
+
+    monkeypatch.setattr(os, "open", refuse_directories)
     with write_atomically(tmp_path / "file") as file:
         file.write(b"x")
     assert (tmp_path / "file").read_bytes() == b"x"

@@ -44,7 +44,7 @@ def config(tmp_path, compilation_cache):
         num_epochs=2,
         checkpoint_every=4,
         runs_dir=tmp_path / "runs",
-        compile=CompileOptions(cache_dir=compilation_cache, time_steps=True),
+        compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=16, num_heads=1),

@@ -28,7 +28,20 @@ def test_it_fits_and_the_next_does_not(constant, per_row, jump, limit, start, mu
     assert rows == 0 or bytes_of(rows) <= limit
     assert rows + multiple > max_rows or bytes_of(rows + multiple) > limit
     assert all(0 < r <= max_rows and r % multiple == 0 for r in tried)
-    assert len(tried) - 2 <= 10
+    assert len(tried) - 2 <= 6 + 24
+
+
+@pytest.mark.parametrize("bytes_at", [lambda rows: 7, lambda rows: 1000 * (rows // 64), lambda rows: 10**9])
+def test_bytes_that_do_not_rise_with_every_row_lead_to_an_end_soon(bytes_at):
+    tried = []
+
+    def bytes_of(rows):
+        tried.append(rows)
+        return bytes_at(rows)
+
+    rows = most_rows(bytes_of, 5_000, start=64, max_rows=2**16)
+    assert rows == {7: 2**16, 10**9: 0}.get(bytes_at(1), 6 * 64 - 1)
+    assert len(tried) <= 25
 
 
 @pytest.mark.parametrize("start", [1, 64, 5000])

@@ -54,17 +54,19 @@ def test_the_leaves_that_differ_are_named(change, said):
 def test_a_batch_on_other_devices_is_explained():
     placed = jax.device_put(make_batch(4, 8), jax.devices()[3])
     assert ".tokens is int32[2,4,8] on device 3, planned was int32[2,4,8] on device 0" in explain_unplanned(
-        placed, SPECS
+        placed, SPECS, jax.devices()[0]
     )
     shardings = batch_shardings(SPECS[BUCKETS[0]], data_mesh(2))
     spread = jax.device_put(make_batch(4, 8), shardings)
-    assert "on devices 0, 1 as ('data',), planned was int32[2,4,8] on device 0" in explain_unplanned(spread, SPECS)
+    assert "on devices 0, 1 as ('data',), planned was int32[2,4,8] on device 0" in explain_unplanned(
+        spread, SPECS, jax.devices()[0]
+    )
     planned = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         SPECS[BUCKETS[0]],
         shardings,
     )
-    assert explain_unplanned(spread, {BUCKETS[0]: planned}) is None
+    assert explain_unplanned(spread, {BUCKETS[0]: planned}, jax.devices()[0]) is None
     assert explain_unplanned(make_batch(4, 8), {BUCKETS[0]: planned}) is None
 
 

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
@@ -112,7 +113,9 @@ class CompiledBuckets:
         self._specs = {bucket: _dummy_batch(bucket, packed, self._device) for bucket in buckets}
         self._by_layout = {_layout(spec): bucket for bucket, spec in self._specs.items()}
         self._rows = {bucket: LedgerRow(bucket) for bucket in buckets}
-        # The parameters that get a gradient, for each bucket that is compiled at the moment.
+        # The buckets that are compiled, or are to be before the next step, where compiling failed.
+        self._to_come: list[Bucket] = []
+        # The parameters that get a gradient, for each bucket that is compiled.
         self._trained: dict[Bucket, list[nn.Parameter]] = {}
         self._compile([bucket for bucket in buckets if steps_left is None or steps_left[bucket]])
 
@@ -166,10 +169,10 @@ class CompiledBuckets:
         bucket = self._by_layout.get(_layout(batch)) if type(batch) is Batch else None
         if bucket is None:
             raise UnplannedShapeError(_explain_unplanned(batch, self._specs))
-        if bucket not in self._trained:
+        if bucket not in self._to_come:
             raise UnplannedShapeError(
                 f"bucket {_name(bucket)} is not compiled: by the plan no step of it was to come any more. "
-                f"Compiled are: {', '.join(map(_name, self._trained))}"
+                f"Compiled are: {', '.join(map(_name, self._to_come))}"
             )
         return bucket
 
@@ -186,7 +189,7 @@ class CompiledBuckets:
 
     def _release_what_passed(self, current: Bucket) -> None:
         """Throw everything away once enough buckets have passed, and compile again what is still to come."""
-        to_come = list(self._trained)
+        to_come = self._to_come
         if self._steps_left is not None and self._reset_after is not None:
             remaining = [bucket for bucket in to_come if self._steps_left[bucket] > 0 or bucket == current]
             if len(to_come) - len(remaining) >= self._reset_after:
@@ -198,7 +201,7 @@ class CompiledBuckets:
 
     def _compile(self, buckets: Sequence[Bucket]) -> None:
         """Compile these buckets and forget all others."""
-        self._seen_resets = CompiledBuckets._num_resets
+        self._to_come = list(buckets)
         self._trained = {}
         self._compiled_loss = _compile_loss(self.model, self._loss_fn, self._backend, self.mode)
         # The largest first: running out of memory shows at once.
@@ -211,6 +214,7 @@ class CompiledBuckets:
             for bucket in bar:
                 bar.set_postfix_str(_name(bucket))
                 self._compile_bucket(bucket)
+        self._seen_resets = CompiledBuckets._num_resets
 
     def _compile_bucket(self, bucket: Bucket) -> None:
         before, start = _count(), time.perf_counter()
@@ -303,8 +307,8 @@ def compile_buckets(
         if not isinstance(plan, Plan):
             raise ValueError("reset_after needs a plan, which tells the steps that are left, got buckets alone")
         start_step = check_integer("start_step", start_step, minimum=0, maximum=plan.num_steps)
-        to_come = plan.step_bucket[start_step:].tolist()
-        steps_left = {bucket: to_come.count(index) for index, bucket in enumerate(shapes)}
+        counts = np.bincount(plan.step_bucket[start_step:], minlength=len(shapes))
+        steps_left = dict(zip(shapes, counts.tolist(), strict=True))
     return CompiledBuckets(
         model,
         tuple(shapes),

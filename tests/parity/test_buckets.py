@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow
-from .inputs import CLOSED_FORMS, as_arrays, bucket_arguments, dyadic_cost, limits, moderate, offenders, tile_bytes
+from .inputs import (
+    CLOSED_FORMS,
+    as_arrays,
+    bucket_arguments,
+    dyadic_cost,
+    limits,
+    moderate,
+    offenders,
+    text_of,
+    tile_bytes,
+)
 
 STRATEGIES = (*CLOSED_FORMS, "optimal")
 
@@ -328,7 +338,7 @@ def test_costs_that_are_not_finite_and_positive_are_refused(
         ({"lengths": [3, 0]}, r"\b1\b"),
         ({"lengths": []}, "length"),
     ],
-    ids=str,
+    ids=text_of,
 )
 def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
     """Everything outside its range is a ValueError that says what."""

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow
-from .inputs import Table, few, moderate, pacings, seeds, steps_of
+from .inputs import Table, few, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
@@ -103,7 +103,7 @@ ALL = (*SHAPES, "discrete_pacing")
         (("root_pacing", "competence_pacing"), {"degree": -1.0}, "degree"),
         (("discrete_pacing",), {"num_stages": 0}, "num_stages"),
     ],
-    ids=str,
+    ids=text_of,
 )
 def test_bad_pacings_are_refused_by_name(
     package: ModuleType, names: tuple[str, ...], options: dict[str, Any], named: str
@@ -229,7 +229,7 @@ def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
         ({"pacing": Table((0.5, float("nan")))}, "nan"),
         ({"pacing": lambda steps: np.ones(len(steps) + 1)}, "pacing"),
     ],
-    ids=str,
+    ids=text_of,
 )
 def test_pacing_that_does_not_go_is_refused(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
     """Orders by length only, nothing shuffled besides, shares from 0 to 1."""
