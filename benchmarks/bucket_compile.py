@@ -66,6 +66,7 @@ QUICK = FULL._replace(
     packed_shapes=1,
     torch_shapes=2,
     torch_backend="eager",
+    num_rounds=1,
     max_steps=12,
     start_all=False,
     start_repeats=1,

@@ -14,15 +14,14 @@ from jvarlen.models import TransformerConfig
 TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured(packed):
-    costs = measure_costs(TINY, max_tokens=1024, lengths=[16, 64, 256], packed=packed, repeats=1, progress=False)
+def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured():
+    costs = measure_costs(TINY, max_tokens=1024, lengths=[16, 64, 256], packed=True, repeats=1, progress=False)
     assert costs.num_bytes.quadratic > 0
     assert costs.num_bytes.largest_error < 0.3
     assert float(costs.num_bytes(4, 256)) > float(costs.num_bytes(64, 16))
     assert all(seconds > 0 for *_, seconds in costs.seconds.measured)
     assert "width 16" in costs.seconds.model
-    assert ("packed" in costs.seconds.model) == packed
+    assert "packed" in costs.seconds.model
     assert "cpu" in costs.seconds.device
     assert len(costs.seconds.measured) == 6
 
@@ -52,7 +51,7 @@ def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
     np.save("lengths.npy", np.random.default_rng(0).integers(8, 250, 500))
     tiny = ["--model.num-layers", "1", "--model.width", "16", "--model.num-heads", "1"]
     assert main(["measure", "--max-tokens", "1024", "--lengths", "16", "64", "256", *tiny, "--no-progress"]) == 0
-    assert "microseconds" not in capsys.readouterr().out
+    assert "packed" not in capsys.readouterr().out
     memory = CostModel.load("memory.json")
     limit = float(memory(2, 256))
     arguments = ["--max-tokens", "4096", "--cost-model", "cost.json", "--memory-model", "memory.json"]
