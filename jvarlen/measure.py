@@ -19,7 +19,9 @@ from jaxtyping import Float64, Int64
 from tqdm import tqdm
 
 from jvarlen.collate import full_batch, packed_batch_spec, token_batch_spec
+from jvarlen.compilation_cache import without_compilation_cache
 from jvarlen.compile import compile_buckets
+from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.costs import CostModel, fit_cost_model
 from jvarlen.edges import check_edges
@@ -113,7 +115,7 @@ class MeasuredCosts(NamedTuple):
     Attributes:
       seconds: of one microbatch.
       num_bytes: on one device, during a step.
-      compile_seconds: of one bucket, where no cache held it; NaN where all were held.
+      compile_seconds: of lowering and compiling one bucket, one after the other and without a cache.
     """
 
     seconds: CostModel
@@ -162,14 +164,16 @@ def measure_costs(
     num_bytes: list[int] = []
     compile_seconds = []
     for share in _SHARES_OF_BUDGET:
-        compiled = compile_buckets(
-            make_train_step(make_loss_fn(model), optimizer),
-            state,
-            [(max_tokens // share // length, length) for length in lengths],
-            microbatches_per_step=microbatches_per_step,
-            batch_spec=packed_batch_spec if packed else token_batch_spec,
-            progress=progress,
-        )
+        with without_compilation_cache():  # what is asked is what compiling takes
+            compiled = compile_buckets(
+                make_train_step(make_loss_fn(model), optimizer),
+                state,
+                [(max_tokens // share // length, length) for length in lengths],
+                microbatches_per_step=microbatches_per_step,
+                batch_spec=packed_batch_spec if packed else token_batch_spec,
+                progress=progress,
+                options=CompileOptions(cache_dir=None, num_threads=1),
+            )
         measured = measure_buckets(compiled, state, repeats=repeats, progress=progress)
         shapes += measured.shapes
         seconds += measured.seconds.tolist()

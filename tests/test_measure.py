@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jvarlen import compilation_cache, use_compilation_cache
 from jvarlen.cli import main
 from jvarlen.compile import compile_buckets
 from jvarlen.costs import CostModel, fit_cost_model
@@ -12,6 +14,21 @@ from jvarlen.measure import measure_buckets, measure_costs
 from jvarlen.models import TransformerConfig
 
 TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
+
+
+def test_a_cache_does_not_hide_what_compiling_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "_own_setting", None)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_enable_compilation_cache", True)
+    use_compilation_cache(tmp_path)
+    try:
+        for _ in range(2):
+            costs = measure_costs(TINY, max_tokens=64, lengths=[8, 16], repeats=1, progress=False)
+            assert costs.compile_seconds > 0
+    finally:
+        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_compilation_cache_dir", before)
+        reset_cache()
 
 
 def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured():
@@ -24,6 +41,7 @@ def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured():
     assert "packed" in costs.seconds.model
     assert "cpu" in costs.seconds.device
     assert len(costs.seconds.measured) == 6
+    assert costs.compile_seconds > 0
 
 
 @pytest.mark.parametrize(
