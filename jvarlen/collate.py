@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
@@ -20,6 +21,7 @@ __all__ = [
     "PackedBatch",
     "PairBatch",
     "StepSamples",
+    "count_tokens",
     "full_batch",
     "pack_to_bucket",
     "packed_batch_spec",
@@ -231,6 +233,32 @@ def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch
     source, target = (jax.ShapeDtypeStruct((*shape_MxB, length), np.int32) for length in bucket.lengths)
     weights = jax.ShapeDtypeStruct(target.shape, np.float32)
     return PairBatch(source, lengths, target, lengths, weights, jax.ShapeDtypeStruct((), np.float32))
+
+
+def count_tokens(batch: Any) -> jax.Array | None:
+    """Real tokens of a batch or of a microbatch.
+
+    Args:
+      batch: a `Batch`, `PackedBatch` or `PairBatch`; traced or not.
+
+    Returns:
+      float32[], so that it is summed together with losses and weights (exactly, up to 2²⁴ tokens); None for anything
+      else.
+
+    Example:
+      >>> lengths = np.array([[3, 0]])
+      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
+      3.0
+    """
+    if isinstance(batch, Batch):
+        counted = [batch.lengths]
+    elif isinstance(batch, PackedBatch):
+        counted = [batch.segment_ids > 0]
+    elif isinstance(batch, PairBatch):
+        counted = [batch.source_lengths, batch.target_lengths]
+    else:
+        return None
+    return jnp.asarray(sum(jnp.sum(array) for array in counted), jnp.float32)
 
 
 def full_batch(spec: Any) -> Any:

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from jvarlen import recompiles
 from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.collectives import Collectives, count_collectives
 from jvarlen.compilation_cache import without_compilation_cache
 from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_file import write_compiled
@@ -206,6 +207,20 @@ class CompiledBuckets:
                 f"bytes, more than the {memory_limit:,} of the limit"
             )
         return rows
+
+    def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
+        """How often the devices talk to each other in a step of the bucket, by kind, as the compiled program says.
+
+        Args:
+          bucket: one of those that were compiled.
+
+        Returns:
+          What `count_collectives` does: a step of `make_train_step` has all-reduces outside of loops only.
+
+        Raises:
+          ValueError: no such bucket; or its program was read from a file and does not tell its text.
+        """
+        return count_collectives(self._executables.get(*self._known([bucket])))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.

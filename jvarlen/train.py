@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from jvarlen.collate import count_tokens
+
 __all__ = ["LossFn", "Metrics", "StepFn", "TrainState", "init_train_state", "make_eval_step", "make_train_step"]
 
 LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
@@ -38,11 +40,13 @@ class Metrics(NamedTuple):
 
     Attributes:
       loss_sum: float32[], Σ loss × weight.
-      weight_sum: float32[], Σ weight: real tokens, for a language model.
+      weight_sum: float32[], Σ weight: the predicted tokens, for a language model.
+      num_tokens: float32[], real tokens; None for a batch that is none of `jvarlen`'s.
     """
 
     loss_sum: jax.Array
     weight_sum: jax.Array
+    num_tokens: jax.Array | None = None
 
     @property
     def loss(self) -> jax.Array:
@@ -71,7 +75,8 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, two float scalars; the microbatch is the batch
         without its leading axis.
-      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` is passed to its update.
+      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, are
+        passed to its update.
       mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
 
@@ -86,8 +91,13 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         metrics, grads = _sums(jax.value_and_grad(loss_fn, has_aux=True), state.params, batch, mesh, axis_name)
-        grads = jax.tree.map(lambda grad: divide_once(grad, metrics.weight_sum), grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, batch_size=batch.num_sequences)
+        grads = jax.tree.map(
+            lambda grad, param: divide_once(grad, metrics.weight_sum).astype(param.dtype), grads, state.params
+        )
+        counts = {"batch_size": batch.num_sequences}
+        if metrics.num_tokens is not None:
+            counts["num_tokens"] = metrics.num_tokens
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **counts)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
 
     return train_step
@@ -152,7 +162,9 @@ def _accumulate(
     @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of its sums and for the loop
     def one(microbatch: Any) -> tuple[Metrics, Any]:
         (loss_sum, weight_sum), grads = value_fn(params, microbatch)
-        return Metrics(loss_sum, weight_sum), grads
+        sums = Metrics(loss_sum, weight_sum, count_tokens(microbatch)), grads
+        # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), sums)
 
     def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None

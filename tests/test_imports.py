@@ -20,7 +20,7 @@ LAYERS = [
     "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
     "distributed_plan", "sort_file",
     "collate", "masks", "attention", "loader",
-    "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned", "row_search",
+    "collectives", "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned", "row_search",
     "compiled_file", "recipe", "executables", "compiled_buckets", "compile",
     "lr", "train", "checkpoint", "datasets", "models", "measure", "config", "course", "report", "plan_figures",
     "html_report", "run_dir", "fit", "cli",
