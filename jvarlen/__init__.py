@@ -17,12 +17,12 @@ from jvarlen.ledger import Ledger
 from jvarlen.config import FitConfig
 from jvarlen.costs import CostModel, fit_cost_model
 from jvarlen.curriculum import sample_order
-from jvarlen.distributed import data_mesh
+from jvarlen.distributed import data_mesh, replicate
 from jvarlen.distributed_plan import DistributedPlan, count_lengths, plan_distributed
 from jvarlen.fit import FitResult, fit
 from jvarlen.lengths import check_lengths
 from jvarlen.loader import load, load_stream
-from jvarlen.lr import lr_scale, lr_sequence, scale_by_batch_size
+from jvarlen.lr import lr_scale, lr_sequence, planned_schedule, scale_by_batch_size
 from jvarlen.masks import attention_mask, padding_mask, segment_mask
 from jvarlen.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.measure import measure_buckets
@@ -51,6 +51,7 @@ __all__ = [
     "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
     "measure_buckets", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples", "pack_to_bucket",
     "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
-    "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows",
-    "stream_batches", "together", "token_batch_spec", "use_compilation_cache", "write_ordered",
+    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
+    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
+    "write_ordered",
 ]

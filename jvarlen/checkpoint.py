@@ -57,7 +57,7 @@ class Checkpoints:
         about = {"place": dataclasses.asdict(place), "leaves": _describe(state)}
         self._manager.save(
             place.num_steps_done,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), about=ocp.args.JsonSave(about)),
+            args=ocp.args.Composite(state=ocp.args.PyTreeSave(state), about=ocp.args.JsonSave(about)),
         )
 
     @property
@@ -85,7 +85,8 @@ class Checkpoints:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise ValueError(f"it is of another model or optimizer: {leaves}")
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+            restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+            args = ocp.args.Composite(state=ocp.args.PyTreeRestore(abstract, restore_args=restore_args))
             return self._manager.restore(step, args=args)["state"], place
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise ValueError(f"checkpoint {step} in {self._manager.directory} cannot be resumed: {error}") from error
@@ -103,6 +104,13 @@ def _describe(state: Any) -> dict[str, str]:
 def open_checkpoints(directory: Path) -> Iterator[Checkpoints]:
     """Opens a directory of checkpoints; leaves it when all that was saved is on disk."""
     options = ocp.CheckpointManagerOptions(max_to_keep=_NUM_KEPT, create=True)
-    with ocp.CheckpointManager(directory.resolve(), options=options) as manager:
+    # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        "about": ocp.JsonCheckpointHandler(),
+    }
+    with ocp.CheckpointManager(directory.resolve(), options=options, item_handlers=handlers) as manager:
         yield Checkpoints(manager)
         manager.wait_until_finished()

@@ -21,15 +21,13 @@ from jaxtyping import Float64, Int64
 
 from jvarlen import __version__
 from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
-from jvarlen.config import BatchSizeRule, FitConfig, PlanConfig, load_config
+from jvarlen.config import BatchSizeRule, DeviceConfig, FitConfig, PlanConfig, load_config
 from jvarlen.curriculum import Order
-from jvarlen.distributed import data_mesh, divide_processor
 from jvarlen.html_report import write_html_report
-from jvarlen.lengths import Overlong, check_at_least_one, check_lengths
+from jvarlen.lengths import Overlong, check_lengths
 from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan
-from jvarlen.processes import initialize_processes
 from jvarlen.sort_figures import balance_table
 from jvarlen.sort_file import load_array, sort_file
 
@@ -118,40 +116,21 @@ class PlanCommand(PlanConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SortCommand:
+class SortCommand(DeviceConfig):
     """Sort any file of lengths or other keys on several devices, and write the order of the samples."""
 
     lengths: tyro.conf.Positional[Path]
     """A .npy file of integers or floats, one a sample."""
     out: Path = Path("order.npy")
     """Where the ids of the samples go, sorted by key, ties by id."""
-    devices: int | None = None
-    """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
-    distributed: bool = False
-    """Several processes sort together, as any of the three settings that follow says too; what these leave out JAX
-    finds in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
-    coordinator: str | None = None
-    """Host and port of process 0."""
-    num_processes: int | None = None
-    """How many processes there are."""
-    process_id: int | None = None
-    """Which of them this one is."""
     progress: bool = True
     """Show progress bars."""
 
     def run(self) -> None:
         """Sorts, writes the order, and prints how evenly it lay on the devices."""
-        given = (self.coordinator, self.num_processes, self.process_id)
-        is_distributed = self.distributed or any(value is not None for value in given)
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
-        if self.devices is not None:
-            check_at_least_one(devices=self.devices)
-            divide_processor(self.devices)
-        if is_distributed:
-            initialize_processes(*given)
-        mesh = data_mesh(None if is_distributed else self.devices)
-        sorted_file = sort_file(self.lengths, self.out, mesh, progress=self.progress)
+        sorted_file = sort_file(self.lengths, self.out, self.make_mesh(), progress=self.progress)
         if jax.process_index() == 0:
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
@@ -226,7 +205,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _USER_ERROR
     except RuntimeError as error:
         # Another process failed, or was lost; elsewhere it is an error of ours.
-        if not isinstance(command, SortCommand):
+        if not (isinstance(command, SortCommand) or (isinstance(command, FitConfig) and command.has_processes)):
             raise
         print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
         return _USER_ERROR

@@ -12,25 +12,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import dacite
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, Strategy, choose_row_lengths, make_buckets
 from jvarlen.compile_options import CompileOptions
 from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
+from jvarlen.distributed import data_mesh, divide_processor
 from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
 from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import Plan, make_plan
+from jvarlen.processes import initialize_processes
 
 __all__ = [
     "BatchSizeRule",
+    "DeviceConfig",
     "FitConfig",
     "OptimizerConfig",
     "PlanConfig",
     "differing_settings",
+    "flat_settings",
     "load_config",
     "save_config",
 ]
@@ -234,13 +240,17 @@ class OptimizerConfig:
     learning_rate: float = 3e-3
     """Highest base rate."""
     warmup_fraction: float = 0.1
-    """Share of the steps over which the base rate rises, from the last rate of training."""
+    """Share of training over which the base rate rises, from the last rate of training."""
     final_fraction: float = 0.05
     """The last base rate as a share of the highest."""
+    schedule_unit: Literal["steps", "sequences", "tokens"] = "steps"
+    """What warm-up and decay are counted in."""
     batch_size_rule: BatchSizeRule = "sqrt"
-    """How the rate grows with the sequences of a step."""
+    """How the rate grows with the batch size of a step."""
+    batch_size_unit: Literal["sequences", "tokens"] = "sequences"
+    """What the batch size of a step counts."""
     base_batch_size: float = 8
-    """Sequences of the step at which the rate is the base rate."""
+    """Batch size of the step at which the rate is the base rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     b1: float = 0.9
@@ -257,7 +267,46 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig:
+class DeviceConfig:
+    """The devices and processes that compute."""
+
+    devices: int | None = None
+    """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
+    distributed: bool = False
+    """Several processes compute together, as any of the three settings that follow says too; what these leave out JAX
+    finds in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
+    coordinator: str | None = None
+    """Host and port of process 0."""
+    num_processes: int | None = None
+    """How many processes there are."""
+    process_id: int | None = None
+    """Which of them this one is."""
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "devices", "num_processes")
+        _check_at_least(self, 0, "process_id")
+
+    @property
+    def has_processes(self) -> bool:
+        """Whether several processes compute together."""
+        return self.distributed or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
+
+    def make_mesh(self) -> Mesh:
+        """A mesh of one axis over the devices; before anything else that touches one.
+
+        Raises:
+          ValueError: there are not so many devices, or JAX does not find what was not given.
+          RuntimeError: JAX has used its devices already, or not all processes came.
+        """
+        if self.devices is not None:
+            divide_processor(self.devices)
+        if self.has_processes and not jax.distributed.is_initialized():
+            initialize_processes(self.coordinator, self.num_processes, self.process_id)
+        return data_mesh(self.devices if jax.process_count() == 1 else None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig(DeviceConfig):
     """Train a byte-level language model on the built-in corpus, every shape compiled ahead of time."""
 
     max_steps: int | None = 360
@@ -279,12 +328,16 @@ class FitConfig:
     another run cannot be changed."""
     progress: bool = True
     """Show progress bars."""
+    devices: int | None = None
+    """How many devices, of each process, share the microbatches of a step, whose number they divide; a machine without
+    accelerators has its processor divided. None for one, or for all of several processes."""
     plan: PlanConfig = PlanConfig()
     model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
     optimizer: OptimizerConfig = OptimizerConfig()
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
 
     def __post_init__(self):
+        super().__post_init__()
         _check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every")
         _check_at_least(self, 0, "seed", "num_workers")
         if not 0 < self.held_out_fraction < 1:
@@ -318,8 +371,13 @@ def _load_model(path: Path | None, unit: str) -> CostModel | None:
 
 def differing_settings(one: FitConfig, other: FitConfig) -> list[str]:
     """Names and values of the settings in which two configurations differ: `plan.max_tokens: 4096, 8192`."""
-    a, b = _flat(dataclasses.asdict(one)), _flat(dataclasses.asdict(other))
+    a, b = flat_settings(one), flat_settings(other)
     return [f"{name}: {a[name]}, {b[name]}" for name in a if a[name] != b[name]]
+
+
+def flat_settings(config: FitConfig) -> dict[str, Any]:
+    """All settings by their dotted names, such as `plan.max_tokens`."""
+    return _flat(dataclasses.asdict(config))
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -15,8 +15,9 @@ from jaxtyping import Float64, Int64
 
 from jvarlen.buckets import AnyBucket, Bucket
 from jvarlen.checkpoint import Place
-from jvarlen.config import FitConfig
-from jvarlen.lr import base_rates, lr_scale, scale_by_batch_size
+from jvarlen.config import FitConfig, OptimizerConfig
+from jvarlen.lr import scale_by_batch_size, table_schedule
+from jvarlen.lr_table import Rule, base_rates, before_each, lr_scale, step_sizes
 from jvarlen.plan import Plan
 
 __all__ = ["Course", "Rates"]
@@ -29,10 +30,12 @@ class Rates(NamedTuple):
 
     Attributes:
       base: float64[S], as the schedule has it.
-      in_force: float64[S], scaled by the sequences of each step.
+      scale: float64[S], the factor for the batch size of each step.
+      in_force: float64[S], their product.
     """
 
     base: Float64[np.ndarray, " S"]
+    scale: Float64[np.ndarray, " S"]
     in_force: Float64[np.ndarray, " S"]
 
 
@@ -52,7 +55,8 @@ class Course:
       steps_per_epoch: S.
       plan_of_epoch: the plan of an epoch, from its number.
       rates_of_epoch: the `Rates` of an epoch, from its number.
-      optimizer: AdamW on the schedule, its updates scaled by batch size.
+      optimizer: AdamW on the schedule, its updates scaled by batch size. Where the schedule counts sequences or tokens,
+        all epochs are planned once, and the base rates of all their steps are a constant of the program.
 
     Raises:
       ValueError: settings that do not fit the lengths; samples at fault are listed.
@@ -76,27 +80,33 @@ class Course:
         self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
 
         settings = config.optimizer
-        rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
-        schedule = optax.warmup_cosine_decay_schedule(
-            init_value=settings.learning_rate * settings.final_fraction,
-            peak_value=settings.learning_rate,
-            warmup_steps=int(settings.warmup_fraction * self.num_steps),
-            decay_steps=self.num_steps,
-            end_value=settings.learning_rate * settings.final_fraction,
-        )
+        unit = settings.schedule_unit
+        if unit == "steps":
+            counted = np.ones(self.num_steps, np.int64)
+        else:  # in samples or tokens, how far training has come depends on all epochs before
+            epochs = range(-(-self.num_steps // self.steps_per_epoch))
+            counted = step_sizes(map(plan_of_epoch, epochs))[unit][: self.num_steps]
+        schedule = _base_schedule(settings, int(counted.sum()))
+        rates_of_all_steps = base_rates(schedule, before_each(counted))
+        rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
         self.optimizer = optax.chain(
             optax.clip_by_global_norm(settings.max_gradient_norm),
-            optax.adamw(schedule, b1=settings.b1, b2=settings.b2, weight_decay=settings.weight_decay),
-            scale_by_batch_size(settings.base_batch_size, rule=rule),
+            optax.adamw(
+                schedule if unit == "steps" else table_schedule(rates_of_all_steps),
+                b1=settings.b1,
+                b2=settings.b2,
+                weight_decay=settings.weight_decay,
+            ),
+            scale_by_batch_size(settings.base_batch_size, rule=rule, unit=settings.batch_size_unit),
         )
-        rates_of_all_steps = base_rates(schedule, self.num_steps)
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def rates_of_epoch(epoch: int) -> Rates:
             start = epoch * self.steps_per_epoch
-            base = rates_of_all_steps[start : start + self.steps_per_epoch]
-            num_sequences = plan_of_epoch(epoch).num_sequences[: len(base)]  # training may end within the epoch
-            return Rates(base, base * lr_scale(num_sequences, settings.base_batch_size, rule))
+            base = rates_of_all_steps[start : start + self.steps_per_epoch]  # training may end within the epoch
+            sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
+            scale = lr_scale(sizes, settings.base_batch_size, rule)
+            return Rates(base, scale, base * scale)
 
         self.rates_of_epoch = rates_of_epoch
 
@@ -150,5 +160,18 @@ class Course:
             "bucket_rows": bucket.rows,
             "bucket_length": bucket.length,
             "base_learning_rate": float(rates.base[place.step]),
+            "learning_rate_scale": float(rates.scale[place.step]),
             "learning_rate": float(rates.in_force[place.step]),
         }
+
+
+def _base_schedule(settings: OptimizerConfig, total: int) -> optax.Schedule:
+    """Warm-up and cosine decay over a whole training of `total` steps, sequences or tokens."""
+    lowest_rate = settings.learning_rate * settings.final_fraction
+    return optax.warmup_cosine_decay_schedule(
+        init_value=lowest_rate,
+        peak_value=settings.learning_rate,
+        warmup_steps=int(settings.warmup_fraction * total),
+        decay_steps=total,
+        end_value=lowest_rate,
+    )

@@ -20,6 +20,7 @@ __all__ = [
     "num_shards_of",
     "own_microbatches",
     "own_shards",
+    "replicate",
 ]
 
 DATA_AXIS = "data"
@@ -108,6 +109,31 @@ def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DA
     """
     per_shard = microbatches_per_step // num_shards_of(mesh, axis_name)
     return (own_shards(mesh, axis_name)[:, None] * per_shard + np.arange(per_shard)).ravel()
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays on every device of a mesh, such as a state to begin training with.
+
+    Args:
+      tree: a pytree of arrays; where the devices belong to several processes, each has all of it, and the same.
+      mesh: the devices.
+
+    Returns:
+      A pytree of `jax.Array`. Nothing is compiled, and processes do not wait for each other.
+
+    Example:
+      >>> replicate(np.arange(3), data_mesh(1)).tolist()
+      [0, 1, 2]
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def on_all_devices(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
+            return leaf
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
+
+    return jax.tree.map(on_all_devices, tree)
 
 
 def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:

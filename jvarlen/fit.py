@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
@@ -22,22 +24,28 @@ from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_to_bucket, to
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets
 from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.config import FitConfig
+from jvarlen.config import FitConfig, flat_settings
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.distributed import batch_shardings, replicate
 from jvarlen.files import write_atomically
-from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
+from jvarlen.interrupts import is_interrupted, remembered_interrupts
+from jvarlen.ledger import Ledger
 from jvarlen.lengths import DataSource
 from jvarlen.loader import load
 from jvarlen.measure_samples import measure_lengths
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
+from jvarlen.processes import agree, gather_texts, is_on_any, together
 from jvarlen.recompiles import no_recompiles
 from jvarlen.report import length_histogram, plot_curves, plot_ledger, read_metrics
 from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
 
 __all__ = ["FitResult", "Summary", "fit"]
+
+_OF_EACH_PROCESS = {"process_id", "devices", "num_workers", "runs_dir", "resume", "progress"}
+_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,32 +95,44 @@ class FitResult(NamedTuple):
     state: TrainState
 
 
-def fit(config: FitConfig, data: Split | None = None) -> FitResult:
+def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = None) -> FitResult:
     """Trains a small language model, every shape compiled before the first step and none afterwards.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C), it ends after the step in flight
     with everything saved; `config.resume` then goes on with exactly the steps that were left.
 
+    The microbatches of a step spread over the devices, and accumulate for the rest: losses and rates are the same, up
+    to rounding, on any number of devices and processes, and a run may be resumed on another number. Of several
+    processes, all call this, process 0 prints and writes, and all must reach its directory, where the checkpoints are.
+
     Args:
       config: the settings.
-      data: bytes to train on and to hold out; the built-in corpus where None.
+      data: bytes to train on and to hold out, the same on all processes; the built-in corpus where None.
+      mesh: devices to train on, along an axis "data"; None: those of the settings.
 
     Returns:
       `FitResult`.
 
     Raises:
-      ValueError: settings that fit neither each other nor the data; resuming with another plan or model.
+      ValueError: settings that fit neither each other nor the data; resuming with another plan or model; devices whose
+        number does not divide the microbatches of a step; processes with different settings or plans.
       FileNotFoundError: there is no run to resume.
       OSError: the run directory cannot be written.
       RecompileError: something was compiled after the first step.
       FloatingPointError: the loss is no number; the last checkpoint is from before that.
+      RuntimeError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C before the first step, or a second one.
     """
     with remembered_interrupts() as stop:
-        return _fit(config, data, stop)
+        if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
+            mesh = config.make_mesh()
+        if not _is_main():
+            config = dataclasses.replace(config, progress=False)
+        return _fit(config, data, mesh, stop)
 
 
-def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitResult:
+def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, stop: threading.Event) -> FitResult:
+    _check_mesh(config, mesh)
     data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
     lengths = measure_lengths(data.train, progress=config.progress)
     _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
@@ -122,18 +142,18 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
     rates = course.rates_of_epoch(0).in_force
     report = first_plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
     _say("Plan", report, f"training takes {course.num_steps:,} steps")
-    raise_if_interrupted()
-    if config.resume is None:
-        run_dir = new_run_dir(config, first_plan)
-    else:
-        run_dir, changed = resumed_run_dir(config, config.resume, first_plan)
-        _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
+    agree("the plan", first_plan.digest)
+    _raise_if_any_interrupted()
+    run_dir = _open_run_dir(config, first_plan)
 
-    with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(run_dir / "metrics.jsonl") as log:
+    log_path = run_dir / "metrics.jsonl" if _is_main() else None
+    with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(log_path) as log:
         if config.compile.cache_dir is not None:
             use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
         loss_fn = make_loss_fn(config.model)
         state = init_train_state(init_params(config.model, config.seed), course.optimizer)
+        if mesh is not None:
+            state = replicate(state, mesh)
         place = course.first_place()
         if not checkpoints.is_empty:
             state, place = checkpoints.restore_latest(state)
@@ -143,6 +163,7 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         compile_for = functools.partial(
             compile_buckets,
             microbatches_per_step=config.plan.microbatches_per_step,
+            mesh=mesh,
             batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
             progress=config.progress,
             options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
@@ -150,30 +171,31 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         compile_start = time.perf_counter()
         steps_left = course.steps_left(place)
         buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
-        train_step = compile_for(make_train_step(loss_fn, course.optimizer), state, buckets)
+        train_step = compile_for(make_train_step(loss_fn, course.optimizer, mesh=mesh), state, buckets)
         train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-        eval_step = compile_for(make_eval_step(loss_fn), state.params, course.held_out_buckets)
+        eval_step = compile_for(make_eval_step(loss_fn, mesh=mesh), state.params, course.held_out_buckets)
         compile_s = time.perf_counter() - compile_start
 
-        raise_if_interrupted()
-
-        # The first evaluation and the first save come before the guard: both compile small things once.
-        params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
+        # The first evaluation, the first save and the first exchange come before the guard: all compile small things
+        # once.
+        _raise_if_any_interrupted()
+        params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out, mesh)
         state = state._replace(params=params)
         if place.held_out_bits_per_byte_before is None:
             place = dataclasses.replace(place, held_out_bits_per_byte_before=bits_per_byte)
         checkpoints.save(state, place)
-        point_latest_to(run_dir)
-        raise_if_interrupted()
+        if _is_main():
+            point_latest_to(run_dir)
+        _raise_if_any_interrupted()
 
         after = None
         with no_recompiles() as compilations:
-            state, place = _train(config, course, data.train, train_step, state, place, checkpoints, log, stop)
+            state, place = _train(config, course, data.train, mesh, train_step, state, place, checkpoints, log, stop)
             checkpoints.save(state, place)
             if is_interrupted := place.num_steps_done < course.num_steps:
                 _say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"jvarlen train --resume {run_dir}")
             else:
-                params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out)
+                params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out, mesh)
                 state = state._replace(params=params)
 
     ledger = train_step.ledger.with_plan(first_plan)
@@ -192,6 +214,47 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
         compilations_after_first_step=compilations.num_compilations,
         interrupted=is_interrupted,
     )
+    with together("write the summary"):
+        if _is_main():
+            _write_summary(run_dir, summary, ledger)
+    return FitResult(summary, run_dir, state)
+
+
+def _is_main() -> bool:
+    """Whether this is the process that prints and writes."""
+    return jax.process_index() == 0
+
+
+def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
+    """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
+    settings = {name: repr(value) for name, value in flat_settings(config).items() if name not in _OF_EACH_PROCESS}
+    if len(set(gather_texts("the settings", repr(settings)))) > 1:
+        of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
+        differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
+        raise ValueError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
+    if mesh is not None:
+        batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)
+
+
+def _raise_if_any_interrupted() -> None:
+    """Raises KeyboardInterrupt on all processes where Ctrl-C was pressed on one, so that none waits for it."""
+    if is_on_any(is_interrupted()):
+        raise KeyboardInterrupt
+
+
+def _open_run_dir(config: FitConfig, plan: Plan) -> Path:
+    """The directory, which process 0 makes or, of a run to resume, brings up to date."""
+    run_dir = Path()
+    with together("open the run directory"):
+        if _is_main() and config.resume is None:
+            run_dir = new_run_dir(config, plan)
+        elif _is_main() and config.resume is not None:
+            run_dir, changed = resumed_run_dir(config, config.resume, plan)
+            _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
+    return Path(gather_texts("the run directory", str(run_dir))[0])
+
+
+def _write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
@@ -200,13 +263,13 @@ def _fit(config: FitConfig, data: Split | None, stop: threading.Event) -> FitRes
     _say("Ledger", ledger.table())
     _say("Summary", _format_summary(summary))
     print(run_dir, flush=True)
-    return FitResult(summary, run_dir, state)
 
 
 def _train(
     config: FitConfig,
     course: Course,
     dataset: DataSource,
+    mesh: Mesh | None,
     train_step: CompiledBuckets,
     state: TrainState,
     place: Place,
@@ -218,6 +281,7 @@ def _train(
     batches = load(
         course.plan_of_epoch,
         dataset,
+        mesh=mesh,
         epoch=place.epoch,
         num_epochs=-(-course.num_steps // course.steps_per_epoch),
         start_step=place.step,
@@ -243,7 +307,7 @@ def _train(
             )
             bar.update()
 
-        while place.num_steps_done < course.num_steps and not stop.is_set():
+        while place.num_steps_done < course.num_steps and not _must_stop(stop, place):
             state, metrics = train_step(state, next(batches))
             if running is not None:
                 finish(*running)
@@ -258,10 +322,19 @@ def _train(
     return state, dataclasses.replace(place, train_s=time.perf_counter() - start)
 
 
-def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: DataSource) -> tuple[Any, float]:
+def _must_stop(stop: threading.Event, place: Place) -> bool:
+    """Whether training ends here: processes decide together, and so only now and then."""
+    if jax.process_count() == 1:
+        return stop.is_set()
+    return place.num_steps_done % _STEPS_BETWEEN_EXCHANGES == 0 and is_on_any(stop.is_set())
+
+
+def _evaluate(
+    eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: DataSource, mesh: Mesh | None
+) -> tuple[Any, float]:
     """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
     steps = []
-    for batch in load(plan, dataset, collate=pack_to_bucket if plan.is_packed else pad_to_bucket):
+    for batch in load(plan, dataset, mesh=mesh, collate=pack_to_bucket if plan.is_packed else pad_to_bucket):
         params, metrics = eval_step(params, batch)
         steps.append(metrics)
     nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)
@@ -269,7 +342,8 @@ def _evaluate(eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: Data
 
 
 def _say(title: str, *texts: str) -> None:
-    print(f"\n{title}", *texts, sep="\n", flush=True)
+    if _is_main():
+        print(f"\n{title}", *texts, sep="\n", flush=True)
 
 
 def _format_summary(summary: Summary) -> str:

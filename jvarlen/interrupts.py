@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["raise_if_interrupted", "remembered_interrupts", "without_interrupts"]
+__all__ = ["is_interrupted", "raise_if_interrupted", "remembered_interrupts", "without_interrupts"]
 
 _pressed = threading.Event()
 _remembering = threading.Event()  # inside the outermost block
@@ -42,9 +42,14 @@ def remembered_interrupts() -> Iterator[threading.Event]:
         _pressed.clear()
 
 
+def is_interrupted() -> bool:
+    """Whether Ctrl-C was pressed inside `remembered_interrupts`."""
+    return _pressed.is_set()
+
+
 def raise_if_interrupted() -> None:
     """Raises KeyboardInterrupt where Ctrl-C was pressed inside `remembered_interrupts`; else nothing happens."""
-    if _pressed.is_set():
+    if is_interrupted():
         raise KeyboardInterrupt
 
 

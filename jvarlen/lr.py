@@ -1,126 +1,118 @@
-"""Learning rate from batch size: in go a schedule and the sequences of every step, out come the rates in force.
+"""Learning rate: in goes a rule for the batch size, out come Optax pieces that put the scaled rate in force on device.
 
-The rate of step t is base(t) × s(n_t / n_ref): s is the identity (linear scaling), the square root, 1 or a function.
+`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from what each
+step holds. Letters: S steps of all plans.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
-from jvarlen.lengths import list_offenders
+from jvarlen.lr_table import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
 from jvarlen.planned_steps import PlannedSteps
 
-__all__ = ["Rule", "lr_scale", "lr_sequence", "scale_by_batch_size"]
+__all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size"]
 
-Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
-BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
-
-
-def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
-    """The factor on the learning rate for a batch size.
-
-    Args:
-      batch_size: number or array ≥ 0, in sequences (or in tokens, where `base_batch_size` is).
-      base_batch_size: the batch size that the base rate was tuned for, > 0, in the same unit.
-      rule: `"linear"`, `"sqrt"`, None (no scaling), or a function of the ratio.
-
-    Returns:
-      float64 of the shape of `batch_size`.
-
-    Raises:
-      ValueError: an unknown rule, a negative or NaN batch size, a base batch size that is not positive.
-
-    Example:
-      >>> float(lr_scale(1024, 256, "sqrt"))
-      2.0
-
-    References:
-      Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick", and
-      for Adam Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
-    """
-    sizes = np.asarray(batch_size, np.float64)
-    wrong = np.flatnonzero(~(np.isfinite(sizes) & (sizes >= 0)))
-    if len(wrong):
-        raise ValueError(f"batch sizes must be finite and at least 0: {list_offenders(wrong, sizes.ravel()[wrong], 0)}")
-    return np.asarray(_apply_rule(np, sizes / _check_base(base_batch_size), rule), np.float64)[()]
+_EXTRA_ARGUMENTS = {"sequences": "batch_size", "tokens": "num_tokens"}
+_MAX_LISTED = 5
 
 
-def lr_sequence(
-    plan: PlannedSteps,
+def planned_schedule(
+    plan: PlannedSteps | Iterable[PlannedSteps],
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
     rule: Rule = "linear",
-    unit: Literal["sequences", "tokens"] = "sequences",
-) -> Float64[np.ndarray, " S"]:
-    """The learning rate of every step of a plan, in float64 on the host.
+    unit: BatchSizeUnit = "sequences",
+    counted_in: ScheduleUnit = "steps",
+) -> optax.Schedule:
+    """The learning rates of a plan as an ordinary Optax schedule: step count -> rate.
+
+    It goes wherever a schedule goes: `optax.adamw(schedule)`, `optax.inject_hyperparams`, `optax.partition`. Resumed,
+    the count in the optimizer's state goes on, and so do the rates. Every call gives exactly the rounding of
+    `lr_sequence` to float32 (where 64-bit types are enabled, `lr_sequence` itself, in float64).
+
+    The table is a constant of the program that looks rates up, of 4 bytes a step. A plan with other rates therefore
+    compiles anew; with `scale_by_batch_size` it need not.
 
     Args:
-      plan: a plan, or a distributed one; S steps.
-      base_schedule: a number, an array of S rates, or a function from the step index, such as an Optax schedule (which
-        is evaluated in float64 here).
-      base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.
+      plan: as in `lr_sequence`; give the plans of all epochs that the schedule shall cover.
+      base_schedule: as in `lr_sequence`.
+      base_batch_size: as in `lr_sequence`.
       rule: as in `lr_scale`.
-      unit: what the batch size counts: real `"sequences"` or real `"tokens"`.
+      unit: as in `lr_sequence`.
+      counted_in: as in `lr_sequence`.
 
     Returns:
-      float64[S].
+      A function of a count, or of an array of them (Python, NumPy or JAX integers, traced or not), to float32 of its
+      shape. It raises ValueError for a count outside 0 … S−1; for a traced one, whose value is not known, it gives
+      NaN there: no wrong rate goes unseen.
 
     Raises:
-      ValueError: an unknown unit or rule, an array that has not S entries, a base batch size that is not positive.
+      ValueError: what `lr_sequence` refuses.
 
     Example:
       >>> from jvarlen.plan import make_plan
+      >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)]), 1e-3, 2)
+      >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
+      True
+
+      Groups of parameters, each with a base rate and a rule of its own:
+
       >>> plan = make_plan([3] * 14, [(10, 3)])
-      >>> lr_sequence(plan, 1e-3, 2).tolist()
-      [0.005, 0.002]
+      >>> groups = {"matrices": optax.adamw(planned_schedule(plan, 1e-3, 2)), "norms": optax.adam(1e-4)}
+      >>> optimizer = optax.partition(groups, {"w": "matrices", "scale": "norms"})
+
+    References:
+      As for `lr_scale`.
     """
-    if unit not in ("sequences", "tokens"):
-        raise ValueError(f'unit must be "sequences" or "tokens", not {unit!r}')
-    batch_sizes = plan.num_sequences if unit == "sequences" else plan.num_tokens
-    return base_rates(base_schedule, plan.num_steps) * lr_scale(batch_sizes, base_batch_size, rule)
+    rates = lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
+    return table_schedule(rates)
 
 
-def base_rates(base_schedule: BaseSchedule, num_steps: int) -> Float64[np.ndarray, " S"]:
-    """The base rate of every step, before any scaling by batch size: float64[num_steps]."""
-    if not callable(base_schedule):
-        rates = np.asarray(base_schedule, np.float64)
-        if rates.shape not in ((), (num_steps,)):
-            raise ValueError(f"base_schedule has shape {rates.shape}, the plan {num_steps} steps")
-        return np.broadcast_to(rates, (num_steps,)).copy()
-    with jax.enable_x64(True):  # Optax schedules compute in float32 otherwise
-        try:
-            rates = np.asarray(base_schedule(np.arange(num_steps)), np.float64)
-        except (TypeError, ValueError):  # a function of one step only
-            rates = np.array([float(base_schedule(step)) for step in range(num_steps)])
-    return np.broadcast_to(rates, (num_steps,)).copy()
+def table_schedule(rates_S: Float64[np.ndarray, " S"]) -> optax.Schedule:
+    """A schedule that looks rates up, as `planned_schedule` says."""
+    num_steps = len(rates_S)
+
+    def schedule(count: Any) -> jax.Array:
+        if not isinstance(count, jax.core.Tracer):
+            _check_planned(np.atleast_1d(count), num_steps)
+        counts = jnp.asarray(count)
+        table_S = jnp.asarray(rates_S.astype(jnp.result_type(float)))  # NumPy's rounding, of float64 to float32
+        rates = jnp.take(table_S, counts, mode="clip")
+        return jnp.where((counts >= 0) & (counts < num_steps), rates, jnp.nan)
+
+    return schedule
 
 
-def scale_by_batch_size(base_batch_size: float, *, rule: Rule = "linear") -> optax.GradientTransformationExtraArgs:
+def scale_by_batch_size(
+    base_batch_size: float, *, rule: Rule = "linear", unit: BatchSizeUnit = "sequences"
+) -> optax.GradientTransformationExtraArgs:
     """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
 
     Put it last in a chain: what it scales includes AdamW's decoupled weight decay, as a change of the learning rate
-    would. `update` takes the extra argument `batch_size`, a number or float32[]; an array does not retrace when it
-    changes.
+    would. `update` takes the batch size as an extra argument, a number or float32[]; an array does not retrace when it
+    changes. Other extra arguments are ignored, so that one call of `update` serves transformations of both units.
 
     Args:
-      base_batch_size: the batch size that the base rate was tuned for, > 0.
+      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`.
       rule: as in `lr_scale`; a function must accept JAX arrays.
+      unit: what the batch size counts: real `"sequences"`, taken from the extra argument `batch_size`, or real
+        `"tokens"`, taken from `num_tokens`.
 
     Returns:
-      A stateless `optax.GradientTransformationExtraArgs`.
+      A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 where 64-bit types are
+      enabled); updates keep their dtypes. Without its extra argument `update` raises TypeError.
 
     Raises:
-      ValueError: an unknown rule, or a base batch size that is not positive.
+      ValueError: an unknown rule or unit, or a base batch size that is not positive.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_batch_size(2))
@@ -128,33 +120,38 @@ def scale_by_batch_size(base_batch_size: float, *, rule: Rule = "linear") -> opt
       >>> float(updates)
       -3.0
 
+      Groups of parameters, each with a base rate and a rule of its own, or left unscaled:
+
+      >>> matrices = optax.chain(optax.adamw(1e-3), scale_by_batch_size(256, rule="sqrt"))
+      >>> embeddings = optax.chain(optax.sgd(0.1), scale_by_batch_size(32_768, unit="tokens"))
+      >>> groups = {"matrices": matrices, "embeddings": embeddings, "norms": optax.adam(1e-4)}
+      >>> optimizer = optax.partition(groups, {"embed": "embeddings", "w": "matrices", "scale": "norms"})
+
     References:
       As for `lr_scale`.
     """
-    base = _check_base(base_batch_size)
-    _apply_rule(np, 1.0, rule)
+    if unit not in _EXTRA_ARGUMENTS:
+        raise ValueError(f'unit must be "sequences" or "tokens", not {unit!r}')
+    lr_scale(base_batch_size, base_batch_size, rule)  # what it refuses is refused here
+    name = _EXTRA_ARGUMENTS[unit]
 
-    def update_fn(updates, state, params=None, *, batch_size, **extra_args):
-        del params, extra_args
-        scale = _apply_rule(jnp, jnp.asarray(batch_size, jnp.float32) / jnp.float32(base), rule)
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        if name not in extra_args:
+            raise TypeError(f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update")
+        ratio = jnp.asarray(extra_args[name], float) / base_batch_size
+        scale = apply_rule(jnp, ratio, rule)
         return jax.tree.map(lambda update: (update * scale).astype(update.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 
 
-def _apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
-    if rule is None:
-        return numpy.ones_like(ratio)
-    if callable(rule):
-        return rule(ratio)
-    if rule == "linear":
-        return ratio
-    if rule == "sqrt":
-        return numpy.sqrt(ratio)
-    raise ValueError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
-
-
-def _check_base(base_batch_size: float) -> float:
-    if not 0 < base_batch_size < math.inf:
-        raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
-    return float(base_batch_size)
+def _check_planned(counts: np.ndarray, num_steps: int) -> None:
+    wrong = counts[(counts < 0) | (counts >= num_steps)]
+    if len(wrong):
+        listed = ", ".join(map(str, wrong[:_MAX_LISTED].tolist()))
+        more = f" and {len(wrong) - _MAX_LISTED:,} more" if len(wrong) > _MAX_LISTED else ""
+        raise ValueError(
+            f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for {listed}{more}: "
+            "give the plans of all epochs"
+        )

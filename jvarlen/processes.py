@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
-__all__ = ["agree", "gather_arrays", "gather_texts", "initialize_processes", "together"]
+__all__ = ["agree", "gather_arrays", "gather_texts", "initialize_processes", "is_on_any", "together"]
 
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
@@ -107,6 +107,22 @@ def together(name: str) -> Iterator[None]:
     failures = gather_texts(name, "")
     if any(failures):
         raise RuntimeError(f"could not {name}: {_by_process(failures)}")
+
+
+def is_on_any(flag: bool) -> bool:
+    """Whether any process passes True; all learn the same.
+
+    Args:
+      flag: what this process says.
+
+    Raises:
+      RuntimeError: a process has died.
+
+    Example:
+      >>> is_on_any(False)
+      False
+    """
+    return bool(gather_arrays(np.array([flag])).any())
 
 
 def gather_texts(name: str, text: str) -> list[str]:

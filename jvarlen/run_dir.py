@@ -29,16 +29,28 @@ _MAY_CHANGE = {
     "resume",
     "compile",
     "progress",
+    "devices",
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
 }
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object a line. A context manager; readers see a line as soon as it is written."""
+    """`metrics.jsonl`: one JSON object a line. A context manager; readers see a line as soon as it is written.
 
-    def __init__(self, path: Path):
+    Args:
+      path: the file; None writes nothing, as all but one of several processes do.
+    """
+
+    def __init__(self, path: Path | None):
         self._path = path
 
     def __enter__(self) -> MetricsLog:
+        if self._path is None:
+            self._file = open(os.devnull, "a")  # closed at the exit
+            return self
         self._path.touch()
         self._file = self._path.open("a")
         return self
@@ -53,6 +65,8 @@ class MetricsLog:
 
     def cut_to(self, num_steps_done: int) -> None:
         """Removes what was logged after the checkpoint that training continues from."""
+        if self._path is None:
+            return
         kept = [row for row in read_metrics(self._path) if row["step"] < num_steps_done]
         self._file.close()
         with write_atomically(self._path) as file:
@@ -71,7 +85,7 @@ def new_run_dir(config: FitConfig, plan: Plan) -> Path:
             break
         except FileExistsError:
             continue
-    save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
+    _save(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir)
     plan.save(run_dir / "plan.npz")
     return run_dir
 
@@ -109,8 +123,14 @@ def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> tuple[Path,
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan, and the data differ"
         )
-    save_config(config, config_path)
+    _save(config, run_dir)
     return run_dir, differing
+
+
+def _save(config: FitConfig, run_dir: Path) -> None:
+    """Keeps the settings; with which processes it ran is no default for the next time."""
+    anywhere = dataclasses.replace(config, distributed=False, coordinator=None, num_processes=None, process_id=None)
+    save_config(anywhere, run_dir / "config.json")
 
 
 def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:

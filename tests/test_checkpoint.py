@@ -1,10 +1,13 @@
 """Checkpoints: state and place come back as they were, or an error says why not."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jvarlen import data_mesh, no_recompiles
 from jvarlen.checkpoint import Place, open_checkpoints
+from jvarlen.distributed import replicate
 from jvarlen.train import TrainState
 
 STATE = TrainState({"w": jnp.arange(3.0), "b": jnp.float32(2)}, (jnp.int32(7),))
@@ -63,3 +66,16 @@ def test_a_damaged_checkpoint_is_refused(tmp_path):
         path.write_bytes(b"{")
     with open_checkpoints(tmp_path) as checkpoints, pytest.raises(ValueError, match="checkpoint 3 "):
         checkpoints.restore_latest(STATE)
+
+
+def test_saving_what_all_devices_hold_compiles_nothing_and_comes_back_on_others(tmp_path):
+    state = replicate({"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "b": np.float32(2)}, data_mesh(4))
+    with open_checkpoints(tmp_path) as checkpoints, no_recompiles():
+        checkpoints.save(state, place(1))
+    for others in (replicate(state, data_mesh(2)), jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)):
+        given = jax.tree.map(lambda leaf: leaf * 0, others)
+        with open_checkpoints(tmp_path) as checkpoints:
+            restored, _ = checkpoints.restore_latest(given)
+        for name, leaf in restored.items():
+            np.testing.assert_array_equal(leaf, state[name])
+            assert leaf.sharding == given[name].sharding

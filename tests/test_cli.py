@@ -155,6 +155,9 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["sort", "TABLE"], "integers or floats of one axis and at most 64 bits, not float64[2, 2]"),
         pytest.param(["sort", "LONG"], "at most 64 bits, not float128[3]", marks=no_long_doubles),
         (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
+        (["train", "--devices", "2"], "1 microbatches a step do not spread over 2 shards"),
+        (["train", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
+        (["train", "--optimizer.schedule-unit", "epochs"], "schedule-unit"),
         (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
@@ -215,7 +218,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
 )
 def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr("jvarlen.cli.initialize_processes", lambda *given: called.append(given))
+    monkeypatch.setattr("jvarlen.config.initialize_processes", lambda *given: called.append(given))
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
     assert called == ([] if expected is None else [expected])
 

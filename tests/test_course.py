@@ -3,6 +3,8 @@
 import dataclasses
 from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -106,6 +108,100 @@ def test_rates_are_those_of_the_learning_rate_sequence():
     course = Course(config, LENGTHS, LENGTHS[:9])
     rates = course.rates_of_epoch(0)
     np.testing.assert_allclose(rates.in_force, lr_sequence(course.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
+
+
+def in_units(units, max_steps=None, max_tokens=80):
+    """A course whose schedule and batch sizes count these units, decaying weights only: at the rate in force."""
+    schedule_unit, batch_size_unit = units
+    optimizer = OptimizerConfig(
+        schedule_unit=schedule_unit,
+        batch_size_unit=batch_size_unit,
+        base_batch_size={"sequences": 3, "tokens": 40}[batch_size_unit],
+        weight_decay=1.0,
+    )
+    plan = dataclasses.replace(CONFIG.plan, max_tokens=max_tokens)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, max_steps=max_steps, plan=plan)
+    return Course(config, LENGTHS, LENGTHS[:9])
+
+
+def base_rate(count, total, highest=3e-3, last=0.05 * 3e-3):
+    """Warm-up over a tenth of a training and a cosine over the rest."""
+    warmup = total // 10
+    rising = last + (highest - last) * count / warmup
+    falling = last + (highest - last) * (1 + np.cos(np.pi * (count - warmup) / (total - warmup))) / 2
+    return np.where(count < warmup, rising, falling)
+
+
+UNITS = [("steps", "sequences"), ("steps", "tokens"), ("sequences", "tokens"), ("tokens", "sequences")]
+
+
+@pytest.mark.parametrize("units", UNITS, ids="-".join)
+@pytest.mark.parametrize("max_steps", [None, 70])
+def test_rates_follow_what_the_schedule_and_the_batch_size_count(units, max_steps):
+    """From the records alone, over epochs; training may end within one."""
+    course = in_units(units, max_steps)
+    records = [course.record(place) for place in list(places(course))[:-1]]
+    column = {name: np.array([record[name] for record in records]) for name in records[0]}
+    sizes = {
+        "steps": np.ones(len(records), np.int64),
+        "sequences": column["num_sequences"],
+        "tokens": column["num_tokens"],
+    }
+    counted, batch_sizes = (sizes[unit] for unit in units)
+    expected_base = base_rate(np.cumsum(counted) - counted, counted.sum())
+    np.testing.assert_allclose(column["base_learning_rate"], expected_base, rtol=1e-12)
+    expected_scale = np.sqrt(batch_sizes / {"sequences": 3, "tokens": 40}[units[1]])
+    np.testing.assert_allclose(column["learning_rate_scale"], expected_scale, rtol=1e-15)
+    assert (column["base_learning_rate"] * column["learning_rate_scale"] == column["learning_rate"]).all()
+
+
+@pytest.mark.parametrize("unit", ["sequences", "tokens"])
+def test_fewer_larger_steps_decay_as_fast(unit):
+    """At every count of samples that both come to, the base rates are the same."""
+    base_at = []
+    for max_tokens in (80, 320):
+        course = in_units((unit, "sequences"), max_tokens=max_tokens)
+        records = [course.record(place) for place in list(places(course))[:-1]]
+        sizes = [record[f"num_{unit}"] for record in records]
+        seen = (np.cumsum(sizes) - sizes).tolist()
+        base_at.append(dict(zip(seen, [record["base_learning_rate"] for record in records], strict=True)))
+    assert len(base_at[0]) > 3 * len(base_at[1]) > 60
+    both = base_at[0].keys() & base_at[1].keys()
+    assert len(both) >= 3
+    assert all(base_at[0][count] == base_at[1][count] for count in both)
+
+
+@pytest.mark.parametrize("units", UNITS, ids="-".join)
+def test_the_optimizer_applies_the_rates_and_goes_on_where_it_was_resumed(units):
+    """Resumed in the second epoch by a course made anew, its state read from host arrays."""
+    course, params = in_units(units, max_steps=70), {"w": jnp.ones(())}
+    stop = course.steps_per_epoch + 3
+    assert stop < 70
+
+    def follow(course, state, place):
+        update, applied, states = jax.jit(course.optimizer.update), [], []
+        state = jax.tree.map(jnp.asarray, state)
+        while place.num_steps_done < course.num_steps:
+            states.append((jax.tree.map(np.asarray, state), place))
+            record = course.record(place)
+            sizes = {"batch_size": record["num_sequences"], "num_tokens": record["num_tokens"]}
+            no_gradient = {"w": jnp.zeros(())}
+            updates, state = update(no_gradient, state, params, **jax.tree.map(jnp.float32, sizes))
+            applied.append((-updates["w"].item(), record["learning_rate"]))
+            place = course.next_place(place)
+        assert update._cache_size() == 1
+        return applied, states
+
+    applied, states = follow(course, course.optimizer.init(params), course.first_place())
+    on_device, on_host = zip(*applied, strict=True)
+    np.testing.assert_allclose(on_device, on_host, rtol=1e-5 if units[0] == "steps" else 3e-7)
+    resumed, _ = follow(in_units(units, max_steps=70), *states[stop])
+    assert resumed == applied[stop:]
+
+
+@pytest.mark.parametrize(("unit", "num_planned"), [("steps", 1), ("sequences", 3), ("tokens", 3)])
+def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_planned):
+    assert in_units((unit, "sequences")).plan_of_epoch.cache_info().misses == num_planned
 
 
 def test_max_steps_ends_training_within_an_epoch():

@@ -20,10 +20,10 @@ LAYERS = [
     "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
     "distributed_plan", "sort_file",
     "collate", "masks", "attention", "loader",
-    "collectives", "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned", "row_search",
-    "compiled_file", "recipe", "executables", "compiled_buckets", "compile",
-    "lr", "train", "checkpoint", "datasets", "models", "measure", "config", "course", "report", "plan_figures",
-    "html_report", "run_dir", "fit", "cli",
+    "collectives", "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned",
+    "row_search", "compiled_file", "recipe", "executables", "compiled_buckets", "compile",
+    "lr_table", "lr", "train", "checkpoint", "datasets", "models", "measure", "config", "course", "report",
+    "plan_figures", "html_report", "run_dir", "fit", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
 

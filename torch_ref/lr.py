@@ -1,7 +1,7 @@
 """Batch sizes and a base rate in, learning rates out: numbers, the table of a plan, or a torch scheduler."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -23,14 +23,14 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
         batch_size: a number or an array of them, >= 0; sequences, or tokens when the base counts tokens.
         base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
         rule: "linear" (the ratio), "sqrt" (its square root), None (1), or a function of the ratio, which it gets as
-            float64 of `batch_size`'s shape.
+            float64 of `batch_size`'s shape and answers with as many scales.
 
     Returns:
         float64 of `batch_size`'s shape.
 
     Raises:
-        ValueError: if a batch size is negative or not finite (the first are listed), if the base is not above 0, or
-            if the rule is unknown.
+        ValueError: if a batch size is negative or not finite (the first are listed), if the base is not above 0, if
+            the rule is unknown, or if its scales have another shape, are negative or not finite.
 
     Example:
         >>> float(lr_scale(10, 2)), float(lr_scale(8, 2, "sqrt"))
@@ -39,9 +39,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
     sizes = np.asarray(batch_size, dtype=np.float64)
     if not 0 < base_batch_size < math.inf:
         raise ValueError(f"base_batch_size must be finite and above 0, got {base_batch_size!r}")
-    bad = np.flatnonzero(~(np.isfinite(sizes) & (sizes >= 0)))
-    if len(bad):
-        raise ValueError(f"batch sizes must be finite and at least 0: {list_offenders(bad, sizes.reshape(-1)[bad], 0)}")
+    _check_not_negative("batch sizes", sizes)
     ratio = sizes / np.float64(base_batch_size)
     if rule == "linear":
         return np.float64(ratio) if ratio.ndim == 0 else ratio
@@ -50,43 +48,73 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
     if rule is None:
         return np.ones_like(ratio)[()]
     if callable(rule):
-        return np.broadcast_to(np.asarray(rule(ratio), dtype=np.float64), ratio.shape)[()]
+        scales = np.asarray(rule(ratio), dtype=np.float64)
+        if scales.shape != ratio.shape:
+            raise ValueError(f"the rule answered ratios of shape {ratio.shape} with scales of shape {scales.shape}")
+        _check_not_negative("scales that the rule gives", scales)
+        return scales[()]
     raise ValueError(f'rule must be "linear", "sqrt", None or a function, got {rule!r}')
 
 
 def lr_sequence(
-    plan: Plan,
+    plan: Plan | Iterable[Plan],
     base_schedule: float | ArrayLike | Callable[[int], float],
     base_batch_size: float,
     *,
     rule: Rule = "linear",
     unit: str = "sequences",
+    counted_in: str = "steps",
 ) -> NDArray[np.float64]:
-    """Return the learning rate of every step of a plan.
+    """Return the learning rate of every step of a plan, or of several plans that follow each other.
+
+    As a torch scheduler, over an optimizer of rate 1, the table is `LambdaLR(optimizer, lambda t: rates[t % S])`, where
+    `rates = table.tolist()`: NumPy's scalars in a state would keep `torch.load(weights_only=True)` from reading it.
 
     Args:
-        plan: a plan of S steps.
-        base_schedule: the rate at `base_batch_size`: a number, an array [S], or a function of the step's index.
+        plan: a plan, or one for each epoch; S steps together, and every count goes on from one to the next.
+        base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
         base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
         rule: as in `lr_scale`.
         unit: what a batch size counts: "sequences" (real samples of the step) or "tokens" (real tokens).
+        counted_in: what a function's argument counts, of all that came before the step: "steps", "sequences" or
+            "tokens". Counted in samples or tokens, a schedule takes as many of them whatever the steps' sizes are.
 
     Returns:
         float64[S].
 
     Raises:
-        ValueError: if an argument is out of its range or the schedule has another number of values than the plan steps.
+        ValueError: if an argument is out of its range, if the schedule has another number of values than the plan
+            steps, or if it is an array and not counted in steps.
+
+    Example:
+        >>> from torch_ref.plan import make_plan
+        >>> plan = make_plan([3] * 14, [(10, 3)])
+        >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
+        [1.0, 11.0, 15.0, 25.0]
     """
     if unit not in ("sequences", "tokens"):
         raise ValueError(f'unit must be "sequences" or "tokens", got {unit!r}')
-    sizes = plan.num_sequences if unit == "sequences" else plan.num_tokens
+    if counted_in not in ("steps", "sequences", "tokens"):
+        raise ValueError(f'counted_in must be "steps", "sequences" or "tokens", got {counted_in!r}')
+    sequences, tokens = [], []
+    for epoch_plan in plan if isinstance(plan, Iterable) else [plan]:
+        sequences.append(epoch_plan.num_sequences)
+        tokens.append(epoch_plan.num_tokens)
+    if not sequences:
+        raise ValueError("plan must be a plan or at least one of them")
+    sizes = {"sequences": np.concatenate(sequences), "tokens": np.concatenate(tokens)}
+    sizes["steps"] = np.ones_like(sizes["sequences"])
+    scales = lr_scale(sizes[unit], base_batch_size, rule)
     if callable(base_schedule):
-        base = np.array([float(base_schedule(step)) for step in range(plan.num_steps)])
+        before = np.concatenate([[0], sizes[counted_in][:-1].cumsum()])
+        base = np.array([float(base_schedule(count)) for count in before.tolist()])
     else:
         base = np.asarray(base_schedule, dtype=np.float64)
-        if base.shape not in ((), (plan.num_steps,)):
-            raise ValueError(f"base_schedule must be a number or {plan.num_steps} values, got shape {base.shape}")
-    rates: NDArray[np.float64] = base * lr_scale(sizes, base_batch_size, rule)
+        if base.ndim and counted_in != "steps":
+            raise ValueError(f"base_schedule must be a function or a number to be counted in {counted_in}")
+        if base.shape not in ((), scales.shape):
+            raise ValueError(f"base_schedule must be a number or {len(scales)} values, got shape {base.shape}")
+    rates: NDArray[np.float64] = base * scales
     return rates
 
 
@@ -94,7 +122,8 @@ class VariableBatchSizeLR(LRScheduler):
     """Scale the learning rate of each step by its batch size, on top of any other scheduler.
 
     The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
-    of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only.
+    of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
+    each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale.
 
     Args:
         optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one.
@@ -110,6 +139,12 @@ class VariableBatchSizeLR(LRScheduler):
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
         >>> VariableBatchSizeLR(optimizer, [10, 4], 2).get_last_lr()
         [0.005]
+
+        Over a schedule:
+
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        >>> cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+        >>> scheduler = VariableBatchSizeLR(cosine, [10, 4], 2, rule="sqrt")
     """
 
     def __init__(
@@ -148,6 +183,10 @@ class VariableBatchSizeLR(LRScheduler):
             self._unscaled_lrs = _get_rates(self.optimizer)
         super().step()
 
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the rate in force of each parameter group, whoever set it."""
+        return _get_rates(self.optimizer)
+
     def get_lr(self) -> list[float | Tensor]:
         """Return the rate of each parameter group at the current step, `last_epoch`."""
         scale = float(self._scales[self.last_epoch % len(self._scales)])
@@ -176,12 +215,18 @@ class VariableBatchSizeLR(LRScheduler):
             self._wrapped.load_state_dict(wrapped)
         self.__dict__.update(state)
         _set_rates(self.optimizer, self.get_lr())
-        self._last_lr = _get_rates(self.optimizer)
+
+
+def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:
+    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(bad):
+        raise ValueError(f"{what} must be finite and at least 0: {list_offenders(bad, values.reshape(-1)[bad], 0)}")
 
 
 def _get_rates(optimizer: Optimizer) -> list[float | Tensor]:
-    # A tensor rate is changed in place by torch: keep a copy.
-    return [group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups]
+    # A tensor rate is changed in place by torch: keep a copy. Others become plain numbers, which safe loading reads.
+    rates = (group["lr"] for group in optimizer.param_groups)
+    return [rate.clone() if isinstance(rate, Tensor) else float(rate) for rate in rates]
 
 
 def _set_rates(optimizer: Optimizer, rates: list[float | Tensor]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from .inputs import moderate
+from .inputs import few, moderate, text_of
 
 
 def plan_of(package: ModuleType) -> Any:
@@ -67,6 +67,64 @@ def test_the_table_counts_tokens_on_request(package: ModuleType) -> None:
     np.testing.assert_allclose(rates, [3e-3, 2.8e-3], rtol=1e-12)
 
 
+@few
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=40),
+    num_epochs=st.integers(1, 3),
+    counted_in=st.sampled_from(["steps", "sequences", "tokens"]),
+    unit=st.sampled_from(["sequences", "tokens"]),
+)
+def test_the_schedule_is_asked_for_what_came_before_each_step(
+    package: ModuleType, lengths: list[int], num_epochs: int, counted_in: str, unit: str
+) -> None:
+    """Step by step over all epochs; a single plan is as a list of one."""
+    plans = [
+        package.make_plan(lengths, [(4, 10), (2, 30)], order="shuffle", epoch=epoch) for epoch in range(num_epochs)
+    ]
+    seen, expected = 0, []
+    for plan in plans:
+        for step in range(plan.num_steps):
+            samples = [i for i in plan.rows(step).ravel().tolist() if i >= 0]
+            sizes = {"steps": 1, "sequences": len(samples), "tokens": sum(lengths[i] for i in samples)}
+            expected.append((1 + seen) * sizes[unit] / 3)
+            seen += sizes[counted_in]
+    for given_plans in (plans, iter(plans), *([plans[0]] if num_epochs == 1 else [])):
+        rates = package.lr_sequence(given_plans, lambda count: 1.0 + count, 3, unit=unit, counted_in=counted_in)
+        np.testing.assert_allclose(rates, expected, rtol=1e-15)
+    number = package.lr_sequence(plans, 0.5, 3, unit=unit, counted_in=counted_in)
+    np.testing.assert_allclose(number, package.lr_sequence(plans, [0.5] * len(expected), 3, unit=unit), rtol=1e-15)
+
+
+def test_counts_beyond_float32_are_exact(package: ModuleType) -> None:
+    """2**20 + 1 tokens a step: odd numbers above 2**24."""
+    plan = package.make_plan([2**20 + 1] * 40, [(1, 2**20 + 1)])
+    rates = package.lr_sequence(plan, lambda count: count, 1, rule=None, counted_in="tokens")
+    assert rates.tolist() == [step * (2**20 + 1) for step in range(40)]
+
+
+def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package: ModuleType) -> None:
+    """The base rate as a function of the sequences seen is the same; counted in steps it is not."""
+    lengths = np.random.default_rng(0).integers(1, 30, 240)
+    small, large = (package.make_plan(lengths, [(rows, 30)], order="shuffle") for rows in (4, 12))
+    assert small.num_steps == 3 * large.num_steps
+
+    def cosine(count: Any) -> Any:
+        return 0.01 + 0.1 * (1 + np.cos(np.pi * count / 240))
+
+    one, other = (package.lr_sequence(plan, cosine, 1, rule=None, counted_in="sequences") for plan in (small, large))
+    np.testing.assert_allclose(one[::3], other, rtol=1e-15)
+    one, other = (package.lr_sequence(plan, cosine, 1, rule=None) for plan in (small, large))
+    assert not np.allclose(one[::3], other, rtol=0.1)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 8])
+def test_as_many_workers_as_many_times_the_rate(package: ModuleType, num_workers: int) -> None:
+    """Each worker takes a microbatch of 3 sequences; the base batch size is what one worker takes."""
+    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], microbatches_per_step=num_workers)
+    rates = package.lr_sequence(plan, 1e-3, 3)
+    np.testing.assert_allclose(rates, [num_workers * 1e-3] * 4, rtol=1e-15)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [(-1, 2), (np.array([3, -4]), 2), (1, 0), (1, -2), (1, 2, "cubic"), (float("nan"), 2), (1, float("nan"))],
@@ -82,12 +140,18 @@ def test_bad_batch_sizes_bases_and_rules_are_refused(package: ModuleType, argume
     ("arguments", "named"),
     [
         ({"unit": "bytes"}, "bytes"),
+        ({"counted_in": "epochs"}, "epochs"),
+        ({"base_schedule": [1.0, 2.0], "counted_in": "tokens"}, "counted in tokens"),
+        ({"rule": lambda ratio: ratio[:1]}, r"shape \(1,\)"),
+        ({"rule": lambda ratio: 1.0}, r"shape \(\)"),
+        ({"rule": lambda ratio: ratio * [1, float("nan")]}, "scales .*id 1: nan"),
+        ({"rule": lambda ratio: ratio - 4}, "scales .*id 1: -2"),
         ({"rule": "cubic"}, "cubic"),
         ({"base_schedule": [1.0, 2.0, 3.0]}, "3"),
         ({"base_schedule": [[1.0, 2.0]]}, "2"),
         ({"base_batch_size": 0}, "base_batch_size"),
     ],
-    ids=str,
+    ids=text_of,
 )
 def test_bad_table_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
     """Everything outside its range is a ValueError that says what."""

@@ -1,0 +1,303 @@
+"""The same schedules in Optax and in PyTorch: the same rates in the tables, in force in torch, and applied by JAX."""
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+import jvarlen
+import torch_ref
+from jvarlen.lr import planned_schedule
+
+BASE, LAST, WARMUP = 0.3, 0.015, 20
+LENGTHS = np.random.default_rng(0).integers(1, 50, 1000)
+BUCKETS = [(8, 20), (4, 50)]
+JAX_PLANS = [jvarlen.make_plan(LENGTHS, BUCKETS, order="shuffle", epoch=epoch) for epoch in range(2)]
+TORCH_PLANS = [torch_ref.make_plan(LENGTHS, BUCKETS, order="shuffle", epoch=epoch) for epoch in range(2)]
+NUM_STEPS = sum(plan.num_steps for plan in JAX_PLANS)
+NUM_SEQUENCES = np.concatenate([plan.num_sequences for plan in TORCH_PLANS])
+COSINE_STEPS = NUM_STEPS - WARMUP
+
+
+class Schedule(NamedTuple):
+    """One schedule three times: in Optax, in torch, and as a formula."""
+
+    in_optax: optax.Schedule
+    in_torch: Callable[[Optimizer], schedulers.LRScheduler]
+    formula: Callable[[int], float]
+
+
+def cosine_at(t: int, period: int) -> float:
+    """Return a cosine from the base rate to the last."""
+    return LAST + (BASE - LAST) * (1 + math.cos(math.pi * t / period)) / 2
+
+
+def warmup_then_cosine(optimizer: Optimizer) -> schedulers.LRScheduler:
+    """Return a linear warm-up and a cosine after it."""
+    warmup = schedulers.LinearLR(optimizer, start_factor=0.1, total_iters=WARMUP)
+    cosine = schedulers.CosineAnnealingLR(optimizer, T_max=COSINE_STEPS, eta_min=LAST)
+    return schedulers.SequentialLR(optimizer, [warmup, cosine], milestones=[WARMUP])
+
+
+SCHEDULES = {
+    "constant": Schedule(optax.constant_schedule(BASE), lambda o: schedulers.ConstantLR(o, factor=1.0), lambda t: BASE),
+    "step": Schedule(
+        optax.exponential_decay(BASE, 50, 0.3, staircase=True),
+        lambda o: schedulers.StepLR(o, step_size=50, gamma=0.3),
+        lambda t: BASE * 0.3 ** (t // 50),
+    ),
+    "milestones": Schedule(
+        optax.piecewise_constant_schedule(BASE, {30: 0.3, 130: 0.3}),
+        lambda o: schedulers.MultiStepLR(o, [30, 130], gamma=0.3),
+        lambda t: BASE * 0.3 ** (t >= 30) * 0.3 ** (t >= 130),
+    ),
+    "exponential": Schedule(
+        optax.exponential_decay(BASE, 1, 0.99),
+        lambda o: schedulers.ExponentialLR(o, gamma=0.99),
+        lambda t: BASE * 0.99**t,
+    ),
+    "cosine": Schedule(
+        optax.cosine_decay_schedule(BASE, NUM_STEPS, alpha=LAST / BASE),
+        lambda o: schedulers.CosineAnnealingLR(o, T_max=NUM_STEPS, eta_min=LAST),
+        lambda t: cosine_at(t, NUM_STEPS),
+    ),
+    "linear warm-up": Schedule(
+        optax.linear_schedule(0.1 * BASE, BASE, WARMUP),
+        lambda o: schedulers.LinearLR(o, start_factor=0.1, total_iters=WARMUP),
+        lambda t: BASE * (0.1 + 0.9 * min(t / WARMUP, 1)),
+    ),
+    "sequence": Schedule(
+        optax.join_schedules(
+            [
+                optax.linear_schedule(0.1 * BASE, BASE, WARMUP),
+                optax.cosine_decay_schedule(BASE, COSINE_STEPS, alpha=LAST / BASE),
+            ],
+            [WARMUP],
+        ),
+        warmup_then_cosine,
+        lambda t: BASE * (0.1 + 0.9 * t / WARMUP) if t < WARMUP else cosine_at(t - WARMUP, COSINE_STEPS),
+    ),
+}
+
+
+def weights(*rates: float) -> list[dict[str, Any]]:
+    """Return a parameter group for each rate."""
+    return [{"params": [torch.zeros(2, requires_grad=True)], "lr": rate} for rate in rates]
+
+
+def run(scheduler: torch_ref.VariableBatchSizeLR | schedulers.LRScheduler, num_steps: int) -> Iterator[list[float]]:
+    """Yield what is in force at each step, checking that `get_last_lr` tells it."""
+    for _ in range(num_steps):
+        in_force = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
+        assert scheduler.get_last_lr() == in_force
+        yield in_force
+        scheduler.optimizer.step()
+        scheduler.step()
+
+
+def applied_on_device(optimizer: optax.GradientTransformation, num_groups: int = 1) -> np.ndarray[Any, Any]:
+    """Return float32[S, groups]: what plain gradient descent subtracts for gradients of 1, in one compiled update."""
+    optimizer = optax.with_extra_args_support(optimizer)
+    ones = {str(group): jnp.ones(()) for group in range(num_groups)}
+    update, state, applied = jax.jit(optimizer.update), optimizer.init(ones), []
+    for size in NUM_SEQUENCES:
+        updates, state = update(ones, state, ones, batch_size=jnp.float32(size))
+        applied.append([-updates[name] for name in ones])
+    assert update._cache_size() == 1
+    return np.array(jax.device_get(applied))
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tables_rates_in_force_and_applied_rates_are_the_same(name: str, rule: Any) -> None:
+    """To 1e-12 in float64; JAX applies exactly the float32 rounding of a planned rate, and a scale within 2 ulp."""
+    schedule = SCHEDULES[name]
+    of_jax = jvarlen.lr_sequence(JAX_PLANS, schedule.in_optax, 6, rule=rule)
+    of_torch = torch_ref.lr_sequence(TORCH_PLANS, schedule.formula, 6, rule=rule)
+    scheduler = torch_ref.VariableBatchSizeLR(schedule.in_torch(SGD(weights(BASE))), NUM_SEQUENCES, 6, rule=rule)
+    in_force = [rate for (rate,) in run(scheduler, NUM_STEPS)]
+    for rates in (of_jax, in_force):
+        np.testing.assert_allclose(rates, of_torch, rtol=1e-12, atol=0)
+
+    planned = applied_on_device(optax.sgd(planned_schedule(JAX_PLANS, schedule.in_optax, 6, rule=rule)))
+    assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
+    scaled = applied_on_device(optax.chain(optax.sgd(1.0), jvarlen.scale_by_batch_size(6, rule=rule)))[:, 0]
+    scales = jvarlen.lr_scale(NUM_SEQUENCES, 6, rule)
+    assert (np.abs(scaled - scales) <= 2 * np.spacing(scales.astype(np.float32))).all()
+
+
+@pytest.mark.parametrize("counted_in", ["sequences", "tokens"])
+def test_schedules_over_samples_are_the_same(counted_in: str) -> None:
+    """Warm-up and cosine over all samples of both epochs; torch follows the table through `LambdaLR`."""
+    total = 2 * {"sequences": len(LENGTHS), "tokens": int(LENGTHS.sum())}[counted_in]
+    in_optax = optax.warmup_cosine_decay_schedule(0.1 * BASE, BASE, total // 10, total, LAST)
+
+    def formula(count: int) -> float:
+        if count < total // 10:
+            return BASE * (0.1 + 0.9 * count / (total // 10))
+        return cosine_at(count - total // 10, total - total // 10)
+
+    of_jax = jvarlen.lr_sequence(JAX_PLANS, in_optax, 6, counted_in=counted_in)
+    of_torch = torch_ref.lr_sequence(TORCH_PLANS, formula, 6, counted_in=counted_in)
+    np.testing.assert_allclose(of_jax, of_torch, rtol=1e-12, atol=0)
+    rates = of_torch.tolist()
+    follower = schedulers.LambdaLR(SGD(weights(1.0)), lambda t: rates[t % NUM_STEPS])
+    assert [rate for (rate,) in run(follower, NUM_STEPS)] == rates
+    planned = applied_on_device(optax.sgd(planned_schedule(JAX_PLANS, in_optax, 6, counted_in=counted_in)))
+    assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
+
+
+def test_groups_of_parameters_have_the_same_rates() -> None:
+    """Two base rates under one scale: a planned schedule a group, one scale a chain, and torch's groups."""
+    rates = 0.3, 0.02
+    shape = optax.cosine_decay_schedule(1.0, NUM_STEPS, alpha=0.05)
+    tables = np.stack(
+        [jvarlen.lr_sequence(JAX_PLANS, lambda t, rate=rate: rate * shape(t), 6, rule="sqrt") for rate in rates], axis=1
+    )
+    optimizer = SGD(weights(*rates))
+    cosine = schedulers.LambdaLR(optimizer, lambda t: 0.05 + 0.475 * (1 + math.cos(math.pi * t / NUM_STEPS)))
+    in_force = list(run(torch_ref.VariableBatchSizeLR(cosine, NUM_SEQUENCES, 6, rule="sqrt"), NUM_STEPS))
+    np.testing.assert_allclose(in_force, tables, rtol=1e-12, atol=0)
+
+    labels = {"0": "0", "1": "1"}
+    planned = {
+        str(i): optax.sgd(planned_schedule(JAX_PLANS, lambda t, rate=rate: rate * shape(t), 6, rule="sqrt"))
+        for i, rate in enumerate(rates)
+    }
+    assert (applied_on_device(optax.partition(planned, labels), 2) == tables.astype(np.float32)).all()
+    bases = {str(i): optax.sgd(lambda t, rate=rate: rate * shape(t)) for i, rate in enumerate(rates)}
+    scaled = optax.chain(optax.partition(bases, labels), jvarlen.scale_by_batch_size(6, rule="sqrt"))
+    np.testing.assert_allclose(applied_on_device(scaled, 2), tables, rtol=2e-5)  # a cosine in float32
+
+
+def test_groups_of_parameters_have_the_same_rules() -> None:
+    """Another base batch size and rule for each group: in torch a table for each, by `LambdaLR`."""
+    rules: list[tuple[float, Any]] = [(6, "linear"), (24, "sqrt"), (1, None)]
+    schedule = SCHEDULES["sequence"]
+    tables = [torch_ref.lr_sequence(TORCH_PLANS, schedule.formula, base, rule=rule).tolist() for base, rule in rules]
+    follower = schedulers.LambdaLR(
+        SGD(weights(1.0, 1.0, 1.0)), [lambda t, table=table: table[t % NUM_STEPS] for table in tables]
+    )
+    in_force = np.array(list(run(follower, NUM_STEPS)))
+    groups = {
+        str(i): optax.sgd(planned_schedule(JAX_PLANS, schedule.in_optax, base, rule=rule))
+        for i, (base, rule) in enumerate(rules)
+    }
+    applied = applied_on_device(optax.partition(groups, {name: name for name in groups}), 3)
+    np.testing.assert_allclose(applied, in_force, rtol=2.0**-23)
+
+
+# What the scheduler is over: also those that restart, cycle momentum or look at a metric.
+
+WRAPPED: dict[str, Callable[[Optimizer], schedulers.LRScheduler]] = {
+    "one cycle": lambda o: schedulers.OneCycleLR(o, max_lr=[0.5, 0.1], total_steps=40),
+    "cyclic": lambda o: schedulers.CyclicLR(o, base_lr=0.1, max_lr=0.5, step_size_up=4, cycle_momentum=False),
+    "restarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=5, T_mult=2),
+    "polynomial": lambda o: schedulers.PolynomialLR(o, total_iters=20, power=2.0),
+    "multiplied": lambda o: schedulers.MultiplicativeLR(o, lambda t: 0.95),
+    "milestones": lambda o: schedulers.MultiStepLR(o, [4, 11], gamma=0.3),
+    "three in sequence": lambda o: schedulers.SequentialLR(
+        o,
+        [
+            schedulers.LinearLR(o, 0.1, total_iters=4),
+            schedulers.ExponentialLR(o, 0.9),
+            schedulers.CosineAnnealingLR(o, T_max=10),
+        ],
+        milestones=[4, 12],
+    ),
+    "chained": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o, 0.5, total_iters=6), schedulers.ExponentialLR(o, 0.9)], o
+    ),
+    "table": lambda o: schedulers.LambdaLR(o, [lambda t: 1 / (1 + t), lambda t: 2 / (2 + t)]),
+}
+SIZES = [10, 4, 1, 7, 0, 16, 2]
+
+
+def optimizer_of_two_groups() -> Optimizer:
+    """Return AdamW with two rates."""
+    return AdamW(weights(1.0, 0.2))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_every_scheduler_goes_on_undisturbed_below_the_scale(name: str) -> None:
+    """Bit for bit what it gives alone, times the scale; a batch size of 0 stops only its own step."""
+    alone = list(run(WRAPPED[name](optimizer_of_two_groups()), 30))
+    scheduler = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
+    expected = [[rate * (SIZES[t % 7] / 4) for rate in rates] for t, rates in enumerate(alone)]
+    assert list(run(scheduler, 30)) == expected
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@pytest.mark.parametrize("optimizer_first", [True, False])
+def test_a_checkpoint_read_safely_goes_on_with_the_sequence(name: str, optimizer_first: bool, tmp_path: Path) -> None:
+    """From a file, into an optimizer whose own state is read before or after the schedulers are made."""
+    whole = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer_of_two_groups()), SIZES, 4)
+    list(run(whole, 13))
+    torch.save({"scheduler": whole.state_dict(), "optimizer": whole.optimizer.state_dict()}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    optimizer = optimizer_of_two_groups()
+    if optimizer_first:
+        optimizer.load_state_dict(state["optimizer"])
+    resumed = torch_ref.VariableBatchSizeLR(WRAPPED[name](optimizer), SIZES, 4)
+    resumed.load_state_dict(state["scheduler"])
+    assert resumed.get_last_lr() == [group["lr"] for group in optimizer.param_groups] == whole.get_last_lr()
+    if not optimizer_first:
+        optimizer.load_state_dict(state["optimizer"])
+    assert list(run(resumed, 15)) == list(run(whole, 15))
+
+
+def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path: Path) -> None:
+    """The best metric and the reduced rate."""
+    metrics = [3.0, 3.0, 2.0, 2.0, 2.0, 1.0, 1.5]
+
+    def scheduler() -> torch_ref.VariableBatchSizeLR:
+        plateau = schedulers.ReduceLROnPlateau(optimizer_of_two_groups(), factor=0.5, patience=0)
+        return torch_ref.VariableBatchSizeLR(plateau, SIZES, 4)
+
+    def follow(plateau: torch_ref.VariableBatchSizeLR, metrics: list[float]) -> list[Any]:
+        rates = []
+        for metric in metrics:
+            plateau.optimizer.step()
+            plateau.step(metric)
+            rates.append(plateau.get_last_lr())
+        return rates
+
+    expected = follow(scheduler(), metrics)
+    whole, resumed = scheduler(), scheduler()
+    follow(whole, metrics[:4])
+    torch.save(whole.state_dict(), tmp_path / "state.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert follow(resumed, metrics[4:]) == expected[4:]
+
+
+def test_the_last_rate_is_the_one_in_force_whoever_set_it() -> None:
+    """Also after the optimizer alone was given a state, and for a tensor, of which it gives a copy."""
+    scheduler = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
+    state = scheduler.optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    scheduler.optimizer.load_state_dict(state)
+    assert scheduler.get_last_lr() == [7.0, 0.5]
+    held = AdamW(weights(1.0)[0]["params"], lr=torch.tensor(1.0))
+    scheduler = torch_ref.VariableBatchSizeLR(held, SIZES, 4)
+    (told,) = scheduler.get_last_lr()
+    assert isinstance(told, torch.Tensor)
+    told.zero_()
+    assert held.param_groups[0]["lr"] == 2.5
+
+
+def test_numpy_rates_leave_a_state_that_is_read_safely(tmp_path: Path) -> None:
+    """A rate out of a NumPy table is as good as a number."""
+    optimizer = AdamW(weights(np.float64(0.5)))
+    scheduler = torch_ref.VariableBatchSizeLR(optimizer, np.array(SIZES), np.int64(4))
+    list(run(scheduler, 3))
+    torch.save([scheduler.state_dict(), optimizer.state_dict()["param_groups"][0]["lr"]], tmp_path / "state.pt")
+    assert torch.load(tmp_path / "state.pt", weights_only=True)[1] == scheduler.get_last_lr()[0]

@@ -1,0 +1,95 @@
+"""In go a folder, how many processes there are, a rank and a port, out come runs of `fit`: for tests.
+
+They train together: a whole run, and one in which process 1 alone is interrupted. Process 0 prints what they came to.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jvarlen import CompileOptions, FitConfig, fit
+from jvarlen.config import PlanConfig
+from jvarlen.datasets import Split, TokenDataset
+from jvarlen.models import TransformerConfig
+
+NUM_STEPS = 40
+
+
+def make_data():
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(32, 127, length, np.uint8).tobytes() for length in rng.integers(1, 33, 150)]
+    return Split(train=TokenDataset.from_bytes(samples[:130]), held_out=TokenDataset.from_bytes(samples[130:]))
+
+
+def make_config(runs_dir):
+    return FitConfig(
+        max_steps=NUM_STEPS,
+        num_epochs=20,
+        checkpoint_every=10,
+        runs_dir=runs_dir,
+        compile=CompileOptions(cache_dir=None),
+        progress=False,
+        plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, microbatches_per_step=4),
+        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+    )
+
+
+class Interrupting:
+    """A dataset in whose reading Ctrl-C is pressed."""
+
+    def __init__(self, dataset, after):
+        self._dataset = dataset
+        self._reads_left = after
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        self._reads_left -= 1
+        if self._reads_left == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self._dataset[index]
+
+
+def outcome(call):
+    """Type and text of the error that a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]
+
+
+def main():
+    folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    data = make_data()
+    config = dataclasses.replace(
+        make_config(folder / "runs"), coordinator=f"127.0.0.1:{port}", num_processes=num_processes, process_id=rank
+    )
+    whole = fit(config, data)
+    # Lengths are read first, once each; then some steps are trained on.
+    reads = len(data.train) + 100
+    train = Interrupting(data.train, reads) if rank == 1 else data.train
+    stopped = fit(dataclasses.replace(config, runs_dir=folder / "stopped"), data._replace(train=train))
+    other_settings = dataclasses.replace(config, seed=rank)
+    differing = outcome(lambda: fit(other_settings, data))
+    (folder / f"{rank}.json").write_text(
+        json.dumps(
+            {
+                "whole": [str(whole.run_dir), whole.summary.num_steps, whole.summary.compilations_after_first_step],
+                "stopped": [str(stopped.run_dir), stopped.summary.num_steps, stopped.summary.interrupted],
+                "differing": differing,
+                "num_devices": jax.device_count(),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""In go a folder, how many processes there are, a rank and a port, out come the losses of a training: for tests.
+
+One process trains on 1, 2, 4 … of its devices, one after the other; several train together on all of theirs.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+
+import jvarlen
+from jvarlen.distributed import replicate
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+
+MICROBATCHES_PER_STEP = 8
+NUM_STEPS = 50
+MODEL = TransformerConfig(num_layers=1, width=16, num_heads=2)
+
+
+def make_dataset():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 40, length).astype(np.uint8) for length in rng.integers(1, 25, 300)]
+
+
+def make_plans(dataset):
+    """Epochs without end: several buckets, dummy rows in the last step of each."""
+    lengths = np.array([len(sample) for sample in dataset])
+
+    def plan_of_epoch(epoch):
+        return jvarlen.make_plan(
+            lengths, [(1, 12), (2, 24)], microbatches_per_step=MICROBATCHES_PER_STEP, order="shuffle", epoch=epoch
+        )
+
+    return plan_of_epoch
+
+
+def losses_of(dtype, mesh, dataset, num_steps=NUM_STEPS):
+    """Σ loss / Σ weight of every step of AdamW, its rate scaled by the batch size."""
+    plan_of_epoch = make_plans(dataset)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, num_steps)),
+        jvarlen.scale_by_batch_size(8, rule="sqrt"),
+    )
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), init_params(MODEL, seed=0))
+    state = replicate(jvarlen.init_train_state(params, optimizer), mesh)
+    step = jvarlen.compile_buckets(
+        jvarlen.make_train_step(make_loss_fn(MODEL), optimizer, mesh=mesh),
+        state,
+        plan_of_epoch(0),
+        mesh=mesh,
+        progress=False,
+        options=jvarlen.CompileOptions(cache_dir=None),
+    )
+    losses = []
+    batches = jvarlen.load(plan_of_epoch, dataset, mesh=mesh)
+    with jvarlen.no_recompiles():
+        for _ in range(num_steps):
+            state, metrics = step(state, next(batches))
+            losses.append(metrics)
+    return [float(metrics.loss_sum) / float(metrics.weight_sum) for metrics in losses]
+
+
+def main():
+    folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    if num_processes > 1:
+        jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+        sizes = [jax.device_count()]
+    else:
+        sizes = [size for size in (1, 2, 4, 8) if size <= jax.device_count()]
+    dataset = make_dataset()
+    losses = {}
+    for dtype in ("float32", "float64"):
+        with jax.enable_x64(dtype == "float64"):
+            losses[dtype] = {size: losses_of(dtype, jvarlen.data_mesh(size), dataset) for size in sizes}
+    (folder / f"{num_processes}-{jax.device_count()}-{rank}.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()
