@@ -15,7 +15,7 @@ from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
 from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
-from torch_ref.train import loss_sums, train_step
+from torch_ref.train import loss_sums, to_device, train_step
 
 __all__ = [
     "Batch",
@@ -56,5 +56,6 @@ __all__ = [
     "sample_order",
     "sample_sort",
     "stream_batches",
+    "to_device",
     "train_step",
 ]

@@ -1,11 +1,13 @@
 """A model, an optimizer and a step's batch in; one update out, the same however the step was split."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.loader import Batch
@@ -41,39 +43,92 @@ def take_microbatch(batch: Batch, index: int) -> Batch:
     return batch._replace(**fields)
 
 
+def to_device(batch: Batch, device: torch.device | str) -> Batch:
+    """Return a batch whose tensors are on a device.
+
+    Args:
+        batch: what `load` gives, or a microbatch of it.
+        device: where the model is. Copies from pinned memory to it run beside the host's work.
+
+    Returns:
+        The batch, with those of its tensors that were there already.
+
+    Example:
+        >>> tokens = torch.zeros(1, 2, 3, dtype=torch.int64)
+        >>> to_device(Batch(tokens, tokens[..., 0], torch.ones(1, 2, 3), 2.0), "meta").tokens.device
+        device(type='meta')
+    """
+    # On the way to the host nothing would say when a copy beside its work has arrived.
+    non_blocking = torch.device(device).type != "cpu"
+    fields: dict[str, Any] = {
+        name: value.to(device, non_blocking=non_blocking)
+        for name, value in batch._asdict().items()
+        if isinstance(value, Tensor)
+    }
+    return batch._replace(**fields)
+
+
 def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, loss_fn: LossFn = loss_sums) -> dict[str, Any]:
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
-    Gradients of the sums add up over the microbatches and, where `torch.distributed` is initialised, over its default
-    group; they are divided once. So any split of a step over replicas and microbatches gives the same gradient up to
-    rounding. Where all weights are 0 the loss and the gradient are 0.
+    Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
+    split of a step over replicas and microbatches gives the same gradient up to rounding. Where all weights are 0 the
+    loss and the gradient are 0.
 
     Args:
-        model: gives logits [B, T, V] for tokens int64[B, T]; not wrapped in DistributedDataParallel, which would
-            average the replicas a second time.
-        optimizer: of the model's parameters; its gradients are overwritten.
-        batch: this replica's share of the step, `tokens` int64[m, B, T].
-        loss_fn: gives a microbatch's two sums, like `loss_sums`.
+        model: gives logits [B, T, V] for tokens int64[B, T]. Its replicas are those of a `DistributedDataParallel`,
+            whose mean over them is undone; or, where `torch.distributed` is initialised and the model is not wrapped,
+            the default group, where every parameter is reduced by itself. Where rows of a replica may not reach all
+            parameters, `DistributedDataParallel` needs `find_unused_parameters`.
+        optimizer: of the model's parameters; its gradients are overwritten. To clip them, give it a hook with
+            `register_step_pre_hook`: gradients are those of the whole step there.
+        batch: this replica's share of the step, `tokens` int64[m, B, T], on the model's device (see `to_device`).
+        loss_fn: gives a microbatch's two sums, like `loss_sums`; it calls the model that it is handed, once.
 
     Returns:
         `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
         samples; all three over the whole step.
+
+    References:
+        `DistributedDataParallel.no_sync` for reducing once a step: Li et al. 2020, "PyTorch Distributed: Experiences on
+        Accelerating Data Parallel Training".
     """
     optimizer.zero_grad(set_to_none=True)
     sums: list[Tensor] = []
     for index in range(len(batch.tokens)):
-        loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
-        torch.autograd.backward(loss_sum)
+        last = index == len(batch.tokens) - 1
+        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+            loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
+            torch.autograd.backward(loss_sum)
         sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
     total = torch.stack(sums).sum(dim=0)
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    if distributed.is_available() and distributed.is_initialized():
-        for tensor in (total, *gradients):
-            distributed.all_reduce(tensor)
+    num_averaged = 1
+    if isinstance(model, DistributedDataParallel):
+        distributed.all_reduce(total, group=model.process_group)
+        num_averaged = distributed.get_world_size(model.process_group)
+    elif distributed.is_available() and distributed.is_initialized():
+        total = _reduce(model, total)
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
     divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
-    for gradient in gradients:
-        gradient.div_(divisor)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor / num_averaged)
     optimizer.step()
     return {"loss": loss / divisor, "weight": weight, "num_sequences": batch.num_sequences}
+
+
+def _reduce(model: nn.Module, total: Tensor) -> Tensor:
+    """Add up gradients over the replicas of the default group, and return what `total` adds up to."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reached = total.new_tensor([parameter.grad is not None for parameter in trained])
+    counted = torch.cat([total, reached])
+    distributed.all_reduce(counted)
+    total, num_reached = counted[: len(total)], counted[len(total) :]
+    for index, parameter in enumerate(trained):
+        # A replica whose rows do not reach a parameter takes part all the same, or the others would wait for it.
+        if parameter.grad is None and num_reached[index] > 0:
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad is not None:
+            distributed.all_reduce(parameter.grad)
+    return total

@@ -1,23 +1,119 @@
-"""A folder and a rank in, the weights and losses after an epoch of a two-process run out: run as a script by a test."""
+"""A folder and a rank in, weights and losses after several two-process runs out: run as a script by a test.
+
+Every run goes through the same samples in the same steps, however these are split.
+"""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 import torch_ref
 
 NUM_REPLICAS = 2
+ROWS_PER_STEP = 8
+RARE = 255
+# In order of length: a step of eight, one of a single sample, and one of five.
+LENGTHS = (3, 9, 4, 4, 7, 1, 8, 2, 5, 3, 4, 2, 6, 4)
 
 
-def read_batches(*, rank: int, num_replicas: int, num_workers: int) -> list[torch_ref.Batch]:
+class Run(NamedTuple):
+    """What is trained, and how.
+
+    Attributes:
+        make_model: returns a float64 model, with the same weights each time.
+        wrap: makes of it what `train_step` gets, in each of the replicas.
+        num_microbatches: of a step, over all replicas.
+        num_workers: processes that read ahead.
+    """
+
+    make_model: Callable[[], nn.Module]
+    wrap: Callable[[nn.Module], nn.Module]
+    num_microbatches: int
+    num_workers: int = 0
+
+
+class Routed(nn.Module):
+    """Sends a rare token through a layer of its own, and nothing through another one."""
+
+    def __init__(self) -> None:
+        """Draw the weights."""
+        super().__init__()
+        self.embed = nn.Embedding(256, 8)
+        self.for_rare = nn.Linear(8, 8)
+        self.for_nothing = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 256)
+
+    def forward(self, tokens_BxT: Tensor) -> Tensor:
+        """Return logits [B, T, 256]."""
+        hidden_BxTxD = self.embed(tokens_BxT)
+        rare_BxT = tokens_BxT == RARE
+        if rare_BxT.any():
+            hidden_BxTxD = torch.where(rare_BxT[..., None], self.for_rare(hidden_BxTxD), hidden_BxTxD)
+        logits_BxTxV: Tensor = self.head(hidden_BxTxD)
+        return logits_BxTxV
+
+
+def make_transformer() -> nn.Module:
+    """Return a small transformer."""
+    torch.manual_seed(0)
+    return torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2).double()
+
+
+def make_routed() -> nn.Module:
+    """Return a small model that not all rows reach all of."""
+    torch.manual_seed(0)
+    return Routed().double()
+
+
+def explicit(model: nn.Module) -> nn.Module:
+    """Return the model itself: the train step reduces by itself."""
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """Return the model as most programs wrap it."""
+    return DistributedDataParallel(model)
+
+
+def finding_unused(model: nn.Module) -> nn.Module:
+    """Return the model wrapped for rows that do not reach all of it."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def counted(model: nn.Module) -> nn.Module:
+    """Return the model wrapped so that its reductions go through `torch.distributed.all_reduce`."""
+    replicated = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    replicated.register_comm_hook(None, allreduce_hook)
+    return replicated
+
+
+RUNS = {
+    "explicit": Run(make_transformer, explicit, 4, num_workers=1),
+    "wrapped": Run(make_transformer, wrapped, 4),
+    "one microbatch": Run(make_transformer, counted, 2),
+    "four microbatches": Run(make_transformer, counted, 8),
+    "routed, explicit": Run(make_routed, explicit, 8),
+    "routed, wrapped": Run(make_routed, finding_unused, 8),
+}
+
+
+def read_batches(
+    num_microbatches: int, *, rank: int = 0, num_replicas: int = 1, num_workers: int = 0
+) -> list[torch_ref.Batch]:
     """Return a replica's batches of a small epoch.
 
     Args:
+        num_microbatches: of a step, over all replicas.
         rank: this process.
         num_replicas: how many take part.
         num_workers: processes that read ahead.
@@ -26,38 +122,68 @@ def read_batches(*, rank: int, num_replicas: int, num_workers: int) -> list[torc
         One batch a step.
     """
     rng = np.random.default_rng(0)
-    samples = [rng.integers(0, 256, length).astype(np.uint8) for length in (3, 9, 4, 4, 7, 1, 8, 2, 5)]
-    plan = torch_ref.make_plan([len(sample) for sample in samples], [(1, 4), (1, 9)], microbatches_per_step=4)
+    samples = [rng.integers(0, RARE, length).astype(np.uint8) for length in LENGTHS]
+    # The first sample of the first step, and the last of the last.
+    samples[LENGTHS.index(1)][0] = samples[LENGTHS.index(9)][3] = RARE
+    rows = ROWS_PER_STEP // num_microbatches
+    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], microbatches_per_step=num_microbatches)
     return list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas, num_workers=num_workers))
 
 
-def train(batches: list[torch_ref.Batch]) -> dict[str, NDArray[Any]]:
-    """Train a small float64 model.
+def train(model: nn.Module, batches: list[torch_ref.Batch], step: Callable[..., Any]) -> dict[str, NDArray[Any]]:
+    """Train a model.
 
     Args:
+        model: the model, or what wraps it.
         batches: this replica's share of each step.
+        step: takes a model, an optimizer and a batch, and returns the loss.
 
     Returns:
-        The weights by name and the losses of all steps.
+        The weights by name, and of each step the loss and the number of reductions.
     """
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = torch_ref.Transformer(embed_dim=8, num_layers=1, num_heads=2).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    losses = [float(torch_ref.train_step(model, optimizer, batch)["loss"]) for batch in batches]
-    weights = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
-    return weights | {"losses": np.array(losses)}
+    optimizer = SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.01)
+    losses, num_reductions = [], []
+    with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as all_reduce:
+        for batch in batches:
+            all_reduce.reset_mock()
+            losses.append(float(step(model, optimizer, batch)))
+            num_reductions.append(all_reduce.call_count)
+    weights = {name.removeprefix("module."): value.detach().numpy() for name, value in model.named_parameters()}
+    return weights | {"losses": np.array(losses), "num_reductions": np.array(num_reductions)}
+
+
+def exact_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
+    """Take a step as it should be; returns the loss."""
+    loss: Tensor = torch_ref.train_step(model, optimizer, batch)["loss"]
+    return loss
+
+
+def mean_of_means_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch) -> Tensor:
+    """Take a step as wrapped models commonly do: each replica's mean, of one microbatch, averaged; returns its own."""
+    optimizer.zero_grad()
+    tokens_BxT, weights_BxT = batch.tokens[0], batch.weights[0]
+    losses_BxT = nn.functional.cross_entropy(model(tokens_BxT).transpose(1, 2), tokens_BxT, reduction="none")
+    loss = (losses_BxT * weights_BxT).sum() / weights_BxT.sum().clamp(min=1)
+    torch.autograd.backward(loss)
+    optimizer.step()
+    return loss
 
 
 def main() -> None:
     """Read, connect, train, and write what came out."""
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    torch.set_num_threads(1)
     # Before connecting: the worker is forked, and the connection has threads.
-    batches = read_batches(rank=rank, num_replicas=NUM_REPLICAS, num_workers=1)
+    batches = {
+        name: read_batches(run.num_microbatches, rank=rank, num_replicas=NUM_REPLICAS, num_workers=run.num_workers)
+        for name, run in RUNS.items()
+    }
     distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=NUM_REPLICAS)
-    result = train(batches)
+    results = {name: train(run.wrap(run.make_model()), batches[name], exact_step) for name, run in RUNS.items()}
+    results["mean of means"] = train(wrapped(make_transformer()), batches["one microbatch"], mean_of_means_step)
     distributed.destroy_process_group()
-    np.savez(folder / f"{rank}.npz", **result)  # type: ignore[arg-type]
+    for name, result in results.items():
+        np.savez(folder / f"{name} {rank}.npz", **result)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +16,8 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim import lr_scheduler as schedulers
 
 import torch_ref
+from torch_ref.train import to_device
 
-from . import run_replica
 from .inputs import few, make_plan, plan_arguments
 
 Rates = list[list[float]]
@@ -597,6 +594,19 @@ def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:
     assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in gradients)
 
 
+def test_a_batch_moves_with_all_its_tensors() -> None:
+    """And keeps what is none; to where it is it needs no copy."""
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)])
+    for batch in (*torch_ref.load(plan, dataset_of([3, 5])), torch_ref.Batch(*[torch.ones(2)] * 3, 2.0)):
+        moved = to_device(batch, "meta")
+        for before, after in zip(batch, moved, strict=True):
+            if isinstance(before, Tensor):
+                assert (after.device.type, after.shape, after.dtype) == ("meta", before.shape, before.dtype)
+            else:
+                assert after == before
+        assert all(after is before for before, after in zip(batch, to_device(batch, "cpu"), strict=True))
+
+
 def test_loss_sums_are_nats_and_tokens() -> None:
     """Zero logits cost log(256) a token, whatever lies on the padding."""
     model = small_model()
@@ -624,24 +634,3 @@ def test_training_learns_a_repeated_sentence() -> None:
             scheduler.step()
     assert losses[0] == pytest.approx(math.log(256), rel=0.05)
     assert losses[-1] < 1.0
-
-
-@pytest.mark.multiprocess
-def test_two_processes_take_the_step_of_one(tmp_path: Path) -> None:
-    """Replicas that share gradients, reading through worker processes, end with the weights of a single process."""
-    arguments = [sys.executable, run_replica.__file__, str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
-    processes = [
-        subprocess.Popen([*arguments, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(run_replica.NUM_REPLICAS)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
-    alone = run_replica.train(run_replica.read_batches(rank=0, num_replicas=1, num_workers=0))
-    for rank in range(run_replica.NUM_REPLICAS):
-        together = np.load(tmp_path / f"{rank}.npz")
-        assert set(together.files) == set(alone)
-        for name, values in alone.items():
-            np.testing.assert_allclose(together[name], values, rtol=1e-9, atol=1e-11)

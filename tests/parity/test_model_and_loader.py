@@ -1,8 +1,7 @@
-"""The two models from the same weights, on the same plan, at the same rates: the same losses."""
+"""The two models from the same weights and the two loaders on the same plan: the same losses and arrays."""
 
 import jax
 import numpy as np
-import optax
 import pytest
 import torch
 
@@ -13,64 +12,18 @@ from jvarlen.models import TransformerConfig, flat_params, init_params, make_los
 from ..conftest import random_dataset
 
 CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2)
-BASE_RATE, BASE_BATCH_SIZE, WEIGHT_DECAY = 3e-3, 6, 0.1
 DATASET = random_dataset(400, 48)
 LENGTHS = np.diff(DATASET.offsets)
 
 
-def make_plans(microbatches_per_step=2):
-    options = {"order": "shuffle", "seed": 5, "microbatches_per_step": microbatches_per_step}
-    buckets = jvarlen.make_buckets(LENGTHS, 192, max_shapes=4, microbatches_per_step=microbatches_per_step)
+def make_plans():
+    options = {"order": "shuffle", "seed": 5, "microbatches_per_step": 3}
+    buckets = jvarlen.make_buckets(LENGTHS, 192, max_shapes=4, microbatches_per_step=3)
     return jvarlen.make_plan(LENGTHS, buckets, **options), torch_ref.make_plan(LENGTHS, buckets, **options)
 
 
-def jax_losses(plan, num_steps):
-    optimizer = optax.chain(
-        optax.adamw(BASE_RATE, weight_decay=WEIGHT_DECAY), jvarlen.scale_by_batch_size(BASE_BATCH_SIZE, rule="sqrt")
-    )
-    params = init_params(CONFIG, seed=0)
-    initial = flat_params(params)
-    state = jvarlen.init_train_state(params, optimizer)
-    step = jvarlen.compile_buckets(
-        jvarlen.make_train_step(make_loss_fn(CONFIG), optimizer),
-        state,
-        plan.buckets,
-        microbatches_per_step=plan.microbatches_per_step,
-        progress=False,
-    )
-    losses = []
-    for batch, _ in zip(jvarlen.load(plan, DATASET), range(num_steps), strict=False):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics.loss))
-    return initial, np.array(losses), flat_params(state.params)
-
-
-def torch_losses(plan, initial, num_steps):
-    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
-    torch_ref.load_params(model, initial)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=BASE_RATE, weight_decay=WEIGHT_DECAY)
-    scheduler = torch_ref.VariableBatchSizeLR(optimizer, plan.num_sequences, BASE_BATCH_SIZE, rule="sqrt")
-    losses = []
-    for batch, _ in zip(torch_ref.load(plan, DATASET), range(num_steps), strict=False):
-        losses.append(float(torch_ref.train_step(model, optimizer, batch)["loss"]))
-        scheduler.step()
-    return np.array(losses), model
-
-
-@pytest.mark.slow
-def test_the_first_twenty_losses_agree():
-    plan, torch_plan = make_plans()
-    assert plan.digest == torch_plan.digest
-    initial, losses, final = jax_losses(plan, 20)
-    reference, model = torch_losses(torch_plan, initial, 20)
-    assert len(losses) == 20
-    assert losses[-1] < losses[0] - 0.5
-    np.testing.assert_allclose(losses, reference, rtol=1e-4)
-    np.testing.assert_allclose(final["head.kernel"], model.head.weight.detach().numpy().T, atol=1e-3)
-
-
 def test_both_loaders_give_the_same_arrays():
-    plan, torch_plan = make_plans(microbatches_per_step=3)
+    plan, torch_plan = make_plans()
     pairs = list(zip(jvarlen.load(plan, DATASET), torch_ref.load(torch_plan, DATASET), strict=True))
     assert len(pairs) == plan.num_steps
     for batch, reference in pairs:
