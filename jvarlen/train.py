@@ -164,7 +164,7 @@ def _accumulate(
         (loss_sum, weight_sum), grads = value_fn(params, microbatch)
         sums = Metrics(loss_sum, weight_sum, count_tokens(microbatch)), grads
         # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), sums)
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32)), sums)
 
     def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None

@@ -28,6 +28,7 @@ from jvarlen import (
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.distributed import batch_shardings
 from jvarlen.recipe import Recipe
+from jvarlen.testing import assert_no_recompiles
 
 from . import processes
 
@@ -68,12 +69,10 @@ def num_executables():
 
 
 def test_each_bucket_runs_without_compiling(compiled):
-    batches = [make_batch(*bucket) for bucket in BUCKETS]
+    assert_no_recompiles(compiled, [(jnp.float32(0), spec) for spec in compiled.specs.values()])
     state = jnp.float32(0)
-    with no_recompiles() as count:
-        for batch in batches:
-            state, _ = compiled(state, batch)
-    assert count.num_compilations == 0
+    for bucket in BUCKETS:
+        state, _ = compiled(state, make_batch(*bucket))
     assert float(state) == 2 * sum(rows * length for rows, length in BUCKETS)
 
 

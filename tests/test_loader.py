@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_distributed, stream_batches
 from jvarlen.datasets import TokenDataset
+from jvarlen.testing import assert_exactly_once, assert_same_batches
 
 from .conftest import random_dataset
 
@@ -114,8 +115,7 @@ def test_a_function_of_the_epoch_goes_on_over_epochs():
 @pytest.mark.multiprocess
 def test_worker_processes_do_not_change_the_order():
     plan = plan_of_epoch(0)
-    for step, batch in enumerate(load(plan, DATASET, num_workers=2, start_step=1), start=1):
-        assert rows_of(batch) == planned_rows(plan, step)
+    assert_same_batches(load(plan, DATASET, num_workers=2, start_step=1), load(plan, DATASET, start_step=1))
 
 
 def test_cut_samples_are_cut_and_counted():
@@ -211,7 +211,7 @@ def test_a_stream_loads_every_sample_once():
     stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
     rows = [row for batch in load_stream(stream, Counting(), mesh=mesh) for m in rows_of(batch) for row in m if row]
     assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
-    assert sorted(read) == list(range(len(DATASET)))
+    assert_exactly_once(read, len(DATASET))
 
 
 def test_a_stream_goes_on_after_the_last_batch_that_was_given():
@@ -242,10 +242,9 @@ def test_a_distributed_plan_loads_what_the_whole_plan_does():
     options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
     plan = plan_distributed(lengths, buckets, mesh, **options)
     whole = make_plan(lengths, buckets, **options)
-    for batch, expected in zip(load(plan, dataset, mesh=mesh), load(whole, dataset, mesh=mesh), strict=True):
-        for leaf, other in zip(batch, expected, strict=True):
-            assert leaf.sharding == other.sharding
-            assert (np.asarray(leaf) == np.asarray(other)).all()
+    batches, expected = list(load(plan, dataset, mesh=mesh)), list(load(whole, dataset, mesh=mesh))
+    assert_same_batches(batches, expected)
+    assert [leaf.sharding for leaf in jax.tree.leaves(batches)] == [leaf.sharding for leaf in jax.tree.leaves(expected)]
     with pytest.raises(ValueError, match="is not the one whose lengths were planned"):
         next(load(plan, [dataset[i][:1] for i in range(60)], mesh=mesh))
     with pytest.raises(ValueError, match=r"made for a mesh where this process has the microbatches \[0, 1\]"):

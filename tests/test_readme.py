@@ -64,6 +64,17 @@ def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
     assert names["step"].ledger.times_used == names["plan"].num_steps
 
 
+@pytest.mark.slow
+def test_the_lines_of_the_testing_guide_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_guide("testing.md")
+    printed = capsys.readouterr().out
+    assert "likely: loss_fn returns means" in printed
+    assert "1 is missing: id 3" in printed
+    assert "step 0 differs: " in printed
+    assert names["step"].ledger.times_used == 2 * len(names["plan"].buckets) + 2 * names["plan"].num_steps
+
+
 def test_the_commands_it_names_exist():
     text = README.read_text()
     makefile = (README.parent / "Makefile").read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from jvarlen import data_mesh, init_train_state, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
 from jvarlen.distributed import batch_shardings
+from jvarlen.testing import assert_partition_invariant
 from jvarlen.train import Metrics
 
 from .conftest import random_dataset
@@ -54,7 +55,14 @@ def take_step(batch, mesh=None):
     return jax.jit(make_train_step(loss_fn, optimizer, mesh=mesh))(init_train_state(params(), optimizer), batch)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 6, 8, 24])
+def test_every_split_and_any_dummies_give_the_same_loss_and_gradient():
+    splits = assert_partition_invariant(loss_fn, params(), split_into(*make_rows(), 8))
+    without_dummies = {(split.num_microbatches, split.num_shards) for split in splits if not split.num_dummies}
+    assert without_dummies >= {(8, 1), (8, 2), (8, 4), (4, 4), (2, 2), (1, 1)}
+    assert any(split.num_dummies for split in splits)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 24])
 @pytest.mark.parametrize("num_devices", [None, 1, 2, 4])
 def test_every_split_of_a_step_gives_the_same_step(num_microbatches, num_devices):
     if num_devices and num_microbatches % num_devices:

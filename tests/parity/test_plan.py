@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jvarlen.testing import assert_exactly_once
+
 from . import slow
 from .inputs import ORDERS, make_plan, moderate, offenders, plan_arguments, steps_of
 
@@ -37,8 +39,7 @@ def test_every_sample_appears_exactly_once(package: ModuleType, arguments: dict[
     ids = range(len(lengths)) if isinstance(order, str) else order
     too_long = [i for i in ids if lengths[i] > longest]
     kept = set(ids) - set(too_long) if arguments["overlong"] == "drop" else set(ids)
-    assert sorted(plan.sample_ids.tolist()) == sorted(kept)
-    assert plan.num_samples == len(kept)
+    assert_exactly_once(plan, len(lengths), dropped=sorted(set(range(len(lengths))) - kept))
     assert plan.num_dropped == (len(too_long) if arguments["overlong"] == "drop" else 0)
     assert plan.num_truncated == (len(too_long) if arguments["overlong"] == "truncate" else 0)
     assert plan.overlong == arguments["overlong"]

@@ -1,0 +1,260 @@
+"""Partition checks: in go a loss and a step's batch, out come the splits of the step that give the same gradient.
+
+`jvarlen.testing` gives this to users. Letters: M microbatches, B rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jvarlen.distributed import batch_shardings, data_mesh
+from jvarlen.plan_checks import leaves_by_name, list_first
+from jvarlen.train import LossFn, init_train_state, make_train_step
+
+__all__ = ["Split", "assert_partition_invariant"]
+
+_ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
+
+# The gradient of a step, exactly: a difference of parameters would be rounded to their size.
+_GRADIENT_AS_STATE = optax.GradientTransformation(
+    init=lambda params: params,
+    update=lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+)
+
+
+class Split(NamedTuple):
+    """One way to divide the rows of a step.
+
+    Attributes:
+      num_microbatches: of the whole step.
+      rows: of each microbatch.
+      num_shards: devices that share the microbatches; each accumulates over its own.
+      num_dummies: rows of zeros among all rows, which were added to those of the batch.
+    """
+
+    num_microbatches: int
+    rows: int
+    num_shards: int = 1
+    num_dummies: int = 0
+
+    def __str__(self) -> str:
+        rows = f"microbatches × rows {self.num_microbatches}×{self.rows}"
+        return f"{rows}, shards {self.num_shards}" + (f", dummy rows {self.num_dummies}" if self.num_dummies else "")
+
+
+def assert_partition_invariant(
+    loss_fn: LossFn, params: Any, batch: Any, *, num_shards: Sequence[int] | None = None, rtol: float = 1e-12
+) -> list[Split]:
+    """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
+
+    The rows of the batch are taken as one microbatch, as each divisor of M microbatches, and one by one; each of these
+    on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
+    microbatches as real ones, also so that one of two shards holds dummies alone; and as nothing but dummies, which
+    must give 0. All is computed in float64, where a mistake stands out from rounding.
+
+    One batch shows what is in it: take one with rows of different lengths or weights, and some parameters that are not
+    0. What is wrong in every split alike is not seen, such as padding inside a row that has weight or is attended to;
+    nor are errors below `rtol`, random numbers that depend on the parameters alone, and what other processes do.
+    Shards need devices: `jvarlen.distributed.divide_processor` gives a processor several.
+
+    Args:
+      loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, as for `make_train_step`.
+      params: pytree of arrays; floats are cast to float64.
+      batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
+        `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a dummy row.
+      num_shards: numbers of shards to try; None for all that there are devices for. Each split compiles.
+      rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
+        relative to the largest. A loss that computes in float32 inside needs about 1e-5, in bfloat16 1e-2.
+
+    Returns:
+      The splits that agree, first the one that all others were compared with.
+
+    Raises:
+      AssertionError: some do not; it names splits, leaves, values, errors, and the likely mistake.
+      ValueError: the batch has no weight, or leaves without those axes; or shards that there are no devices for, or
+        that divide no number of microbatches.
+
+    Example:
+      >>> from jvarlen import Batch
+      >>> def loss_fn(scale, microbatch):
+      ...     losses = (scale * microbatch.tokens - 1.0) ** 2
+      ...     return (losses * microbatch.weights).sum(), microbatch.weights.sum()
+      >>> tokens = np.array([[[3, 1], [2, 0]]])
+      >>> batch = Batch(tokens, np.array([[2, 1]]), (tokens > 0) * 1.0, np.float32(2))
+      >>> for split in assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1]):
+      ...     print(split)
+      microbatches × rows 1×2, shards 1
+      microbatches × rows 2×1, shards 1
+      microbatches × rows 1×3, shards 1, dummy rows 1
+      microbatches × rows 2×2, shards 1, dummy rows 2
+      microbatches × rows 1×2, shards 1, dummy rows 2
+      >>> def mean_loss(scale, microbatch):
+      ...     loss_sum, weight_sum = loss_fn(scale, microbatch)
+      ...     return loss_sum / weight_sum, jnp.ones(())
+      >>> assert_partition_invariant(mean_loss, 0.5, batch, num_shards=[1])
+      Traceback (most recent call last):
+      AssertionError: ...
+
+    References:
+      The mean of the means of unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation
+      Fix".
+    """
+    with jax.enable_x64(True):
+        params, batch = _in_float64(params), jax.tree.map(np.asarray, _in_float64(batch))
+        num_microbatches, rows = _leading_axes(batch)
+        shards = _checked_shards(num_shards, num_microbatches, num_microbatches * rows)
+        meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
+        steps = {p: jax.jit(make_train_step(loss_fn, _GRADIENT_AS_STATE, mesh=mesh)) for p, mesh in meshes.items()}
+
+        def sums_and_gradient(split: Split, batch: Any) -> dict[str, np.ndarray]:
+            mesh = meshes[split.num_shards]
+            if mesh is not None:
+                batch = jax.device_put(batch, batch_shardings(batch, mesh))
+            state, metrics = steps[split.num_shards](init_train_state(params, _GRADIENT_AS_STATE), batch)
+            sums = {name: getattr(metrics, name) for name in ("loss", "loss_sum", "weight_sum")}
+            grads = {f"gradient{name}": grad for name, grad in leaves_by_name(state.opt_state).items()}
+            return jax.tree.map(np.asarray, sums | grads)
+
+        (reference, whole), *others = _splits(batch, num_microbatches, rows, shards)
+        expected = sums_and_gradient(reference, whole)
+        _check_reference(expected)
+        differences = {split: _differences(sums_and_gradient(split, part), expected, rtol) for split, part in others}
+        no_rows = reference._replace(num_dummies=reference.rows)
+        got = sums_and_gradient(no_rows, jax.tree.map(np.zeros_like, whole))
+        differences[no_rows] = _differences(got, jax.tree.map(np.zeros_like, expected), rtol)
+    differing = {split: found for split, found in differences.items() if found}
+    if differing:
+        raise AssertionError(
+            f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
+            f"{reference} (or from 0, where all is dummies) by more than {rtol:g} relative\n"
+            + list_first((f"  {split}: {list_first(found)}" for split, found in differing.items()), "\n")
+            + f"\nlikely: {_likely_mistake(differing)}"
+        )
+    return [reference, *differences]
+
+
+def _in_float64(tree: Any) -> Any:
+    def cast(leaf: Any) -> jax.Array:
+        array = jnp.asarray(leaf)
+        return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    return jax.tree.map(cast, tree)
+
+
+def _leading_axes(batch: Any) -> tuple[int, int]:
+    """M and B; raises ValueError where leaves differ in them."""
+    axes = {name: leaf.shape[:2] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
+    if len(set(axes.values())) != 1 or len(next(iter(axes.values()))) != 2:
+        raise ValueError(
+            f"leaves of the batch that are not scalars must begin with the same axes, microbatches and rows: {axes}"
+        )
+    num_microbatches, rows = next(iter(axes.values()))
+    return num_microbatches, rows
+
+
+def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int]:
+    """The numbers of shards to try: there are devices for each, and it divides one of the numbers of microbatches."""
+
+    def fits(shards: int) -> bool:
+        return 1 <= shards <= jax.device_count() and any(number % shards == 0 for number in numbers)
+
+    if num_shards is None:
+        return list(filter(fits, range(1, jax.device_count() + 1)))
+    unfit = [shards for shards in num_shards if not fits(shards)]
+    if unfit:
+        raise ValueError(
+            f"num_shards {unfit} must be from 1 to {jax.device_count()}, the devices that there are, and divide "
+            f"{' or '.join(map(str, numbers))} microbatches"
+        )
+    return list(num_shards)
+
+
+def _splits(batch: Any, num_microbatches: int, rows: int, shards: list[int]) -> Iterator[tuple[Split, Any]]:
+    """Every split and its batch; the whole step as one microbatch comes first."""
+    num_rows = num_microbatches * rows
+
+    def split_into(number: int) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(number, num_rows // number, *leaf.shape[2:]) if leaf.ndim else leaf, batch
+        )
+
+    def with_dummies(microbatches: int, rows: int) -> Any:
+        added = [(0, microbatches), (0, rows)]
+        return jax.tree.map(lambda leaf: np.pad(leaf, added + [(0, 0)] * (leaf.ndim - 2)) if leaf.ndim else leaf, batch)
+
+    yield Split(1, num_rows), split_into(1)
+    divisors = {number for number in range(1, num_microbatches + 1) if num_microbatches % number == 0}
+    for number in sorted(divisors | {num_rows} - {1}):
+        for p in shards:
+            if number % p == 0 and number > 1:
+                yield Split(number, num_rows // number, p), split_into(number)
+    yield Split(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
+    for p in sorted({1, 2} & set(shards)) or [1]:
+        yield Split(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
+
+
+class _Difference(NamedTuple):
+    """The entry of a leaf that differs most, and by how much relative to what `rtol` is relative to."""
+
+    name: str
+    got: float
+    expected: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.got:.9g}, not {self.expected:.9g} (relative error {self.error:.1e})"
+
+
+def _check_reference(expected: dict[str, np.ndarray]) -> None:
+    """Raises where nothing can be compared with it."""
+    not_finite = [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]
+    if not_finite:
+        raise AssertionError(f"the step as one microbatch is not finite in {list_first(not_finite, ', ')}")
+    if not expected["weight_sum"] > 0:
+        raise ValueError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
+
+
+def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[_Difference]:
+    """The leaves that differ, the worst first."""
+    grads = [leaf for name, leaf in expected.items() if name.startswith("gradient")]
+    largest = max(np.abs(grad).max(initial=0) for grad in grads)
+    found = []
+    for name, leaf in expected.items():
+        scale = largest if name.startswith("gradient") else np.abs(leaf)
+        difference = np.abs(got[name] - leaf)
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        if (difference > rtol * scale).any():
+            at = np.unravel_index(np.argmax(difference), leaf.shape)
+            where = f"[{', '.join(map(str, at))}]" if at else ""
+            error = float(difference[at] / scale) if scale else np.inf
+            found.append(_Difference(name + where, float(got[name][at]), float(leaf[at]), error))
+    return sorted(found, key=lambda one: -one.error)
+
+
+def _likely_mistake(differing: dict[Split, list[_Difference]]) -> str:
+    found = [one for differences in differing.values() for one in differences]
+    with_real_rows_only = [one for split, ones in differing.items() if not split.num_dummies for one in ones]
+    if all(one.error < _ROUNDING for one in found):
+        return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
+    if any(one.name == "weight_sum" for one in with_real_rows_only):
+        return (
+            "loss_fn returns means, and the mean of the means of microbatches is not the mean over the step; it must "
+            "return the sum of loss × weight and the sum of weights"
+        )
+    if not all(np.isfinite(one.got) for one in found):
+        return (
+            "loss_fn divides by what is 0 for dummy rows, such as a number of tokens, or takes a root or logarithm of "
+            "0; a weight of 0 does not undo that, least of all in the gradient"
+        )
+    if not with_real_rows_only:
+        return "dummy rows count; multiply each loss by a weight that is 0 there, and return the sum of these weights"
+    return (
+        "the loss of a row depends on the rows beside it, as with normalisation over the batch; or a term that belongs "
+        "to no row, such as weight decay, is added once a microbatch"
+    )
