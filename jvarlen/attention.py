@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jvarlen.masks import attention_mask, segment_mask
+from jvarlen.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = ["AttentionImplementation", "attend", "attend_within_segments"]
+__all__ = ["AttentionImplementation", "SegmentAttentionImplementation", "attend", "attend_within_segments"]
 
-AttentionImplementation = Literal["xla", "cudnn", "chunked"]
+AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
+SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
 _CHUNK = 256  # queries at a time
 _LONG = 1024  # positions from which memory for all of T² is worth saving
@@ -29,23 +30,40 @@ def attend(
     lengths: Int[Array, " B"],
     *,
     causal: bool = True,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention within rows of one sample each; keys past a row's length take no part.
+
+    Every implementation gives the same outputs at a row's tokens, and the same gradients of them.
 
     Args:
       query: float[B, T, H, K].
       key: float[B, T, H, K].
       value: float[B, T, H, K].
-      lengths: int[B], tokens a row.
+      lengths: int[B], tokens a row; 0 for a dummy row.
       causal: whether a position sees only itself and what comes before it.
-      implementation: of `jax.nn.dot_product_attention`; `"cudnn"` builds nothing of size T².
+      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, told the lengths: XLA makes the
+        mask as it needs it, while the logits of all pairs of positions take memory; `"cudnn"` holds nothing of size T²,
+        and takes 16-bit floats on a GPU only. `"mask"` hands over the B×T×T mask. `"chunked"` is that of
+        `attend_within_segments`, with the padding as a segment of its own. None: chunked for rows of 1,024 positions or
+        more, `"xla"` for shorter ones.
 
     Returns:
-      float[B, T, H, K]; positions past a row's length give numbers without meaning.
+      float[B, T, H, K]; positions past a row's length give numbers without meaning, but finite ones.
+
+    Example:
+      >>> values = jnp.arange(3.0).reshape(1, 3, 1, 1)
+      >>> zeros = jnp.zeros((1, 3, 1, 1))  # so that each position gets the mean of what it sees
+      >>> [attend(zeros, zeros, values, jnp.array([2]), implementation=x).ravel()[:2].tolist() for x in ("xla", "mask")]
+      [[0.0, 0.5], [0.0, 0.5]]
     """
-    if query.dtype == jnp.float64:
-        return _attend_in_float64(query, key, value, attention_mask(lengths, query.shape[1], causal=causal)[:, None])
+    seq_length = query.shape[1]
+    implementation = implementation or _chosen_for(seq_length)
+    if implementation == "chunked":
+        segment_ids = padding_mask(lengths, seq_length).astype(jnp.int32)
+        return attend_within_segments(query, key, value, segment_ids, causal=causal, implementation="chunked")
+    if implementation == "mask" or query.dtype == jnp.float64:
+        return _attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
     )
@@ -58,7 +76,7 @@ def attend_within_segments(
     segment_ids: Int[Array, "B T"],
     *,
     causal: bool = True,
-    implementation: AttentionImplementation | None = None,
+    implementation: SegmentAttentionImplementation | None = None,
 ) -> Float[Array, "B T H K"]:
     """Attention within the samples of packed rows; no position sees another sample.
 
@@ -70,7 +88,7 @@ def attend_within_segments(
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
         takes some queries at a time, on any device: memory grows with T instead of T², in the backward pass as well,
-        where it is computed again. None: chunked for rows of 1,024 positions or more.
+        where it is computed again. None: chunked for rows of 1,024 positions or more, `"xla"` for shorter ones.
 
     Returns:
       float[B, T, H, K]; positions without a token give numbers without meaning.
@@ -79,13 +97,10 @@ def attend_within_segments(
       Queries in chunks: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory".
     """
     seq_length = query.shape[1]
-    if implementation is None:
-        implementation = "chunked" if seq_length >= _LONG else "xla"
+    implementation = implementation or _chosen_for(seq_length)
     if implementation != "chunked":
-        mask_Bx1xTxT = segment_mask(segment_ids, segment_ids, causal=causal)[:, None]
-        if query.dtype == jnp.float64:
-            return _attend_in_float64(query, key, value, mask_Bx1xTxT)
-        return jax.nn.dot_product_attention(query, key, value, mask=mask_Bx1xTxT, implementation=implementation)
+        mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal)
+        return _attend_by_mask(query, key, value, mask_BxTxT, implementation)
     num_chunks = -(-seq_length // _CHUNK)
     filler = num_chunks * _CHUNK - seq_length
 
@@ -100,26 +115,29 @@ def attend_within_segments(
     @jax.checkpoint
     def one_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         query_BxQxHxK, segments_BxQ, first_query = chunk
-        mask_Bx1xQxT = segment_mask(segments_BxQ, segment_ids, causal=causal, first_query=first_query)[:, None]
-        if query.dtype == jnp.float64:
-            return _attend_in_float64(query_BxQxHxK, key, value, mask_Bx1xQxT)
-        in_type = query.dtype
-        return jax.nn.dot_product_attention(
-            query_BxQxHxK, key.astype(in_type), value.astype(in_type), mask=mask_Bx1xQxT
-        )
+        mask_BxQxT = segment_mask(segments_BxQ, segment_ids, causal=causal, first_query=first_query)
+        return _attend_by_mask(query_BxQxHxK, key.astype(query.dtype), value.astype(query.dtype), mask_BxQxT)
 
     first_queries = jnp.arange(num_chunks) * _CHUNK
     attended = jax.lax.map(one_chunk, (in_chunks(query), in_chunks(segment_ids), first_queries))
     return jnp.moveaxis(attended, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :seq_length]
 
 
-def _attend_in_float64(
+def _chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
+    return "chunked" if seq_length >= _LONG else "xla"
+
+
+def _attend_by_mask(
     query: Float[Array, "B Q H K"],
     key: Float[Array, "B T H K"],
     value: Float[Array, "B T H K"],
-    mask: Bool[Array, "B 1 Q T"],
+    mask: Bool[Array, "B Q T"],
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "B Q H K"]:
-    """What `jax.nn.dot_product_attention` computes, which takes the softmax in float32 whatever it is given."""
+    mask = mask[:, None]
+    if query.dtype != jnp.float64:
+        return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
+    # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
     logits_BxHxQxT = jnp.einsum("BQHK,BTHK->BHQT", query, key) / jnp.sqrt(query.shape[-1])
     weights_BxHxQxT = jax.nn.softmax(jnp.where(mask, logits_BxHxQxT, jnp.finfo(query.dtype).min), axis=-1)
     return jnp.einsum("BHQT,BTHK->BQHK", weights_BxHxQxT, value)

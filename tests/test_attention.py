@@ -1,12 +1,14 @@
-"""Attention: the same numbers however it is computed, each sample on its own, no T×T array where that is promised."""
+"""Attention: the same numbers in all forms of mask, each sample on its own, no T×T array where that is promised."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jvarlen import attention, padding_mask
 from jvarlen.attention import attend, attend_within_segments
-from jvarlen.masks import attention_mask, segment_mask
 
 T = 600  # two whole chunks of queries and a part of one
 
@@ -27,14 +29,75 @@ def segments_of(rows, length):
 SEGMENTS = segments_of([[600], [1, 299, 256, 3], []], T)
 
 
+def attend_alone(q_LxHxK, k_LxHxK, v_LxHxK, causal):
+    """Attention of one sample by its definition, one query at a time."""
+    attended = []
+    for t in range(len(q_LxHxK)):
+        seen = t + 1 if causal else len(q_LxHxK)
+        logits_LxH = jnp.sum(q_LxHxK[t] * k_LxHxK[:seen], axis=-1) / np.sqrt(q_LxHxK.shape[-1])
+        powers_LxH = jnp.exp(logits_LxH - logits_LxH.max(axis=0))
+        attended.append(jnp.sum((powers_LxH / powers_LxH.sum(axis=0))[..., None] * v_LxHxK[:seen], axis=0))
+    return jnp.stack(attended)
+
+
+FORMS = {
+    "lengths": lambda q, k, v, **options: attend(q, k, v, **options, implementation="xla"),
+    "mask": lambda q, k, v, **options: attend(q, k, v, **options, implementation="mask"),
+    "chunks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="chunked"),
+    "segments": lambda q, k, v, lengths, causal: attend_within_segments(
+        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), causal=causal
+    ),
+}
+ROWS = np.array([5, 0, 1, 3])  # as long as can be, a dummy, a single token, some of each
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(attention, "_CHUNK", 2)  # two whole chunks of queries and a part of one
+
+
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize("causal", [True, False])
-def test_positions_see_their_own_sample_only(causal):
-    segments = segments_of([[2, 3], [4]], 6)
-    mask = np.asarray(segment_mask(segments, segments, causal=causal))
-    for row, ids in enumerate(np.asarray(segments)):
-        for query in range(6):
-            for key in range(6):
-                assert mask[row, query, key] == (ids[query] == ids[key] and (key <= query or not causal))
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_all_forms_of_mask_give_what_each_sample_gives_alone(causal, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        atol = {"float64": 1e-13, "float32": 2e-6}[dtype]
+        keys = jax.random.split(jax.random.key(0), 4)
+        *qkv, weights = (jax.random.normal(key, (len(ROWS), ROWS.max(), 2, 4), dtype) for key in keys)
+        is_token = np.arange(ROWS.max()) < ROWS[:, None]
+
+        def alone(q, k, v):
+            total, outputs = 0, []
+            for row, n in enumerate(ROWS):
+                if n:
+                    outputs.append(attend_alone(q[row, :n], k[row, :n], v[row, :n], causal))
+                    total += jnp.sum(outputs[-1] * weights[row, :n])
+            return total, jnp.concatenate(outputs)
+
+        def together(form, q, k, v):
+            outputs = FORMS[form](q, k, v, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
+            return jnp.sum(outputs * weights * is_token[..., None, None]), outputs
+
+        expected, expected_outputs = jax.jit(jax.grad(alone, argnums=(0, 1, 2), has_aux=True))(*qkv)
+        for form in FORMS:
+            gradient = jax.jit(jax.grad(functools.partial(together, form), argnums=(0, 1, 2), has_aux=True))
+            grads, outputs = gradient(*qkv)
+            assert outputs.dtype == dtype
+            assert jnp.isfinite(outputs).all()  # those of padding and of the dummy row as well
+            np.testing.assert_allclose(outputs[is_token], expected_outputs, atol=atol)
+            for grad, expected_grad in zip(grads, expected, strict=True):
+                np.testing.assert_allclose(grad, expected_grad, atol=atol)
+                assert (np.asarray(grad)[~is_token] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal, dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 1, 2), dtype)
+    for form in FORMS:
+        attended = functools.partial(FORMS[form], lengths=jnp.zeros(2, jnp.int32), causal=causal)
+        for grad in jax.grad(lambda *qkv: attended(*qkv).sum().astype("float32"), argnums=(0, 1, 2))(x, x, x):  # noqa: B023
+            assert jnp.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -86,14 +149,6 @@ def test_many_chunks_lose_no_precision_in_bfloat16():
         return float(jnp.linalg.norm(key_gradient(implementation, q, k, v) - exact) / jnp.linalg.norm(exact))
 
     assert error("chunked") < 1.2 * error("xla")
-
-
-def test_lengths_and_the_mask_they_stand_for_are_the_same():
-    q, k, v = random_qkv(2, 16)
-    lengths = jnp.array([16, 5])
-    masked = jax.nn.dot_product_attention(q, k, v, mask=attention_mask(lengths, 16)[:, None])
-    np.testing.assert_allclose(attend(q, k, v, lengths)[0], masked[0], atol=1e-6)
-    np.testing.assert_allclose(attend(q, k, v, lengths)[1, :5], masked[1, :5], atol=1e-6)
 
 
 def test_chunks_never_hold_all_pairs_of_positions():

@@ -1,9 +1,14 @@
-"""The demo model: causal, blind to padding and dummy rows, the same for the same seed."""
+"""The demo model: causal, blind to padding and dummy rows, the same for the same seed and with every form of mask."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 
+from jvarlen import compile_buckets, init_train_state, make_train_step
 from jvarlen.collate import Batch
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 
@@ -42,6 +47,50 @@ def test_padding_and_dummy_rows_change_nothing():
 def test_gradients_of_dummy_rows_are_zero_and_finite():
     grads = jax.grad(lambda params: LOSS_FN(params, microbatch([[], []], [0, 0], 8))[0])(PARAMS)
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.fixture(scope="module")
+def told_lengths():
+    """Loss and gradient in float64 of rows of all kinds, by the model as it is."""
+    return loss_and_grad_in_float64(CONFIG)
+
+
+def loss_and_grad_in_float64(config):
+    rows = microbatch([[1, 2, 3, 4, 5, 6], [], [7], [8, 9, 10]], [6, 0, 1, 3], 6)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        return jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))(params, rows)
+
+
+@pytest.mark.parametrize("attention", ["mask", "chunked"])
+def test_every_form_of_mask_gives_the_same_loss_and_gradient(attention, told_lengths):
+    """In float64, where nothing but a wrong term can differ."""
+    (expected, expected_weight), expected_grads = told_lengths
+    (loss, weight), grads = loss_and_grad_in_float64(dataclasses.replace(CONFIG, attention=attention))
+    assert loss.dtype == jnp.float64
+    assert weight == expected_weight == 10
+    np.testing.assert_allclose(loss, expected, rtol=1e-13)
+    for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-12)
+
+
+def growth_of_temporaries(attention):
+    """How many times the bytes between arguments and results of a training step twice as long a row takes."""
+    optimizer = optax.sgd(0.1)
+    config = TransformerConfig(num_layers=1, width=8, num_heads=1, attention=attention)
+    compiled = compile_buckets(
+        make_train_step(make_loss_fn(config), optimizer),
+        init_train_state(init_params(config, seed=0), optimizer),
+        [(1, 1024), (1, 2048)],
+        progress=False,
+    )
+    temporaries = {row.bucket.length: row.temp_bytes for row in compiled.ledger}
+    return temporaries[2048] / temporaries[1024]
+
+
+def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
+    assert growth_of_temporaries("mask") > 3.5
+    assert growth_of_temporaries(None) < 2.1  # in chunks, which rows as long as these are taken in by themselves
 
 
 def test_an_untrained_model_knows_nothing():

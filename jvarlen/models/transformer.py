@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvarlen.attention import AttentionImplementation, attend, attend_within_segments
+from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation, attend, attend_within_segments
 from jvarlen.collate import Batch, PackedBatch
+from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 
 __all__ = ["Transformer", "TransformerConfig", "flat_params", "init_params", "make_loss_fn"]
 
@@ -38,8 +39,15 @@ class TransformerConfig:
     """Size of the residual stream."""
     num_heads: int = 2
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
-    packed_attention: AttentionImplementation | None = None
+    attention: AttentionImplementation | None = None
+    """How rows of one sample attend, each position to itself and those before it: told their lengths (xla, cudnn),
+    through a mask of all pairs of positions (mask), or some queries at a time (chunked); None decides by their length.
+    """
+    packed_attention: SegmentAttentionImplementation | None = None
     """How packed rows attend; None chooses by their length."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Type of activations and of what is multiplied; parameters, sums, softmax and loss stay float32. None computes in
+    the type of the parameters."""
 
     def __post_init__(self):
         if min(self.num_layers, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
@@ -47,6 +55,9 @@ class TransformerConfig:
                 f"num_layers ({self.num_layers}) must be at least 1 and width ({self.width}) a multiple of "
                 f"2 * num_heads ({2 * self.num_heads})"
             )
+        wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
+        if wrong and self.compute_dtype is None:
+            raise ValueError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
 
 
 class Rows(NamedTuple):
@@ -63,33 +74,43 @@ class Rows(NamedTuple):
     positions: Any = None
 
 
+def _linear(config: TransformerConfig, num_in: int, num_out: int, **options: Any) -> nnx.Linear:
+    """A layer without bias that multiplies in the configured type, of float32 outputs where that is bfloat16."""
+    if config.compute_dtype is not None:
+        options["dot_general"] = dot_general_in_bfloat16
+    return nnx.Linear(num_in, num_out, use_bias=False, **options)
+
+
 class Block(nnx.Module):
     """Attention and a two-layer perceptron, each on a normalised residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         width = config.width
         self.num_heads = config.num_heads
-        self.implementation = config.packed_attention
+        self.implementation = config.attention
+        self.packed_implementation = config.packed_attention
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
-        self.qkv = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
-        self.out = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.qkv = _linear(config, width, 3 * width, rngs=rngs)
+        self.out = _linear(config, width, width, rngs=rngs)
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
+        self.up = _linear(config, width, 4 * width, rngs=rngs)
+        self.down = _linear(config, 4 * width, width, rngs=rngs)
 
     def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
+        # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
         batch, seq_length, width = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2]
-        q_BxTxHxK, k_BxTxHxK = (rotate_positions(x, rows.positions) for x in (q_BxTxHxK, k_BxTxHxK))
+        q_BxTxHxK, k_BxTxHxK = (rotate_positions(qkv[:, :, i], rows.positions).astype(x_BxTxD.dtype) for i in (0, 1))
+        v_BxTxHxK = qkv[:, :, 2].astype(x_BxTxD.dtype)
         if rows.segment_ids is None:
-            attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths)
+            attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
         else:
             attended = attend_within_segments(
-                q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.implementation
+                q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.packed_implementation
             )
-        x_BxTxD = x_BxTxD + self.out(attended.reshape(batch, seq_length, width))
-        return x_BxTxD + self.down(jax.nn.gelu(self.up(self.norm2(x_BxTxD))))
+        x_BxTxD = (x_BxTxD + self.out(attended.reshape(batch, seq_length, width))).astype(x_BxTxD.dtype)
+        hidden_BxTx4D = self.up(self.norm2(x_BxTxD)).astype(x_BxTxD.dtype)
+        return (x_BxTxD + self.down(jax.nn.gelu(hidden_BxTx4D))).astype(x_BxTxD.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
@@ -104,18 +125,26 @@ class Transformer(nnx.Module):
         self.embed = nnx.Embed(NUM_BYTES + 1, config.width, embedding_init=jax.nn.initializers.normal(0.02), rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.head = nnx.Linear(
-            config.width, NUM_BYTES, use_bias=False, kernel_init=jax.nn.initializers.normal(0.02), rngs=rngs
-        )
+        self.head = _linear(config, config.width, NUM_BYTES, kernel_init=jax.nn.initializers.normal(0.02), rngs=rngs)
+        self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
-        """Logits of every byte; positions without a token give numbers without meaning."""
+        """Logits of every byte, at least float32; positions without a token give numbers without meaning."""
+        x_BxTxD = self.embed_tokens(tokens_BxT, rows)
+        for block in self.blocks:
+            x_BxTxD = _run_block(*nnx.split(block), x_BxTxD, rows)
+        return self.logits(x_BxTxD)
+
+    def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
+        """What the first block takes: the byte before each position, in the type that is computed in."""
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN_OF_SAMPLE)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, BEGIN_OF_SAMPLE, inputs_BxT)
         x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
-        for block in self.blocks:
-            x_BxTxD = _run_block(*nnx.split(block), x_BxTxD, rows)
+        return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
+
+    def logits(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Logits of every byte from what the last block gave."""
         return self.head(self.norm(x_BxTxD))
 
 
@@ -152,7 +181,8 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     Returns:
       A function of the parameters and a `Batch` or a `PackedBatch` without its leading axis (tokens int32[B, T],
       weights float32[B, T] and the rest) that gives two float32 scalars: the weighted sum of the cross-entropy of every
-      byte given the bytes before it in its sample, and the sum of the weights.
+      byte given the bytes before it in its sample, and the sum of the weights. Its gradients have the parameters' type,
+      whatever it computes in.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 

@@ -1,0 +1,30 @@
+"""Both models in bfloat16, each in its framework's way: losses as near as the roundings let them be."""
+
+import jax
+import numpy as np
+import torch
+
+import jvarlen
+import torch_ref
+from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+
+CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2, compute_dtype="bfloat16")
+
+
+def test_bfloat16_gives_the_loss_and_gradient_that_autocast_gives():
+    params = init_params(CONFIG, seed=1)
+    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
+    torch_ref.load_params(model, flat_params(params))
+    tokens = np.random.default_rng(0).integers(0, 256, (4, 48))
+    lengths = np.array([48, 1, 30, 7])
+    weights = (np.arange(48) < lengths[:, None]).astype(np.float32)
+    batch = jvarlen.Batch(tokens.astype(np.int32), lengths.astype(np.int32), weights, np.float32(4))
+    (loss, _), grads = jax.jit(jax.value_and_grad(make_loss_fn(CONFIG), has_aux=True))(params, batch)
+    torch_batch = torch_ref.Batch(torch.from_numpy(tokens), torch.from_numpy(lengths), torch.from_numpy(weights), 4.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        reference, _ = torch_ref.loss_sums(model, torch_batch)
+    reference.backward()
+    np.testing.assert_allclose(float(loss), float(reference.detach()), rtol=1e-3)
+    for name, layer in (("head.kernel", model.head), ("blocks.0.qkv.kernel", model.blocks[0].qkv)):
+        expected = layer.weight.grad.numpy().T
+        assert np.linalg.norm(flat_params(grads)[name] - expected) < 0.03 * np.linalg.norm(expected)
