@@ -165,6 +165,22 @@ def test_packed_rows_train_and_resume_as_well(config, split):
     assert same_training(resumed, result)
 
 
+def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config, split):
+    counted = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
+        model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
+    )
+    whole = fit(counted, split)
+    assert whole.summary.compilations_after_first_step == 0
+    stopped = fit(counted, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
+    assert stopped.summary.interrupted
+    assert same_training(fit(dataclasses.replace(counted, resume=stopped.run_dir), split), whole)
+    for row in step_records(whole.run_dir):
+        assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
+        assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
+
+
 def test_a_run_keeps_its_own_cost_model(config, split, tmp_path):
     CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
     costly = dataclasses.replace(config, plan=dataclasses.replace(config.plan, cost_model=tmp_path / "cost.json"))

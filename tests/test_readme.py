@@ -65,6 +65,17 @@ def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_the_lines_of_the_training_guide_run(capsys):
+    names = run_guide("training.md")
+    printed = capsys.readouterr().out
+    assert "0.2" in printed
+    assert "{'float32'}" in printed
+    assert names["metrics"].loss < 6
+    assert len(names["rates"]) == names["plan"].num_steps
+    assert names["step"].collectives(names["plan"].buckets[0])["all-reduce"].in_loops == 0
+
+
+@pytest.mark.slow
 def test_the_lines_of_the_testing_guide_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_guide("testing.md")

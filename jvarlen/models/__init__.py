@@ -1,5 +1,15 @@
 """Small Flax NNX models for examples and benchmarks."""
 
+from jvarlen.models.pipelined import make_stages, merge_stages, split_stages
 from jvarlen.models.transformer import Transformer, TransformerConfig, flat_params, init_params, make_loss_fn
 
-__all__ = ["Transformer", "TransformerConfig", "flat_params", "init_params", "make_loss_fn"]
+__all__ = [
+    "Transformer",
+    "TransformerConfig",
+    "flat_params",
+    "init_params",
+    "make_loss_fn",
+    "make_stages",
+    "merge_stages",
+    "split_stages",
+]

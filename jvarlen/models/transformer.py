@@ -114,7 +114,7 @@ class Block(nnx.Module):
 
 
 @functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
-def _run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
+def run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
     return nnx.merge(graphdef, params)(x_BxTxD, rows)
 
 
@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
         """Logits of every byte, at least float32; positions without a token give numbers without meaning."""
         x_BxTxD = self.embed_tokens(tokens_BxT, rows)
         for block in self.blocks:
-            x_BxTxD = _run_block(*nnx.split(block), x_BxTxD, rows)
+            x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
@@ -187,15 +187,24 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        if isinstance(microbatch, PackedBatch):
-            rows = Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
-        else:
-            rows = Rows(lengths=microbatch.lengths)
-        logits_BxTxV = nnx.merge(graphdef, params)(microbatch.tokens, rows)
-        losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
-        return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
+        return sum_losses(nnx.merge(graphdef, params)(microbatch.tokens, rows_of(microbatch)), microbatch)
 
     return loss_fn
+
+
+def rows_of(microbatch: Batch | PackedBatch) -> Rows:
+    """What attention must know of the rows of a microbatch."""
+    if isinstance(microbatch, PackedBatch):
+        return Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
+    return Rows(lengths=microbatch.lengths)
+
+
+def sum_losses(
+    logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """The weighted sum of the cross-entropy in nats, and the sum of the weights."""
+    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
+    return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
 
 
 def flat_params(params: nnx.State) -> dict[str, np.ndarray]:

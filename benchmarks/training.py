@@ -1,0 +1,160 @@
+"""How much of the speed of the bare compiled step does a whole training keep, and what does scaling the rate cost?
+
+The demo of `make train`, shortened: `fit` with its loading, metrics, log, progress and checkpoints, against the same
+steps called in a loop with their batches on the device already. Then the step with `scale_by_batch_size` against the
+step without it. Each pair takes turns in one run. Run `python benchmarks/training.py [--quick]`. Prints tables and
+writes them, with versions and hardware, to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from timing import report, table, versions_and_hardware
+
+import jvarlen
+from jvarlen.config import FitConfig, PlanConfig
+from jvarlen.course import Course
+from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+
+
+class BareLoop:
+    """The steps of a training, compiled, with their batches on the device: nothing but calls of executables."""
+
+    def __init__(self, config: FitConfig, course: Course, data: Split):
+        self._init = lambda: jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
+        plan = course.plan_of_epoch(0)
+        self.num_steps = course.num_steps
+        self.num_tokens = int(plan.num_tokens[: course.num_steps].sum())
+        batches = jvarlen.load(plan, data.train)
+        self._batches = [next(batches) for _ in range(course.num_steps)]
+        step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
+        specs = [jvarlen.token_batch_spec(bucket, plan.microbatches_per_step) for bucket in plan.buckets]
+        self._executables = {
+            spec.tokens.shape: jax.jit(step, donate_argnums=0).lower(self._init(), spec).compile() for spec in specs
+        }
+
+    def seconds(self) -> float:
+        """Seconds of all steps, from a fresh state."""
+        state = jax.block_until_ready(self._init())
+        executables = [self._executables[batch.tokens.shape] for batch in self._batches]
+        start = time.perf_counter()
+        for executable, batch in zip(executables, self._batches, strict=True):
+            state, _ = executable(state, batch)
+        jax.block_until_ready(state)
+        return time.perf_counter() - start
+
+
+def fit_seconds(config: FitConfig, data: Split) -> float:
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        summary = jvarlen.fit(dataclasses.replace(config, runs_dir=Path(folder)), data).summary
+    return summary.num_tokens / summary.real_tokens_per_s
+
+
+def compiled_step(
+    model: TransformerConfig, optimizer: optax.GradientTransformation, bucket: jvarlen.Bucket
+) -> Callable[[], Any]:
+    """One step of the model in a bucket, to be called again and again."""
+    state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)
+    spec = jvarlen.token_batch_spec(bucket, 1)
+    batch = jax.device_put(jvarlen.full_batch(spec))
+    step = jvarlen.make_train_step(make_loss_fn(model), optimizer)
+    executable = jax.jit(step, donate_argnums=0).lower(state, spec).compile()
+
+    def call() -> None:
+        nonlocal state
+        state, metrics = executable(state, batch)
+        jax.block_until_ready(metrics)
+
+    return call
+
+
+def take_turns(calls: list[Callable[[], Any]], num_turns: int) -> list[list[float]]:
+    """Seconds of every call, called one after the other, each turn in the other order."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    for turn in range(num_turns):
+        for k in range(len(calls)) if turn % 2 else reversed(range(len(calls))):
+            start = time.perf_counter()
+            calls[k]()
+            seconds[k].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
+    quick = parser.parse_args().quick
+    config = FitConfig(max_steps=120, checkpoint_every=100, progress=False)
+    if quick:
+        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        plan = PlanConfig(max_tokens=256, max_shapes=2, max_length=64)
+        config = dataclasses.replace(config, max_steps=4, plan=plan, model=tiny)
+    data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+    lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
+    bare = BareLoop(config, Course(config, lengths, held_out_lengths), data)
+    turns = [(fit_seconds(config, data), bare.seconds()) for _ in range(1 if quick else 5)]
+    ratios = [loop / fitted for fitted, loop in turns]
+
+    rows, length = (4, 64) if quick else (16, 256)
+    scaled = optax.chain(optax.adamw(1e-3), jvarlen.scale_by_batch_size(8, rule="sqrt"))
+    steps = [
+        compiled_step(config.model, optimizer, jvarlen.Bucket(rows, length))
+        for optimizer in (optax.adamw(1e-3), scaled)
+    ]
+    take_turns(steps, 2)
+    plain, with_scale = take_turns(steps, 4 if quick else 300)
+    lines = [
+        f"# Training against the bare step, {datetime.date.today()}",
+        "",
+        f"{bare.num_steps} steps of the demo, {bare.num_tokens:,} real tokens; `fit` and the loop take turns, "
+        f"{len(turns)} each. The best of each, and the median of the turns' ratios.",
+        "",
+        *table(
+            "what runs|real tokens a second, best|of the bare loop, best|median of turns",
+            [
+                ("bare loop", f"{bare.num_tokens / min(loop for _, loop in turns):,.0f}", "1", "1"),
+                (
+                    "`fit`",
+                    f"{bare.num_tokens / min(fitted for fitted, _ in turns):,.0f}",
+                    f"{min(loop for _, loop in turns) / min(fitted for fitted, _ in turns):.3f}",
+                    f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+                ),
+            ],
+        ),
+        "",
+        f"One step in {rows} × {length}, AdamW alone and followed by `scale_by_batch_size`, {len(plain)} turns:",
+        "",
+        *table(
+            "step|median, ms|fastest, ms|median / without|fastest / without",
+            [
+                (
+                    name,
+                    f"{statistics.median(seconds) * 1e3:.2f}",
+                    f"{min(seconds) * 1e3:.2f}",
+                    f"{statistics.median(seconds) / statistics.median(plain):.4f}",
+                    f"{min(seconds) / min(plain):.4f}",
+                )
+                for name, seconds in (("without", plain), ("with", with_scale))
+            ],
+        ),
+        "",
+        versions_and_hardware("jax", "optax"),
+    ]
+    report("training", lines, write=not quick)
+
+
+if __name__ == "__main__":
+    main()
