@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import threading
 import time
@@ -28,9 +27,7 @@ from jvarlen.config import FitConfig, flat_settings
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
 from jvarlen.distributed import batch_shardings, replicate
-from jvarlen.files import write_atomically
 from jvarlen.interrupts import is_interrupted, remembered_interrupts
-from jvarlen.ledger import Ledger
 from jvarlen.lengths import DataSource
 from jvarlen.loader import load
 from jvarlen.measure_samples import measure_lengths
@@ -38,47 +35,15 @@ from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
 from jvarlen.processes import agree, gather_texts, is_on_any, together
 from jvarlen.recompiles import no_recompiles
-from jvarlen.report import length_histogram, plot_curves, plot_ledger, read_metrics
+from jvarlen.report import length_histogram
 from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.summary import Summary, write_summary
 from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
 
-__all__ = ["FitResult", "Summary", "fit"]
+__all__ = ["FitResult", "fit"]
 
 _OF_EACH_PROCESS = {"process_id", "devices", "num_workers", "runs_dir", "resume", "progress"}
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a run came to; `summary.json` holds the same.
-
-    Attributes:
-      held_out_bits_per_byte_before: on held-out samples, before the first step.
-      held_out_bits_per_byte_after: the same after the last step; None where the run was interrupted.
-      num_steps: steps done.
-      num_tokens: real tokens trained on.
-      real_tokens_per_s: real tokens over `train_s`.
-      padding: share of the trained positions that held no token.
-      num_shapes: buckets compiled for training.
-      compile_s: seconds until all was compiled, for training and evaluation; threads share the work.
-      num_cache_hits: executables that came from the persistent cache.
-      train_s: seconds from the first step to the last, interruptions left out.
-      compilations_after_first_step: programs compiled since; 0, or the run would have stopped.
-      interrupted: whether the run was stopped before its end.
-    """
-
-    held_out_bits_per_byte_before: float
-    held_out_bits_per_byte_after: float | None
-    num_steps: int
-    num_tokens: int
-    real_tokens_per_s: float
-    padding: float
-    num_shapes: int
-    compile_s: float
-    num_cache_hits: int
-    train_s: float
-    compilations_after_first_step: int
-    interrupted: bool
 
 
 class FitResult(NamedTuple):
@@ -216,7 +181,10 @@ def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, stop: threadi
     )
     with together("write the summary"):
         if _is_main():
-            _write_summary(run_dir, summary, ledger)
+            write_summary(run_dir, summary, ledger)
+            _say("Ledger", ledger.table())
+            _say("Summary", str(summary))
+            print(run_dir, flush=True)
     return FitResult(summary, run_dir, state)
 
 
@@ -252,17 +220,6 @@ def _open_run_dir(config: FitConfig, plan: Plan) -> Path:
             run_dir, changed = resumed_run_dir(config, config.resume, plan)
             _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     return Path(gather_texts("the run directory", str(run_dir))[0])
-
-
-def _write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
-    with write_atomically(run_dir / "summary.json") as file:
-        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
-    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
-    ledger.save(run_dir / "ledger.json")
-    plot_ledger(ledger, run_dir / "ledger.png")
-    _say("Ledger", ledger.table())
-    _say("Summary", _format_summary(summary))
-    print(run_dir, flush=True)
 
 
 def _train(
@@ -344,20 +301,3 @@ def _evaluate(
 def _say(title: str, *texts: str) -> None:
     if _is_main():
         print(f"\n{title}", *texts, sep="\n", flush=True)
-
-
-def _format_summary(summary: Summary) -> str:
-    after = summary.held_out_bits_per_byte_after
-    lines = {
-        "held-out bits per byte before": f"{summary.held_out_bits_per_byte_before:.3f}",
-        "held-out bits per byte after": "– (interrupted)" if after is None else f"{after:.3f}",
-        "steps": f"{summary.num_steps:,}",
-        "real tokens": f"{summary.num_tokens:,}",
-        "real tokens per second": f"{summary.real_tokens_per_s:,.0f}",
-        "padding": f"{summary.padding:.2%}",
-        "shapes": f"{summary.num_shapes}",
-        "compile seconds": f"{summary.compile_s:.1f} ({summary.num_cache_hits} programs from the cache)",
-        "train seconds": f"{summary.train_s:.1f}",
-        "compilations after the first step": f"{summary.compilations_after_first_step}",
-    }
-    return "\n".join(f"{name:<34} {value}" for name, value in lines.items())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -97,3 +97,12 @@ def run(program: Path, num_processes: int, *args: str, num_devices: int = 1, sec
     failed = [f"process {rank} ended with {end.code}: {end.output}" for rank, end in enumerate(ended) if end.code]
     assert not failed, "\n".join(failed)
     return [end.output for end in ended]
+
+
+def outcome(call: Callable[..., object], *args: object) -> list[str]:
+    """Type and text of the error that a call raises; two empty texts where it raises none."""
+    try:
+        call(*args)
+    except (Exception, KeyboardInterrupt) as error:
+        return [type(error).__name__, str(error)]
+    return ["", ""]

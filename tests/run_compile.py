@@ -18,18 +18,10 @@ from jvarlen import (
     no_recompiles,
 )
 from jvarlen.distributed import batch_shardings
+from tests.processes import outcome
 
 BUCKETS = [Bucket(2, 4), Bucket(1, 8)]
 M = 4
-
-
-def outcome(call):
-    """Type and text of the error that a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
 
 
 def sums(state, batch):

@@ -17,6 +17,7 @@ from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.config import PlanConfig
 from jvarlen.datasets import Split, TokenDataset
 from jvarlen.models import TransformerConfig
+from tests.processes import outcome
 
 NUM_STEPS = 40
 
@@ -55,15 +56,6 @@ class Interrupting:
         if self._reads_left == 0:
             os.kill(os.getpid(), signal.SIGINT)
         return self._dataset[index]
-
-
-def outcome(call):
-    """Type and text of the error that a call raises."""
-    try:
-        call()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
 
 
 def main():

@@ -8,15 +8,7 @@ import sys
 import numpy as np
 
 from jvarlen.processes import agree, gather_arrays, gather_texts, initialize_processes, together
-
-
-def outcome(call, *args):
-    """Type and text of the error that a call raises."""
-    try:
-        call(*args)
-    except (Exception, KeyboardInterrupt) as error:
-        return [type(error).__name__, str(error)]
-    return ["", ""]
+from tests.processes import outcome
 
 
 def fail_on(ranks, rank):

@@ -22,6 +22,7 @@ from jvarlen.models import TransformerConfig
 from jvarlen.report import read_metrics
 
 from .conftest import random_dataset
+from .run_fit import Interrupting
 
 pytestmark = pytest.mark.slow
 
@@ -63,23 +64,6 @@ def same_training(one, other):
     ]
     same_params = jax.tree.map(lambda a, b: bool((a == b).all()), one.state.params, other.state.params)
     return without_time[0] == without_time[1] and all(jax.tree.leaves(same_params))
-
-
-class Interrupting:
-    """A dataset in whose reading Ctrl-C is pressed."""
-
-    def __init__(self, dataset, after):
-        self._dataset = dataset
-        self._reads_left = after
-
-    def __len__(self):
-        return len(self._dataset)
-
-    def __getitem__(self, index):
-        self._reads_left -= 1
-        if self._reads_left == 0:
-            os.kill(os.getpid(), signal.SIGINT)
-        return self._dataset[index]
 
 
 def test_a_run_leaves_everything_behind(config, split, capsys):
