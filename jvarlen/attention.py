@@ -46,7 +46,7 @@ def attend(
         mask as it needs it, while the logits of all pairs of positions take memory; `"cudnn"` holds nothing of size T²,
         and takes 16-bit floats on a GPU only. `"mask"` hands over the B×T×T mask. `"chunked"` is that of
         `attend_within_segments`, with the padding as a segment of its own. None: chunked for rows of 1,024 positions or
-        more, `"xla"` for shorter ones.
+        more, by measurements on a processor, `"xla"` for shorter ones.
 
     Returns:
       float[B, T, H, K]; positions past a row's length give numbers without meaning, but finite ones.

@@ -28,6 +28,7 @@ from jvarlen.lengths import Overlong, check_lengths
 from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan
+from jvarlen.processes import ProcessesError, end_without_others
 from jvarlen.sort_figures import balance_table
 from jvarlen.sort_file import load_array, sort_file
 
@@ -200,18 +201,22 @@ def main(args: Sequence[str] | None = None) -> int:
         from jvarlen.fit import fit  # here: only training needs it
 
         return _INTERRUPTED if fit(command).summary.interrupted else 0
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
-        return _USER_ERROR
+    except (ValueError, OSError, FloatingPointError, ProcessesError) as error:
+        return _end(command, error, _USER_ERROR)
     except RuntimeError as error:
-        # Another process failed, or was lost; elsewhere it is an error of ours.
-        if not (isinstance(command, SortCommand) or (isinstance(command, FitConfig) and command.has_processes)):
+        if not isinstance(command, SortCommand):  # where it is an error of ours
             raise
-        print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
-        return _USER_ERROR
+        return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt:
-        print("jvarlen: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return _end(command, "interrupted", _INTERRUPTED)
+
+
+def _end(command: object, error: object, code: int) -> int:
+    """Says what went wrong in one line; other processes are not waited for without end."""
+    if isinstance(command, DeviceConfig) and command.has_processes:
+        end_without_others()
+    print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
 
 
 def run() -> None:

@@ -302,7 +302,7 @@ class DeviceConfig:
             divide_processor(self.devices)
         if self.has_processes and not jax.distributed.is_initialized():
             initialize_processes(self.coordinator, self.num_processes, self.process_id)
-        return data_mesh(self.devices if jax.process_count() == 1 else None)
+        return data_mesh(self.devices, of_each_process=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ __all__ = [
     "DATA_AXIS",
     "NO_MESH",
     "batch_shardings",
+    "check_shards_divide",
     "data_mesh",
     "devices_of",
     "divide_processor",
@@ -27,22 +28,28 @@ DATA_AXIS = "data"
 NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
 
 
-def data_mesh(num_devices: int | None = None) -> Mesh:
+def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) -> Mesh:
     """A mesh with one axis, `"data"`.
 
     Args:
       num_devices: how many of `jax.devices()`, from the first; all where None.
+      of_each_process: so many of the devices of every process.
 
     Returns:
       A `jax.sharding.Mesh` with Auto axes.
 
     Raises:
-      ValueError: there are not so many devices.
+      ValueError: there are not so many devices; of processes, those that have too few are listed.
     """
     devices = jax.devices()
-    if num_devices is not None and not 1 <= num_devices <= len(devices):
-        raise ValueError(f"num_devices must be between 1 and {len(devices)}, not {num_devices}")
-    devices = devices[:num_devices]
+    by_process = [[device for device in devices if device.process_index == p] for p in range(jax.process_count())]
+    groups = by_process if of_each_process else [devices]
+    fewest = min(map(len, groups))
+    if num_devices is not None and not 1 <= num_devices <= fewest:
+        few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
+        listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
+        raise ValueError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}")
+    devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
@@ -70,6 +77,16 @@ def num_shards_of(mesh: Mesh, axis_name: str) -> int:
     if axis_name not in mesh.shape:
         raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
     return mesh.shape[axis_name]
+
+
+def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> None:
+    """Raises ValueError where the microbatches of a step do not spread evenly over a mesh axis."""
+    num_shards = num_shards_of(mesh, axis_name)
+    if num_microbatches % num_shards:
+        raise ValueError(
+            f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
+            f"{axis_name!r}: the shards must divide microbatches_per_step"
+        )
 
 
 def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
@@ -115,11 +132,12 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     """The same arrays on every device of a mesh, such as a state to begin training with.
 
     Args:
-      tree: a pytree of arrays; where the devices belong to several processes, each has all of it, and the same.
+      tree: a pytree of arrays; where the devices belong to several processes, each has all of it, and the same. A step
+        that donates the result may take these arrays with it: use the result only.
       mesh: the devices.
 
     Returns:
-      A pytree of `jax.Array`. Nothing is compiled, and processes do not wait for each other.
+      A pytree of `jax.Array`. Processes do not wait for each other.
 
     Example:
       >>> replicate(np.arange(3), data_mesh(1)).tolist()
@@ -130,6 +148,9 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     def on_all_devices(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
             return leaf
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            data = on_all_devices(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         array = np.asarray(leaf)
         return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
 
@@ -150,16 +171,12 @@ def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
     Raises:
       ValueError: no such axis, or its size (the number of shards) does not divide M.
     """
-    num_shards = num_shards_of(mesh, axis_name)
+    num_shards_of(mesh, axis_name)
 
     def sharding(leaf: Any) -> NamedSharding:
         if not leaf.shape:
             return NamedSharding(mesh, PartitionSpec())
-        if leaf.shape[0] % num_shards:
-            raise ValueError(
-                f"{leaf.shape[0]} microbatches a step do not spread over {num_shards} shards of mesh axis "
-                f"{axis_name!r}: the shards must divide microbatches_per_step"
-            )
+        check_shards_divide(leaf.shape[0], mesh, axis_name)
         return NamedSharding(mesh, PartitionSpec(axis_name))
 
     return jax.tree.map(sharding, batch)

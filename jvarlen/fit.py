@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -27,13 +26,13 @@ from jvarlen.config import FitConfig, flat_settings
 from jvarlen.course import Course
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
 from jvarlen.distributed import batch_shardings, replicate
-from jvarlen.interrupts import is_interrupted, remembered_interrupts
+from jvarlen.interrupts import is_interrupted, raise_if_interrupted, remembered_interrupts
 from jvarlen.lengths import DataSource
 from jvarlen.loader import load
 from jvarlen.measure_samples import measure_lengths
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
-from jvarlen.processes import agree, gather_texts, is_on_any, together
+from jvarlen.processes import agree, gather_texts, is_on_any, naming_lost_processes, together
 from jvarlen.recompiles import no_recompiles
 from jvarlen.report import length_histogram
 from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
@@ -42,7 +41,20 @@ from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step,
 
 __all__ = ["FitResult", "fit"]
 
-_OF_EACH_PROCESS = {"process_id", "devices", "num_workers", "runs_dir", "resume", "progress"}
+# What need not be the same on all processes.
+_OF_EACH_PROCESS = {
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
+    "devices",
+    "num_workers",
+    "runs_dir",
+    "resume",
+    "progress",
+    "compile.cache_dir",
+    "compile.num_threads",
+}
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
 
 
@@ -85,30 +97,23 @@ def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = Non
       OSError: the run directory cannot be written.
       RecompileError: something was compiled after the first step.
       FloatingPointError: the loss is no number; the last checkpoint is from before that.
-      RuntimeError: another process failed, or was lost.
+      ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C before the first step, or a second one.
     """
-    with remembered_interrupts() as stop:
+    with remembered_interrupts():
         if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
             mesh = config.make_mesh()
         if not _is_main():
             config = dataclasses.replace(config, progress=False)
-        return _fit(config, data, mesh, stop)
+        return _fit(config, data, mesh)
 
 
-def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, stop: threading.Event) -> FitResult:
+def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None) -> FitResult:
     _check_mesh(config, mesh)
-    data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    lengths = measure_lengths(data.train, progress=config.progress)
-    _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
-
-    course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
+    with together("plan the training"):
+        data, course = _plan(config, data)
     first_plan = course.plan_of_epoch(0)
-    rates = course.rates_of_epoch(0).in_force
-    report = first_plan.report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-    _say("Plan", report, f"training takes {course.num_steps:,} steps")
     agree("the plan", first_plan.digest)
-    _raise_if_any_interrupted()
     run_dir = _open_run_dir(config, first_plan)
 
     log_path = run_dir / "metrics.jsonl" if _is_main() else None
@@ -154,10 +159,10 @@ def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, stop: threadi
         _raise_if_any_interrupted()
 
         after = None
-        with no_recompiles() as compilations:
-            state, place = _train(config, course, data.train, mesh, train_step, state, place, checkpoints, log, stop)
+        with naming_lost_processes("training"), no_recompiles() as compilations:
+            state, place = _train(config, course, data.train, mesh, train_step, state, place, checkpoints, log)
             checkpoints.save(state, place)
-            if is_interrupted := place.num_steps_done < course.num_steps:
+            if was_interrupted := place.num_steps_done < course.num_steps:
                 _say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"jvarlen train --resume {run_dir}")
             else:
                 params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out, mesh)
@@ -177,7 +182,7 @@ def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, stop: threadi
         num_cache_hits=sum(row.cache_hit for row in rows),
         train_s=place.train_s,
         compilations_after_first_step=compilations.num_compilations,
-        interrupted=is_interrupted,
+        interrupted=was_interrupted,
     )
     with together("write the summary"):
         if _is_main():
@@ -210,6 +215,20 @@ def _raise_if_any_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def _plan(config: FitConfig, data: Split | None) -> tuple[Split, Course]:
+    """What is trained on, and its steps."""
+    data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
+    lengths = measure_lengths(data.train, progress=config.progress)
+    _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
+
+    course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
+    rates = course.rates_of_epoch(0).in_force
+    report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
+    _say("Plan", report, f"training takes {course.num_steps:,} steps")
+    raise_if_interrupted()
+    return data, course
+
+
 def _open_run_dir(config: FitConfig, plan: Plan) -> Path:
     """The directory, which process 0 makes or, of a run to resume, brings up to date."""
     run_dir = Path()
@@ -219,7 +238,9 @@ def _open_run_dir(config: FitConfig, plan: Plan) -> Path:
         elif _is_main() and config.resume is not None:
             run_dir, changed = resumed_run_dir(config, config.resume, plan)
             _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
-    return Path(gather_texts("the run directory", str(run_dir))[0])
+    if jax.process_count() == 1:
+        return run_dir
+    return Path(gather_texts("the run directory", str(run_dir.resolve()))[0])
 
 
 def _train(
@@ -232,7 +253,6 @@ def _train(
     place: Place,
     checkpoints: Checkpoints,
     log: MetricsLog,
-    stop: threading.Event,
 ) -> tuple[TrainState, Place]:
     """Takes the steps that are left; metrics are read a step late, so that no step waits for them."""
     batches = load(
@@ -264,7 +284,7 @@ def _train(
             )
             bar.update()
 
-        while place.num_steps_done < course.num_steps and not _must_stop(stop, place):
+        while place.num_steps_done < course.num_steps and not _must_stop(place):
             state, metrics = train_step(state, next(batches))
             if running is not None:
                 finish(*running)
@@ -279,11 +299,11 @@ def _train(
     return state, dataclasses.replace(place, train_s=time.perf_counter() - start)
 
 
-def _must_stop(stop: threading.Event, place: Place) -> bool:
+def _must_stop(place: Place) -> bool:
     """Whether training ends here: processes decide together, and so only now and then."""
     if jax.process_count() == 1:
-        return stop.is_set()
-    return place.num_steps_done % _STEPS_BETWEEN_EXCHANGES == 0 and is_on_any(stop.is_set())
+        return is_interrupted()
+    return place.num_steps_done % _STEPS_BETWEEN_EXCHANGES == 0 and is_on_any(is_interrupted())
 
 
 def _evaluate(

@@ -5,6 +5,7 @@ NumPy only. Nothing here knows of buckets or batches.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -114,6 +115,13 @@ def is_integer(value: Any) -> bool:
 def is_number(value: Any) -> bool:
     """Whether it is a real Python or NumPy number, and no truth value."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def list_first(items: Iterable[object], separator: str = ", ") -> str:
+    """The first few items as text, and how many more there are."""
+    texts = list(map(str, items))
+    more = f" and {len(texts) - _MAX_LISTED:,} more" if len(texts) > _MAX_LISTED else ""
+    return separator.join(texts[:_MAX_LISTED]) + more
 
 
 def list_offenders(

@@ -15,13 +15,13 @@ import numpy as np
 import optax
 from jaxtyping import Float64
 
+from jvarlen.lengths import list_first
 from jvarlen.lr_table import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
 from jvarlen.planned_steps import PlannedSteps
 
 __all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size"]
 
 _EXTRA_ARGUMENTS = {"sequences": "batch_size", "tokens": "num_tokens"}
-_MAX_LISTED = 5
 
 
 def planned_schedule(
@@ -105,7 +105,8 @@ def scale_by_batch_size(
       base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`.
       rule: as in `lr_scale`; a function must accept JAX arrays.
       unit: what the batch size counts: real `"sequences"`, taken from the extra argument `batch_size`, or real
-        `"tokens"`, taken from `num_tokens`.
+        `"tokens"`, taken from `num_tokens`, which `make_train_step` passes for the batches of `jvarlen.collate`. For a
+        batch of another kind let `num_sequences` count what the rate shall follow.
 
     Returns:
       A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 where 64-bit types are
@@ -149,9 +150,8 @@ def scale_by_batch_size(
 def _check_planned(counts: np.ndarray, num_steps: int) -> None:
     wrong = counts[(counts < 0) | (counts >= num_steps)]
     if len(wrong):
-        listed = ", ".join(map(str, wrong[:_MAX_LISTED].tolist()))
-        more = f" and {len(wrong) - _MAX_LISTED:,} more" if len(wrong) > _MAX_LISTED else ""
         raise ValueError(
-            f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for {listed}{more}: "
+            f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for "
+            f"{list_first(wrong.tolist())}: "
             "give the plans of all epochs"
         )

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 
 from jvarlen.distributed import batch_shardings, data_mesh
-from jvarlen.plan_checks import leaves_by_name, list_first
+from jvarlen.lengths import list_first
+from jvarlen.plan_checks import leaves_by_name
 from jvarlen.train import LossFn, init_train_state, make_train_step
 
 __all__ = ["Split", "assert_partition_invariant"]
@@ -133,7 +134,7 @@ def assert_partition_invariant(
         raise AssertionError(
             f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
             f"{reference} (or from 0, where all is dummies) by more than {rtol:g} relative\n"
-            + list_first((f"  {split}: {list_first(found)}" for split, found in differing.items()), "\n")
+            + list_first((f"  {split}: {list_first(found, '; ')}" for split, found in differing.items()), "\n")
             + f"\nlikely: {_likely_mistake(differing)}"
         )
     return [reference, *differences]

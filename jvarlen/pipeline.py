@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen.distributed import DATA_AXIS, num_shards_of
-from jvarlen.lengths import check_at_least_one
-from jvarlen.train import LossFn, StepFn, make_eval_step, make_train_step
+from jvarlen.distributed import DATA_AXIS, check_shards_divide, num_shards_of
+from jvarlen.lengths import check_at_least_one, list_first
+from jvarlen.train import LossFn, StepFn, make_eval_step, make_train_step, microbatches_of
 
 __all__ = [
     "STAGE_AXIS",
@@ -88,6 +88,8 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 
 def pipeline_mesh(num_stages: int, num_devices: int | None = None) -> Mesh:
     """A mesh with axes `"data"` and `"stage"`: several pipelines side by side, or one.
+
+    Where the devices belong to several processes, those of a pipeline must belong to one, which reads its batches.
 
     Args:
       num_stages: S; neighbouring stages lie on neighbouring devices.
@@ -211,12 +213,8 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
 
     def loss_fn(params: StagedParams, batch: Any) -> tuple[jax.Array, jax.Array]:
         _check_stages(params, mesh)
-        num_microbatches = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
-        if num_microbatches % num_shards:
-            raise ValueError(
-                f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of "
-                f"mesh axis {DATA_AXIS!r}: the shards must divide them"
-            )
+        num_microbatches = microbatches_of(batch)
+        check_shards_divide(num_microbatches, mesh)
 
         def on_device(params: StagedParams, batch: Any) -> tuple[jax.Array, jax.Array]:
             types = jax.tree.map(lambda leaf: leaf.dtype, params)
@@ -339,7 +337,7 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
     if wrong:
         raise ValueError(
             f"the mesh has {num_stages} stages, which must be the leading axis of all parameters of stages; not so: "
-            f"{', '.join(wrong[:5])}{f' and {len(wrong) - 5} more' if len(wrong) > 5 else ''}"
+            f"{list_first(wrong)}"
         )
 
 

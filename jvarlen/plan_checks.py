@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen.lengths import list_offenders, offenders_where
+from jvarlen.lengths import list_first, list_offenders, offenders_where
 
-__all__ = ["assert_exactly_once", "assert_same_batches", "leaves_by_name", "list_first"]
-
-_MAX_LISTED = 5
+__all__ = ["assert_exactly_once", "assert_same_batches", "leaves_by_name"]
 
 
 def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: npt.ArrayLike | None = None) -> None:
@@ -98,7 +96,7 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
         names = leaves_a | leaves_b
         differences = [_difference(name, leaves_a.get(name), leaves_b.get(name)) for name in names]
         if any(differences):
-            raise AssertionError(f"step {num_same} differs: {list_first(filter(None, differences))}")
+            raise AssertionError(f"step {num_same} differs: {list_first(filter(None, differences), '; ')}")
         num_same += 1
     if are_plans and plan_a.digest != plan_b.digest:
         raise AssertionError(
@@ -110,13 +108,6 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by where they are, such as `.tokens`."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def list_first(items: Iterable[Any], separator: str = "; ") -> str:
-    """The first few items as text, and how many more there are."""
-    texts = list(map(str, items))
-    more = [f"and {len(texts) - _MAX_LISTED:,} more"] if len(texts) > _MAX_LISTED else []
-    return separator.join(texts[:_MAX_LISTED] + more)
 
 
 def _is_plan(plan: Any) -> bool:
@@ -145,7 +136,7 @@ def _ids_and_problems(parts: list[Any]) -> tuple[np.ndarray, list[str]]:
             wrong_rows.append(f"rows({step}) holds {len(ids_of_step)} samples, planned were {end - start}")
         elif planned is not None and not np.array_equal(ids_of_step, planned):
             wrong_rows.append(f"rows({step}) holds {_few(ids_of_step)}, sample_ids {_few(planned)}")
-    return np.concatenate(ids), [list_first(wrong_rows)] if wrong_rows else []
+    return np.concatenate(ids), [list_first(wrong_rows, "; ")] if wrong_rows else []
 
 
 def _check_parts(parts: list[Any]) -> None:

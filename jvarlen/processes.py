@@ -11,19 +11,36 @@ import contextlib
 import hashlib
 import signal
 import sys
+import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
-__all__ = ["agree", "gather_arrays", "gather_texts", "initialize_processes", "is_on_any", "together"]
+from jvarlen.lengths import list_first
+
+__all__ = [
+    "ProcessesError",
+    "agree",
+    "end_without_others",
+    "gather_arrays",
+    "gather_texts",
+    "initialize_processes",
+    "is_on_any",
+    "naming_lost_processes",
+    "together",
+]
 
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
-_MAX_LISTED = 5
+_failed = threading.Event()
+
+
+class ProcessesError(RuntimeError):
+    """Another process failed, was lost, or is at another call."""
 
 
 def initialize_processes(
@@ -71,7 +88,7 @@ def agree(name: str, value: str | bytes | int) -> None:
 
     Raises:
       ValueError: on every process, where values differ; each value is listed with its processes.
-      RuntimeError: processes are at calls of different names, or one has died.
+      ProcessesError: processes are at calls of different names, or one has died.
 
     Example:
       >>> agree("plan digest", "5d41402abc4b")
@@ -92,7 +109,7 @@ def together(name: str) -> Iterator[None]:
       name: what the block does, as a verb phrase for the error; the same on all processes.
 
     Raises:
-      RuntimeError: the block failed on other processes, which are listed with their errors; or processes are at calls
+      ProcessesError: the block failed on other processes, which are listed with their errors; or processes are at calls
         of different names, or one has died. A process whose own block failed raises that exception.
 
     Example:
@@ -106,7 +123,33 @@ def together(name: str) -> Iterator[None]:
         raise
     failures = gather_texts(name, "")
     if any(failures):
-        raise RuntimeError(f"could not {name}: {_by_process(failures)}")
+        raise ProcessesError(f"could not {name}: {_by_process(failures)}")
+
+
+@contextlib.contextmanager
+def naming_lost_processes(doing: str) -> Iterator[None]:
+    """Where a computation over several processes fails in the block, the error says that one of them may be lost.
+
+    Args:
+      doing: what the block does, as a noun for the error.
+
+    Raises:
+      ProcessesError: the computation failed; what the backend said is part of it. One process keeps its own error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        raise ProcessesError(f"{doing} failed, as it does where another process is lost: {error}") from error
+
+
+def end_without_others() -> None:
+    """Bounds how long this process waits for the others when it ends, as an exception that nobody catches does.
+
+    For a program that ends by an exit code of its own after an error: the others may be waiting for it.
+    """
+    _failed.set()
 
 
 def is_on_any(flag: bool) -> bool:
@@ -116,7 +159,7 @@ def is_on_any(flag: bool) -> bool:
       flag: what this process says.
 
     Raises:
-      RuntimeError: a process has died.
+      ProcessesError: a process has died.
 
     Example:
       >>> is_on_any(False)
@@ -136,7 +179,7 @@ def gather_texts(name: str, text: str) -> list[str]:
       The texts, by process.
 
     Raises:
-      RuntimeError: processes are at calls of different names, or one has died.
+      ProcessesError: processes are at calls of different names, or one has died.
 
     Example:
       >>> gather_texts("host", "a")
@@ -148,7 +191,7 @@ def gather_texts(name: str, text: str) -> list[str]:
     records = _gather(record, name).ravel()
     names, texts = ([field.decode(errors="ignore") for field in records[key].tolist()] for key in ("name", "text"))
     if len(set(names)) > 1:
-        raise RuntimeError(f"processes are not at the same call: {_by_process(names)}")
+        raise ProcessesError(f"processes are not at the same call: {_by_process(names)}")
     return texts
 
 
@@ -162,7 +205,7 @@ def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]
       The arrays, stacked by process.
 
     Raises:
-      RuntimeError: a process has died.
+      ProcessesError: a process has died.
 
     Example:
       >>> gather_arrays(np.array([1, 2]))
@@ -177,7 +220,7 @@ def _gather(array: Shaped[np.ndarray, ...], name: str) -> Shaped[np.ndarray, "P 
     try:
         gathered = multihost_utils.process_allgather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     except Exception as error:  # its type depends on the backend
-        raise RuntimeError(f"lost the other processes at {name!r}; one of them has probably died") from error
+        raise ProcessesError(f"lost the other processes at {name!r}; one of them has probably died") from error
     return np.ascontiguousarray(gathered).view(array.dtype).reshape(-1, *array.shape)
 
 
@@ -196,17 +239,12 @@ def _by_process(texts: Iterable[str]) -> str:
     for process, text in enumerate(texts):
         if text:
             processes.setdefault(text, []).append(process)
-    listed = [f"process{'es' * (len(held) > 1)} {_first(held, ', ')}: {text}" for text, held in processes.items()]
-    return _first(listed, "; ")
-
-
-def _first(items: Sequence[object], separator: str) -> str:
-    more = f" and {len(items) - _MAX_LISTED:,} more" if len(items) > _MAX_LISTED else ""
-    return separator.join(map(str, items[:_MAX_LISTED])) + more
+    listed = [f"process{'es' * (len(held) > 1)} {list_first(held)}: {text}" for text, held in processes.items()]
+    return list_first(listed, "; ")
 
 
 def _leave_after_error(seconds: int) -> None:
     """Bounds the wait for other processes at the end of one that ends by an exception: they may be waiting for it."""
-    if hasattr(sys, "last_value"):  # set by an exception that nobody caught
+    if hasattr(sys, "last_value") or _failed.is_set():  # the former is set by an exception that nobody caught
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)

@@ -13,8 +13,9 @@ import jax
 import numpy as np
 
 from jvarlen.compiled_buckets import CompiledBuckets
+from jvarlen.lengths import list_first
 from jvarlen.partition_checks import Split, assert_partition_invariant
-from jvarlen.plan_checks import assert_exactly_once, assert_same_batches, leaves_by_name, list_first
+from jvarlen.plan_checks import assert_exactly_once, assert_same_batches, leaves_by_name
 from jvarlen.recompiles import Recompilation, no_recompiles
 from jvarlen.unplanned import describe
 
@@ -58,7 +59,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
         with no_recompiles("count") as count:
             jax.block_until_ready(fn(*copies))
         if count.recompilations and not (may_compile and time == "first"):
-            programs = list_first(map(_described, count.recompilations))
+            programs = list_first(map(_described, count.recompilations), "; ")
             lines.append(f"  the {time} call with {_telling_leaves(argument_sets, i)}: {programs}")
     if lines:
         raise AssertionError("compiled where nothing should have been:\n" + list_first(lines, "\n"))

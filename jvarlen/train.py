@@ -16,6 +16,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen.collate import count_tokens
+from jvarlen.distributed import check_shards_divide
 
 __all__ = ["LossFn", "Metrics", "StepFn", "TrainState", "init_train_state", "make_eval_step", "make_train_step"]
 
@@ -75,8 +76,8 @@ def make_train_step(
     Args:
       loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, two float scalars; the microbatch is the batch
         without its leading axis.
-      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, are
-        passed to its update.
+      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` and, for the batches of `jvarlen.collate`,
+        `num_tokens`, both of the whole step, are passed to its update.
       mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
 
@@ -129,6 +130,11 @@ def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str 
     return eval_step
 
 
+def microbatches_of(batch: Any) -> int:
+    """M: the leading axis of a step's arrays."""
+    return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+
+
 def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
     """Total / weight_sum, and 0 where the weight is 0."""
     return jnp.where(weight_sum > 0, total / jnp.where(weight_sum > 0, weight_sum, 1), 0).astype(total.dtype)
@@ -136,15 +142,11 @@ def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
 
 def _sums(value_fn: Callable, params: Any, batch: Any, mesh: Mesh | None, axis_name: str) -> tuple[Metrics, Any]:
     """Metrics and gradients summed over all microbatches, on all shards."""
-    num_microbatches = max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+    num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
     if mesh is None:
         return _accumulate(value_fn, params, microbatches)
-    if num_microbatches % mesh.shape[axis_name]:
-        raise ValueError(
-            f"{num_microbatches} microbatches a step do not spread over {mesh.shape[axis_name]} shards of "
-            f"mesh axis {axis_name!r}: the shards must divide them"
-        )
+    check_shards_divide(num_microbatches, mesh, axis_name)
 
     def on_shard(params: Any, microbatches: Any) -> tuple[Metrics, Any]:
         # Replicated parameters would put the gradients' all-reduce inside the loop; as varying ones they are reduced

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen import Bucket, StepSamples, pad_to_bucket, token_batch_spec
+from jvarlen import (
+    Bucket,
+    StepSamples,
+    load,
+    make_plan,
+    pack_samples,
+    pack_to_bucket,
+    pad_pairs_to_bucket,
+    pad_to_bucket,
+    token_batch_spec,
+)
+from jvarlen.collate import count_tokens
 
 
 def make_step(microbatches, bucket, *, truncate=False, num_tokens=None):
@@ -65,3 +76,27 @@ def test_lengths_other_than_planned_are_an_error():
 def test_samples_that_are_no_tokens_are_named(sample, said):
     with pytest.raises(ValueError, match=f"id 1: {said}"):
         pad_to_bucket(make_step([[np.arange(2), sample]], Bucket(2, 4)))
+
+
+def batches_of_each_kind():
+    """A plan, and a batch of its only step: padded and cut, packed, of pairs."""
+    samples = [np.arange(n, dtype=np.int32) for n in (3, 9, 4, 6)]
+    lengths = np.array([3, 9, 4, 6])
+    cut = make_plan(lengths, [(2, 8)], microbatches_per_step=2, overlong="truncate")
+    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], microbatches_per_step=2)
+    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], microbatches_per_step=2)
+    yield cut, load(cut, samples)
+    yield packed, load(packed, samples, collate=pack_to_bucket)
+    yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)), collate=pad_pairs_to_bucket)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["cut", "packed", "pairs"])
+def test_the_tokens_of_a_batch_are_those_that_were_planned(kind):
+    plan, batches = list(batches_of_each_kind())[kind]
+    counted = [float(count_tokens(batch)) for batch in batches]
+    assert counted == plan.num_tokens.tolist()
+    assert counted[0] != plan.num_sequences[0]
+
+
+def test_tokens_of_a_batch_of_another_kind_are_not_counted():
+    assert count_tokens({"tokens": np.ones((2, 3))}) is None

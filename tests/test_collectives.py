@@ -41,6 +41,55 @@ def test_what_lies_in_a_loop_is_told(num_turns):
     assert count_collectives(compiled_on(data_mesh(2), talk, PartitionSpec())) == {"all-reduce": Collectives(1, 1)}
 
 
+ON_A_GPU = """HloModule jit_step, is_scheduled=true
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%wrapped (p: f32[8]) -> f32[8] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %all-gather.3 = f32[8]{0} all-gather(%p), dimensions={0}
+}
+
+%called (p.1: f32[8]) -> f32[8] {
+  %p.1 = f32[8]{0} parameter(0)
+  %collective-permute-start = (f32[8]{0}, f32[8]{0}) collective-permute-start(%p.1), source_target_pairs={{0,1}}
+  ROOT %collective-permute-done = f32[8]{0} collective-permute-done(%collective-permute-start)
+}
+
+%body (carry: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %carry = (s32[], f32[8]{0}) parameter(0)
+  ROOT %call = (s32[], f32[8]{0}) call(%carry), to_apply=%called
+}
+
+%condition (carry.1: (s32[], f32[8])) -> pred[] {
+  %carry.1 = (s32[], f32[8]{0}) parameter(0)
+  ROOT %less = pred[] constant(true)
+}
+
+ENTRY %main (a: f32[8], b: f32[4]) -> (f32[8], f32[4]) {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[4]{0} parameter(1)
+  %while = (s32[], f32[8]{0}) while(%a), condition=%condition, body=%body
+  %async-start = ((f32[8]{0}), f32[8]{0}) async-start(%a), calls=%wrapped
+  %async-done = f32[8]{0} async-done(%async-start)
+  %all-reduce-start = (f32[8]{0}, f32[4]{0}) all-reduce-start(%a, %b), replica_groups={}, to_apply=%add
+  ROOT %all-reduce-done = (f32[8]{0}, f32[4]{0}) all-reduce-done(%all-reduce-start)
+}
+"""
+
+
+def test_collectives_of_a_gpu_start_and_end_and_are_one():
+    assert count_collectives(ON_A_GPU) == {
+        "all-reduce": Collectives(1, 0),
+        "all-gather": Collectives(1, 0),
+        "collective-permute": Collectives(0, 1),
+    }
+
+
 def test_a_program_without_text_is_refused():
     with pytest.raises(ValueError, match="does not tell its text"):
         count_collectives("")

@@ -532,7 +532,7 @@ def test_processes_compile_the_same_or_none_goes_on(tmp_path):
         assert seen["one differs"][0] == "ValueError"
         assert "processes differ in the compiled buckets: process 0: " in seen["one differs"][1]
         error, text = seen["one fails"]
-        assert error == ("OSError" if rank == 1 else "RuntimeError")
+        assert error == ("OSError" if rank == 1 else "ProcessesError")
         text = text.removeprefix("could not compile the buckets: process 1: OSError: ")
         assert text.startswith("the model of process 1 is missing")
         assert seen["afterwards"] == ["", ""]

@@ -14,6 +14,7 @@ from jvarlen import data_mesh, init_train_state, make_train_step
 from jvarlen.collate import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+from jvarlen.testing import assert_partition_invariant
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
@@ -186,3 +187,10 @@ def test_cudnn_asks_for_bfloat16():
     with pytest.raises(ValueError, match="attention and packed_attention: cudnn takes no float32"):
         TransformerConfig(attention="cudnn", packed_attention="cudnn")
     TransformerConfig(attention="cudnn", packed_attention="cudnn", compute_dtype="bfloat16")
+
+
+def test_the_test_kit_takes_it():
+    config = dataclasses.replace(HALF, num_layers=1)
+    batch = random_batch(2, 2, 8)
+    splits = assert_partition_invariant(make_loss_fn(config), init_params(config, 0), batch, num_shards=[1], rtol=1e-2)
+    assert len(splits) > 3

@@ -297,7 +297,7 @@ def test_processes_write_one_file(tmp_path, num_processes, num_devices):
     for rank, output in enumerate(outputs):
         *raised, out_of_reach = json.loads(output.splitlines()[-1])
         assert all(error == ["", ""] for error in raised)
-        assert out_of_reach[0] == ("RuntimeError" if rank else "ValueError")
+        assert out_of_reach[0] == ("ProcessesError" if rank else "ValueError")
         assert "process 0 has none of the devices" in out_of_reach[1]
     expected = {f"{layout} {shared} {num_samples}.npy": num_samples for layout, shared, num_samples in CASES}
     on_own_disk = {name for name in expected if " True " not in name}
@@ -338,7 +338,7 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path, num_pro
     ]:
         for rank, one in enumerate(seen):
             raised, message = one[case]
-            assert raised == (error if rank == culprit else "RuntimeError"), (case, one)
+            assert raised == (error if rank == culprit else "ProcessesError"), (case, one)
             assert text in message
             assert rank == culprit or f": process {culprit}: {error}" in message
     for one in seen:

@@ -41,7 +41,7 @@ def test_every_process_decides_the_same():
         assert one["end of a long one differs"][0] == "ValueError"
         assert one["end of a long one differs"][1].count("… (SHA-256 ") == 3
         assert one["other call"] == [
-            "RuntimeError", "processes are not at the same call: process 0: plan; processes 1, 2: lengths"
+            "ProcessesError", "processes are not at the same call: process 0: plan; processes 1, 2: lengths"
         ]  # fmt: skip
         assert one["texts"] == ["process 0 …", "process 1 …", "process 2 …"]
         assert one["arrays"] == [[[process, 2**62 + process]] for process in range(3)]
@@ -49,10 +49,10 @@ def test_every_process_decides_the_same():
             ["OSError", f"disk {rank} is broken"],
             "could not read the part: process 2: OSError: disk 2 is broken",
         )
-        assert one["one fails"] == (own if rank == 2 else ["RuntimeError", others])
+        assert one["one fails"] == (own if rank == 2 else ["ProcessesError", others])
         both = "could not read the part: process 0: OSError: disk 0 is broken; process 2: OSError: disk 2 is broken"
-        assert one["two fail"] == (["RuntimeError", both] if rank == 1 else own)
-        interrupted = ["RuntimeError", "could not wait: process 1: KeyboardInterrupt"]
+        assert one["two fail"] == (["ProcessesError", both] if rank == 1 else own)
+        interrupted = ["ProcessesError", "could not wait: process 1: KeyboardInterrupt"]
         assert one["interrupted"] == (["KeyboardInterrupt", ""] if rank == 1 else interrupted)
 
 

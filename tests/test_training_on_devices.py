@@ -14,7 +14,7 @@ from jvarlen.distributed import replicate
 from jvarlen.report import read_metrics
 
 from . import run_fit
-from .processes import run
+from .processes import run, started
 
 TRAINING = Path(__file__).parent / "run_training.py"
 FITTING = Path(__file__).parent / "run_fit.py"
@@ -102,6 +102,26 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("failing", ["none", "planning", "reading"])
+def test_the_command_trains_over_processes_and_ends_on_all_when_one_fails(failing, tmp_path):
+    """No process is left waiting: within a minute all have ended, by an exit code that says so."""
+    with started(Path(__file__).parent / "run_train_command.py", 2, failing, str(tmp_path)) as processes:
+        first, second = processes.wait(60)
+    if failing == "none":
+        assert (first.code, second.code) == (0, 0), first.output + second.output
+        assert "Summary" in first.output
+        assert "Summary" not in second.output
+        return
+    assert first.code
+    assert second.code
+    assert {"planning": "cost.json", "reading": "the disk of process 1 is gone"}[failing] in second.output
+    if failing == "planning":
+        assert first.code == second.code == 2
+        assert "jvarlen: could not plan the training: process 1: " in first.output
+
+
 def test_what_is_replicated_is_the_same_everywhere():
     tree = {"a": np.arange(3.0), "b": jax.numpy.ones((), jax.numpy.int32)}
     placed = replicate(tree, data_mesh(4))
@@ -109,6 +129,13 @@ def test_what_is_replicated_is_the_same_everywhere():
         assert len(leaf.addressable_shards) == 4
         assert all((np.asarray(shard.data) == tree[name]).all() for shard in leaf.addressable_shards)
     assert replicate(placed, data_mesh(4))["a"] is placed["a"]
+
+
+def test_keys_are_replicated_as_well():
+    key = jax.random.key(3, impl="rbg")
+    placed = replicate({"key": key}, data_mesh(2))["key"]
+    assert placed.sharding.num_devices == 2
+    assert (jax.random.bits(placed) == jax.random.bits(key)).all()
 
 
 def test_processes_are_no_setting_to_keep(tmp_path):

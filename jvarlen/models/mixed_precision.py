@@ -11,27 +11,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float32
+from jaxtyping import Array, BFloat16, Float, Float32
 
 __all__ = ["dot_general_in_bfloat16"]
 
 
 def dot_general_in_bfloat16(
-    inputs: Float32[Array, "*batch D"], kernel: Float32[Array, "D F"], dimension_numbers: Any, **options: Any
-) -> Float32[Array, "*batch F"]:
+    inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"], dimension_numbers: Any, **options: Any
+) -> Float[Array, "*batch F"]:
     """The `dot_general` of an `nnx.Linear` with float32 parameters that multiplies in bfloat16, backward as well.
 
     Sums are float32 and stay so, those of the kernel's gradient over all positions among them: it then depends on how
     rows are split into microbatches no more than a gradient in float32 does.
 
     Args:
-      inputs: float32[..., D]; what is not a bfloat16 already is rounded to one.
-      kernel: float32[D, F], rounded to bfloat16.
+      inputs: float32[..., D] (or float64); what is not a bfloat16 already is rounded to one.
+      kernel: float32[D, F] (or float64), rounded to bfloat16.
       dimension_numbers: of `jax.lax.dot_general`; `nnx.Linear` contracts the last axis with the first.
       **options: what else `nnx.Linear` passes, and leaves at its default.
 
     Returns:
-      float32[..., F].
+      float32[..., F], or float64 where an argument is.
 
     Example:
       >>> ones, kernel = jnp.ones((1, 256)), jnp.full((256, 1), 1 + 2**-9)
@@ -43,7 +43,9 @@ def dot_general_in_bfloat16(
       Training".
     """
     # Inside shard_map `_multiply` needs both to vary over the same axes, as its gradients do. XLA drops zeros added.
-    return _multiply(inputs + jnp.zeros_like(kernel, shape=()), kernel + jnp.zeros_like(inputs, shape=()))
+    x, w = inputs.astype(jnp.float32), kernel.astype(jnp.float32)
+    product = _multiply(x + jnp.zeros_like(w, shape=()), w + jnp.zeros_like(x, shape=()))
+    return product.astype(jnp.result_type(inputs, kernel))
 
 
 @jax.custom_vjp

@@ -1,0 +1,57 @@
+"""In go a failure, a folder, how many processes there are, a rank and a port; `jvarlen train` runs: for tests.
+
+The corpus is small, and process 1 fails as it is told to: at no time, in planning, or in reading a sample of a step.
+"""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+from jvarlen.cli import main
+from jvarlen.costs import CostModel
+from tests.run_fit import make_data
+
+
+class Failing:
+    """A dataset that can be read so often, and no more."""
+
+    def __init__(self, dataset, num_reads):
+        self._dataset = dataset
+        self._reads_left = num_reads
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        self._reads_left -= 1
+        if self._reads_left < 0:
+            raise OSError("the disk of process 1 is gone")
+        return self._dataset[index]
+
+
+def run():
+    failing, folder, (num_processes, rank, port) = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
+    data = make_data()
+    if failing == "reading" and rank == "1":
+        # Lengths are read first, once each; then the first steps.
+        data = data._replace(train=Failing(data.train, len(data.train) + 10))
+    fit = importlib.import_module("jvarlen.fit")  # the module: in the package that is the name of its function
+    fit.stdlib_functions = lambda progress: None
+    fit.split_held_out = lambda dataset, fraction: data
+    own = folder / rank  # a path of the same name on another host
+    own.mkdir()
+    os.chdir(own)
+    if failing != "planning" or rank == "0":
+        CostModel(1e-3, 1e-5, 1e-7).save(own / "cost.json")
+    return main(
+        ["train", "--coordinator", f"127.0.0.1:{port}", "--num-processes", num_processes, "--process-id", rank,
+         "--max-steps", "6", "--num-epochs", "9", "--runs-dir", str(folder / "runs"), "--no-progress",
+         "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+         "--plan.microbatches-per-step", "2", "--plan.cost-model", "cost.json",
+         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(run())
