@@ -15,7 +15,7 @@ def test_more_devices_than_there_are_is_an_error(num_devices):
 
 def test_a_mesh_of_so_many_devices_of_each_process_names_those_with_fewer():
     assert data_mesh(3, of_each_process=True).devices.tolist() == jax.devices()[:3]
-    with pytest.raises(ValueError, match="between 1 and 4, not 5: process 0 has 4$"):
+    with pytest.raises(ValueError, match=r"between 1 and 4, not 5: process 0 has 4$"):
         data_mesh(5, of_each_process=True)
 
 
