@@ -24,6 +24,7 @@ from jvarlen.compare import StrategyFigures, compare_strategies, comparison_tabl
 from jvarlen.config import BatchSizeRule, DeviceConfig, FitConfig, PlanConfig, load_config
 from jvarlen.curriculum import Order
 from jvarlen.html_report import write_html_report
+from jvarlen.interrupts import exit_code_of_interrupt
 from jvarlen.lengths import Overlong, check_lengths
 from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
@@ -35,7 +36,9 @@ from jvarlen.sort_file import load_array, sort_file
 __all__ = ["MeasureCommand", "PlanCommand", "SortCommand", "main", "run"]
 
 _USER_ERROR = 2
-_INTERRUPTED = 130
+_EXIT_CODES_OF_TRAINING = (
+    "Exit codes: 0; 2 for a mistake of the user; 130 after Ctrl-C and 143 after SIGTERM, with all steps so far saved."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,11 @@ class MeasureCommand:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    """Runs the command line.
+
+    Returns:
+      The exit code: 0; 2 for a user's mistake; where it was interrupted, 130, or 143 by SIGTERM to this process.
+    """
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
         print(f"jvarlen {__version__}")
@@ -200,7 +207,7 @@ def main(args: Sequence[str] | None = None) -> int:
             return 0
         from jvarlen.fit import fit  # here: only training needs it
 
-        return _INTERRUPTED if fit(command).summary.interrupted else 0
+        return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
     except (ValueError, OSError, FloatingPointError, ProcessesError) as error:
         return _end(command, error, _USER_ERROR)
     except RuntimeError as error:
@@ -208,7 +215,7 @@ def main(args: Sequence[str] | None = None) -> int:
             raise
         return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt:
-        return _end(command, "interrupted", _INTERRUPTED)
+        return _end(command, "interrupted", exit_code_of_interrupt())
 
 
 def _end(command: object, error: object, code: int) -> int:
@@ -226,7 +233,8 @@ def run() -> None:
 
 def _parse(args: list[str]) -> PlanCommand | SortCommand | MeasureCommand | FitConfig:
     """The command; tyro's framed errors become a ValueError of one line."""
-    train = Annotated[FitConfig, tyro.conf.subcommand("train", default=_train_defaults(args))]
+    about = f"{FitConfig.__doc__} {_EXIT_CODES_OF_TRAINING}"
+    train = Annotated[FitConfig, tyro.conf.subcommand("train", default=_train_defaults(args), description=about)]
     plan = Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     sort = Annotated[SortCommand, tyro.conf.subcommand("sort")]
     measure = Annotated[MeasureCommand, tyro.conf.subcommand("measure")]

@@ -22,6 +22,7 @@ from jvarlen.compile_options import CompileOptions
 from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
 from jvarlen.distributed import data_mesh, divide_processor
+from jvarlen.files import write_atomically
 from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
 from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
@@ -307,7 +308,7 @@ class DeviceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(DeviceConfig):
-    """Train a byte-level language model on the built-in corpus, every shape compiled ahead of time."""
+    """Train a byte-level language model on the built-in corpus or a file, every shape compiled ahead of time."""
 
     max_steps: int | None = 360
     """Stop after so many steps; None for all epochs."""
@@ -315,6 +316,11 @@ class FitConfig(DeviceConfig):
     """Passes over the corpus, unless max_steps ends training before."""
     held_out_fraction: float = 0.02
     """Share of the samples that is never trained on, chosen by the hash of their content."""
+    data: Path | None = None
+    """File to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl), byte values and offsets
+    (.npz), or a column (.parquet, .arrow)."""
+    field: str = "text"
+    """The field of a JSON line, or the column, that holds the text."""
     seed: int = 0
     """Decides the initial weights and every shuffle."""
     num_workers: int = 0
@@ -342,11 +348,14 @@ class FitConfig(DeviceConfig):
         _check_at_least(self, 0, "seed", "num_workers")
         if not 0 < self.held_out_fraction < 1:
             raise ValueError(f"held_out_fraction must lie between 0 and 1, not {self.held_out_fraction}")
+        if self.data is not None:  # absolute, so that the run can be resumed from another directory
+            object.__setattr__(self, "data", self.data.absolute())
 
 
 def save_config(config: FitConfig, path: Path) -> None:
     """Writes the settings as JSON."""
-    path.write_text(json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n")
+    with write_atomically(path) as file:
+        file.write((json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n").encode())
 
 
 def load_config(path: Path) -> FitConfig:

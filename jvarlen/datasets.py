@@ -1,7 +1,7 @@
-"""Built-in corpus: in goes the running interpreter's standard library, out comes a `TokenDataset` of bytes.
+"""Datasets in memory: in goes the running interpreter's standard library or any data source, out come data sources.
 
-The corpus holds the source text of every outermost function or method of the standard library: a real long-tailed
-distribution of lengths that is present on every machine, so nothing is downloaded.
+The built-in corpus holds the source text of every outermost function or method of the standard library: a real
+long-tailed distribution of lengths that is present on every machine, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt8
+from jaxtyping import Int, Int64, Integer
 from tqdm import tqdm
 
 from jvarlen.files import default_cache_dir, write_atomically
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import DataSource
+from jvarlen.lengths import DataSource, check_lengths
+from jvarlen.measure_samples import measure_lengths
 
-__all__ = ["TokenDataset", "Split", "split_held_out", "stdlib_functions"]
+__all__ = ["Split", "Subset", "TokenDataset", "known_lengths", "split_held_out", "stdlib_functions"]
 
 _CACHE_VERSION = 1
 _NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -34,7 +35,7 @@ class TokenDataset:
     """Samples of different lengths in one flat array: a random-access data source.
 
     Args:
-      tokens: uint8[total], the samples one after the other.
+      tokens: integers[total], the samples one after the other; uint8 where they are bytes.
       offsets: int64[N+1], ascending; sample i is `tokens[offsets[i]:offsets[i+1]]`.
 
     Example:
@@ -43,8 +44,10 @@ class TokenDataset:
       (2, b'cde')
     """
 
-    def __init__(self, tokens: UInt8[np.ndarray, " total"], offsets: Int[np.ndarray, " N_plus_1"]):
-        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or (np.diff(offsets) < 0).any():
+    def __init__(self, tokens: Integer[np.ndarray, " total"], offsets: Int[np.ndarray, " N_plus_1"]):
+        # Compared, not subtracted: differences of offsets out of a file can overflow.
+        is_descending = (offsets[1:] < offsets[:-1]).any()
+        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or is_descending:
             raise ValueError(f"offsets must ascend from 0 to the number of tokens, {len(tokens)}")
         self.tokens = tokens
         self.offsets = offsets
@@ -52,10 +55,15 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> UInt8[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample."""
+        return np.diff(self.offsets)
 
     @classmethod
     def from_bytes(cls, samples: list[bytes]) -> TokenDataset:
@@ -65,11 +73,65 @@ class TokenDataset:
         return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
 
+class Subset:
+    """Some samples of a dataset, in an order of their own: a data source that copies nothing.
+
+    Args:
+      dataset: random access to the samples.
+      ids: int64[n], those to keep; sample i is `dataset[ids[i]]`.
+
+    Example:
+      >>> subset = Subset(["a", "b", "c"], np.array([2, 0]))
+      >>> len(subset), subset[0]
+      (2, 'c')
+    """
+
+    def __init__(self, dataset: DataSource, ids: Int64[np.ndarray, " n"]):
+        self._dataset = dataset
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._dataset[int(self._ids[index])]
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " n"]:
+        """Tokens of every sample; an AttributeError where the dataset does not know them."""
+        return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
+
+
 class Split(NamedTuple):
     """Two datasets that share no sample."""
 
     train: DataSource
     held_out: DataSource
+
+
+def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
+    """The lengths that a dataset knows itself, in its attribute `lengths`; else they are measured, sample by sample.
+
+    Args:
+      dataset: random access to samples that have a `len()`.
+      progress: whether measuring shows a progress bar.
+
+    Returns:
+      int64[N], checked by `check_lengths`.
+
+    Raises:
+      ValueError: an empty dataset, or lengths below 1.
+      RuntimeError: a sample cannot be read; see `measure_lengths`.
+
+    Example:
+      >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
+      array([2, 1])
+    """
+    if hasattr(dataset, "lengths"):
+        return check_lengths(dataset.lengths)
+    return measure_lengths(dataset, progress=progress)
 
 
 def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
@@ -108,29 +170,28 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
     return dataset
 
 
-def split_held_out(dataset: TokenDataset, fraction: float) -> Split:
+def split_held_out(dataset: DataSource, fraction: float) -> Split:
     """Holds samples out by the hash of their content, so that the same text is always on the same side.
 
     Args:
-      dataset: the samples to split.
+      dataset: the samples to split, each an array of integers.
       fraction: the share of samples to hold out, between 0 and 1.
 
     Returns:
-      `Split(train, held_out)`; each keeps the order of the dataset.
+      `Split(train, held_out)`, two `Subset`s; each keeps the order of the dataset.
 
     Raises:
       ValueError: `fraction` is not between 0 and 1, or one side would be empty.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
-    samples = [dataset[i].tobytes() for i in range(len(dataset))]
-    held_out = [_hash_fraction(sample) < fraction for sample in samples]
-    if all(held_out) or not any(held_out):
-        raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(samples)} samples empty")
-    return Split(
-        train=TokenDataset.from_bytes([s for s, out in zip(samples, held_out, strict=True) if not out]),
-        held_out=TokenDataset.from_bytes([s for s, out in zip(samples, held_out, strict=True) if out]),
-    )
+    is_held_out = np.zeros(len(dataset), bool)
+    for sample_id in range(len(dataset)):
+        raise_if_interrupted()
+        is_held_out[sample_id] = _hash_fraction(dataset[sample_id].tobytes()) < fraction
+    if is_held_out.all() or not is_held_out.any():
+        raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
+    return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 
 def _hash_fraction(sample: bytes) -> float:

@@ -5,6 +5,7 @@ One host loop around one pure step, from the corpus to the summary, in the order
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -24,13 +25,14 @@ from jvarlen.compile import compile_buckets
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.config import FitConfig, flat_settings
 from jvarlen.course import Course
-from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.data_files import open_data_file
+from jvarlen.datasets import Split, known_lengths, split_held_out, stdlib_functions
 from jvarlen.distributed import batch_shardings, replicate
 from jvarlen.interrupts import is_interrupted, raise_if_interrupted, remembered_interrupts
 from jvarlen.lengths import DataSource
 from jvarlen.loader import load
-from jvarlen.measure_samples import measure_lengths
 from jvarlen.models import init_params, make_loss_fn
+from jvarlen.models.transformer import NUM_BYTES
 from jvarlen.plan import Plan
 from jvarlen.processes import agree, gather_texts, is_on_any, naming_lost_processes, together
 from jvarlen.recompiles import no_recompiles
@@ -75,8 +77,9 @@ class FitResult(NamedTuple):
 def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = None) -> FitResult:
     """Trains a small language model, every shape compiled before the first step and none afterwards.
 
-    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C), it ends after the step in flight
-    with everything saved; `config.resume` then goes on with exactly the steps that were left.
+    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C, or SIGTERM), it ends after the
+    step in flight with everything saved; `config.resume` then goes on with exactly the steps that were left. No second
+    run can use the run directory meanwhile.
 
     The microbatches of a step spread over the devices, and accumulate for the rest: losses and rates are the same, up
     to rounding, on any number of devices and processes, and a run may be resumed on another number. Of several
@@ -84,37 +87,40 @@ def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = Non
 
     Args:
       config: the settings.
-      data: bytes to train on and to hold out, the same on all processes; the built-in corpus where None.
+      data: bytes to train on and to hold out, the same on all processes; None for the file of the settings, or the
+        built-in corpus.
       mesh: devices to train on, along an axis "data"; None: those of the settings.
 
     Returns:
       `FitResult`.
 
     Raises:
-      ValueError: settings that fit neither each other nor the data; resuming with another plan or model; devices whose
-        number does not divide the microbatches of a step; processes with different settings or plans.
-      FileNotFoundError: there is no run to resume.
+      ValueError: settings that fit neither each other nor the data; resuming with another plan or model, or a run that
+        has not ended; devices whose number does not divide the microbatches of a step; processes with different
+        settings or plans.
+      FileNotFoundError: there is no run to resume, or no file of data.
       OSError: the run directory cannot be written.
       RecompileError: something was compiled after the first step.
       FloatingPointError: the loss is no number; the last checkpoint is from before that.
       ProcessesError: another process failed, or was lost.
-      KeyboardInterrupt: Ctrl-C before the first step, or a second one.
+      KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
     """
-    with remembered_interrupts():
-        if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
-            mesh = config.make_mesh()
-        if not _is_main():
-            config = dataclasses.replace(config, progress=False)
-        return _fit(config, data, mesh)
+    # Before the block: where processes meet, JAX takes SIGTERM for itself.
+    if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
+        mesh = config.make_mesh()
+    if not _is_main():
+        config = dataclasses.replace(config, progress=False)
+    with remembered_interrupts(), contextlib.ExitStack() as held:
+        return _fit(config, data, mesh, held)
 
 
-def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None) -> FitResult:
+def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, held: contextlib.ExitStack) -> FitResult:
     _check_mesh(config, mesh)
     with together("plan the training"):
         data, course = _plan(config, data)
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
-    run_dir = _open_run_dir(config, first_plan)
+    run_dir = _open_run_dir(config, first_plan, held)
 
     log_path = run_dir / "metrics.jsonl" if _is_main() else None
     with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(log_path) as log:
@@ -210,18 +216,30 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
 
 
 def _raise_if_any_interrupted() -> None:
-    """Raises KeyboardInterrupt on all processes where Ctrl-C was pressed on one, so that none waits for it."""
+    """Raises KeyboardInterrupt on all processes where one was interrupted, so that none waits for it."""
     if is_on_any(is_interrupted()):
         raise KeyboardInterrupt
 
 
+def _data(config: FitConfig, data: Split | None) -> Split:
+    """What is given, what lies in the file of the settings, or the built-in corpus."""
+    if data is not None:
+        if config.data is not None:
+            raise ValueError(f"data are given twice, as an argument and as the setting data: {config.data}")
+        return data
+    if config.data is None:
+        return split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
+    dataset = open_data_file(config.data, field=config.field, num_values=NUM_BYTES, progress=config.progress)
+    return split_held_out(dataset, config.held_out_fraction)
+
+
 def _plan(config: FitConfig, data: Split | None) -> tuple[Split, Course]:
     """What is trained on, and its steps."""
-    data = data or split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    lengths = measure_lengths(data.train, progress=config.progress)
+    data = _data(config, data)
+    lengths = known_lengths(data.train, progress=config.progress)
     _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
 
-    course = Course(config, lengths, measure_lengths(data.held_out, progress=False))
+    course = Course(config, lengths, known_lengths(data.held_out, progress=False))
     rates = course.rates_of_epoch(0).in_force
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
     _say("Plan", report, f"training takes {course.num_steps:,} steps")
@@ -229,14 +247,14 @@ def _plan(config: FitConfig, data: Split | None) -> tuple[Split, Course]:
     return data, course
 
 
-def _open_run_dir(config: FitConfig, plan: Plan) -> Path:
-    """The directory, which process 0 makes or, of a run to resume, brings up to date."""
+def _open_run_dir(config: FitConfig, plan: Plan, held: contextlib.ExitStack) -> Path:
+    """The directory, which process 0 makes or, of a run to resume, brings up to date; `held` holds its lock."""
     run_dir = Path()
     with together("open the run directory"):
         if _is_main() and config.resume is None:
-            run_dir = new_run_dir(config, plan)
+            run_dir = new_run_dir(config, plan, held)
         elif _is_main() and config.resume is not None:
-            run_dir, changed = resumed_run_dir(config, config.resume, plan)
+            run_dir, changed = resumed_run_dir(config, config.resume, plan, held)
             _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir

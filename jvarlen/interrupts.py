@@ -1,4 +1,4 @@
-"""Interrupts: in goes Ctrl-C, out comes an end at a place where nothing is cut in two."""
+"""Interrupts: in goes Ctrl-C or SIGTERM, out comes an end at a place where nothing is cut in two."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from types import FrameType
+from typing import Any
 
-__all__ = ["is_interrupted", "raise_if_interrupted", "remembered_interrupts", "without_interrupts"]
+__all__ = [
+    "exit_code_of_interrupt",
+    "is_interrupted",
+    "raise_if_interrupted",
+    "remembered_interrupts",
+    "without_interrupts",
+]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # Ctrl-C, and what comes before a machine or a job's time is taken away
 
 _pressed = threading.Event()
 _remembering = threading.Event()  # inside the outermost block
+_remembered: int = signal.SIGINT
 
 
 @contextmanager
 def remembered_interrupts() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C only sets the event, and long work looks at it where it can stop; the second one raises.
+    """Inside, the first Ctrl-C or SIGTERM only sets the event, and long work looks at it where it can stop.
 
-    An exception out of a signal handler can strike anywhere: inside the compiler, or where a library prints and forgets
+    The second one, of either kind, does what it did before the block: Ctrl-C raises, SIGTERM ends the process. An
+    exception out of a signal handler can strike anywhere: inside the compiler, or where a library prints and forgets
     it. In other threads than the main one nothing changes, nor in a block inside another: the outer one remembers.
 
     Yields:
@@ -28,35 +40,63 @@ def remembered_interrupts() -> Iterator[threading.Event]:
         yield _pressed
         return
 
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        _pressed.set()
-        signal.signal(signal.SIGINT, previous)
+    global _remembered
+    _remembered = signal.SIGINT
+    previous: dict[int, Any] = {}
 
-    previous = signal.signal(signal.SIGINT, on_interrupt)
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        global _remembered
+        _remembered = signum
+        _pressed.set()
+        restore()
+
     try:
         _remembering.set()
+        for number in _SIGNALS:
+            previous[number] = signal.getsignal(number)
+            signal.signal(number, on_interrupt)
         yield _pressed
     finally:
         _remembering.clear()
-        signal.signal(signal.SIGINT, previous)
+        restore()
         _pressed.clear()
 
 
 def is_interrupted() -> bool:
-    """Whether Ctrl-C was pressed inside `remembered_interrupts`."""
+    """Whether Ctrl-C or SIGTERM came inside `remembered_interrupts`."""
     return _pressed.is_set()
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt where Ctrl-C was pressed inside `remembered_interrupts`; else nothing happens."""
+    """Raises KeyboardInterrupt where Ctrl-C or SIGTERM came inside `remembered_interrupts`; else nothing happens."""
     if is_interrupted():
         raise KeyboardInterrupt
 
 
+def exit_code_of_interrupt() -> int:
+    """What a program exits with that an interrupt ended: 143 where the latest block remembered SIGTERM, else 130.
+
+    That is 128 plus the number of the signal, as shells say it of a process that a signal ended.
+
+    Example:
+      >>> exit_code_of_interrupt()
+      130
+    """
+    return 128 + _remembered
+
+
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Threads and processes started inside never see Ctrl-C: they inherit that it is blocked here."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Threads and processes started inside never see Ctrl-C or SIGTERM: they inherit that these are blocked here.
+
+    Schedulers send SIGTERM to all processes of a job. What is started here is ended by its owner, by SIGKILL at worst.
+    """
+    resource_tracker.ensure_running()  # started within the block, as by workers, it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         yield
     finally:

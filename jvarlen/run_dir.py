@@ -1,14 +1,20 @@
-"""Run directory: in go settings and a plan, out come the directory of a run and its log of metrics."""
+"""Run directory: in go settings and a plan, out come the directory of a run, held by a lock, and its log of metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import errno
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
+import socket
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +23,7 @@ from jvarlen.files import write_atomically
 from jvarlen.plan import Plan
 from jvarlen.report import read_metrics
 
-__all__ = ["MetricsLog", "new_run_dir", "point_latest_to", "resumed_run_dir"]
+__all__ = ["MetricsLog", "lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
 
 # Settings that say how far and where a run goes, not which run it is.
 _MAY_CHANGE = {
@@ -35,6 +41,8 @@ _MAY_CHANGE = {
     "num_processes",
     "process_id",
 }
+# What file systems without locks answer, such as Lustre mounted without them.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 class MetricsLog:
@@ -74,8 +82,49 @@ class MetricsLog:
         self._file = self._path.open("a")
 
 
-def new_run_dir(config: FitConfig, plan: Plan) -> Path:
-    """Makes a directory named by the time and the plan, and puts settings and plan there."""
+@contextlib.contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """A block in which no other run, of this process or another, uses the directory.
+
+    The lock is the kernel's, on the file `lock`: it ends with the process, whatever ends that. The file stays, and says
+    who had it last. Over a network, the server ends the lock of a host that is lost, after a while (NFS 4: its lease,
+    about 90 s). Where a file system is mounted with locks of each host alone, two hosts do not see each other.
+
+    Args:
+      run_dir: an existing directory.
+
+    Raises:
+      ValueError: a run that has not ended has the directory.
+      OSError: the file cannot be written.
+
+    References:
+      flock(2), of Linux.
+    """
+    # Neither replaced nor removed, ever: a lock is on the file, not on its name.
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "r+", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{run_dir} is in use by a run that has not ended ({file.read() or 'which has just begun'}): two at "
+                "once would spoil it; wait for that run, or end it, and resume then"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{run_dir}: its file system has no locks ({error.strerror}); do not start a second run there",
+                stacklevel=2,
+            )
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def new_run_dir(config: FitConfig, plan: Plan, held: contextlib.ExitStack) -> Path:
+    """Makes a directory named by the time and the plan, and puts settings and plan there; `held` holds its lock."""
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
     config.runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in itertools.count(1):
@@ -85,6 +134,7 @@ def new_run_dir(config: FitConfig, plan: Plan) -> Path:
             break
         except FileExistsError:
             continue
+    held.enter_context(lock_run_dir(run_dir))
     _save(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir)
     plan.save(run_dir / "plan.npz")
     return run_dir
@@ -101,17 +151,20 @@ def point_latest_to(run_dir: Path) -> None:
         raise
 
 
-def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan) -> tuple[Path, list[str]]:
+def resumed_run_dir(config: FitConfig, run_dir: Path, plan: Plan, held: contextlib.ExitStack) -> tuple[Path, list[str]]:
     """The directory of a run to continue, its settings brought up to date, and which of them changed.
+
+    `held` holds its lock.
 
     Raises:
       FileNotFoundError: there is no run, or no plan in it.
-      ValueError: its files are damaged; it has another plan; or settings differ that would make it another run. They
-        are listed.
+      ValueError: the run has not ended; its files are damaged; it has another plan; or settings differ that would make
+        it another run. They are listed.
     """
     run_dir = run_dir.resolve()
     config_path = run_dir / "config.json"
-    saved = load_config(config_path)
+    saved = load_config(config_path)  # first: what is no run gets no lock file
+    held.enter_context(lock_run_dir(run_dir))
     config = dataclasses.replace(config, resume=saved.resume)
     differing = differing_settings(saved, config)
     refused = [setting for setting in differing if re.split("[.:]", setting)[0] not in _MAY_CHANGE]

@@ -1,4 +1,4 @@
-"""The built-in corpus: real, deduplicated, cached, split by content."""
+"""The built-in corpus: real, deduplicated, cached; any dataset split by content."""
 
 import ast
 import textwrap
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jvarlen import datasets
-from jvarlen.datasets import TokenDataset, split_held_out, stdlib_functions
+from jvarlen.datasets import Subset, TokenDataset, known_lengths, split_held_out, stdlib_functions
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_an_empty_side_is_an_error(fraction):
         split_held_out(TokenDataset.from_bytes([b"a", b"b"]), fraction)
 
 
-@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], []])
+@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [0, 2**63 - 1, -2, 3], []])
 def test_offsets_must_span_the_tokens(offsets):
     with pytest.raises(ValueError, match="ascend from 0 to the number of tokens, 3"):
         TokenDataset(np.zeros(3, np.uint8), np.array(offsets, np.int64))
@@ -99,8 +99,37 @@ def test_offsets_must_span_the_tokens(offsets):
 
 @pytest.mark.parametrize("index", [-1, 2])
 def test_samples_are_found_by_id_only(index):
-    with pytest.raises(IndexError, match="of 2"):
-        TokenDataset.from_bytes([b"a", b"bc"])[index]
+    dataset = TokenDataset.from_bytes([b"a", b"bc"])
+    for found_by_id in (dataset, Subset(dataset, np.array([1, 0]))):
+        with pytest.raises(IndexError, match="of 2"):
+            found_by_id[index]
+
+
+class Unreadable:
+    """Knows its lengths; its samples must not be asked for."""
+
+    lengths = np.array([3, 1, 2])
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        pytest.fail("a sample was read")
+
+
+def test_lengths_that_a_dataset_knows_are_not_measured():
+    assert known_lengths(Unreadable()).tolist() == [3, 1, 2]
+    assert known_lengths(Subset(Unreadable(), np.array([2, 0]))).tolist() == [2, 3]
+
+
+def test_lengths_that_a_dataset_does_not_know_are_measured():
+    assert known_lengths(["abc", "d"], progress=False).tolist() == [3, 1]
+    assert known_lengths(Subset(["abc", "d"], np.array([1])), progress=False).tolist() == [1]
+
+
+def test_known_lengths_are_checked():
+    with pytest.raises(ValueError, match="at least 1: id 1: 0"):
+        known_lengths(TokenDataset.from_bytes([b"a", b""]))
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):

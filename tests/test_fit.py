@@ -20,9 +20,11 @@ from jvarlen.config import OptimizerConfig, PlanConfig, load_config
 from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
 from jvarlen.report import read_metrics
+from jvarlen.run_dir import lock_run_dir
 
 from .conftest import random_dataset
-from .run_fit import Interrupting
+from .processes import ROOT
+from .run_fit import Interrupting, make_data
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +76,7 @@ def test_a_run_leaves_everything_behind(config, split, capsys):
     assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
     assert (config.runs_dir / "latest").resolve() == result.run_dir.resolve()
     assert {path.name for path in result.run_dir.iterdir()} == {
-        "checkpoints", "config.json", "curves.png", "ledger.json", "ledger.png", "metrics.jsonl", "plan.npz",
+        "checkpoints", "config.json", "curves.png", "ledger.json", "ledger.png", "lock", "metrics.jsonl", "plan.npz",
         "summary.json",
     }  # fmt: skip
     assert load_config(result.run_dir / "config.json") == config
@@ -260,3 +262,102 @@ def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
     run_dir = printed.rstrip().splitlines()[-1]
     assert f"jvarlen train --resume {run_dir}" in printed
     assert json.loads((tmp_path / "latest" / "summary.json").read_text())["num_steps"] > 20
+
+
+# A run of the command line with the data of `run_fit`, in which SIGTERM comes while the first bucket is compiled, or
+# whose samples take long to read, so that it can come amid the steps.
+SIGNALLED_PROGRAM = """
+import importlib, os, signal, sys, time
+from jvarlen.cli import main
+from tests.run_fit import make_data
+
+class Slow:
+    def __init__(self, dataset):
+        self._dataset = dataset
+    def __len__(self):
+        return len(self._dataset)
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return self._dataset[index]
+
+def make_signalled_step(*args, **options):
+    step = make_train_step(*args, **options)
+    def signalled(*args):  # called where it is traced
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+    return signalled
+
+fit = importlib.import_module("jvarlen.fit")
+make_train_step, data = fit.make_train_step, make_data()
+when, runs_dir, num_workers = sys.argv[1:]
+if when == "compiling":
+    fit.make_train_step = make_signalled_step
+else:
+    data = data._replace(train=Slow(data.train))
+fit.stdlib_functions = lambda progress: None
+fit.split_held_out = lambda dataset, fraction: data
+sys.exit(main(
+    ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
+     "--no-progress", "--compile.cache-dir", "None",
+     "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+     "--plan.microbatches-per-step", "4",
+     "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+))
+"""
+
+
+@pytest.mark.multiprocess
+def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_number(tmp_path, compilation_cache, request):
+    """Amid the steps all processes get it, as from a scheduler; amid compilation the one that compiles."""
+
+    def start(when, num_workers):
+        command = [sys.executable, "-c", SIGNALLED_PROGRAM, when, str(tmp_path / when), num_workers]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
+        )
+        request.addfinalizer(process.kill)
+        return process
+
+    compiling, stepping = start("compiling", "0"), start("stepping", "1")
+    deadline = time.monotonic() + 120
+    while not any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("stepping/*/metrics.jsonl")):
+        assert stepping.poll() is None, stepping.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    latest = tmp_path / "stepping" / "latest"
+    resume_steps = dataclasses.replace(
+        load_config(latest / "config.json"),
+        resume=latest,
+        num_workers=0,
+        compile=CompileOptions(cache_dir=compilation_cache),
+    )
+    with pytest.raises(ValueError, match=rf"in use by a run that has not ended \(process {stepping.pid} on \S+\)"):
+        fit(resume_steps, make_data())
+    os.killpg(stepping.pid, signal.SIGTERM)
+    printed, errors = stepping.communicate(timeout=60)
+    assert stepping.returncode == 143, errors
+    assert f"jvarlen train --resume {tmp_path}" in printed
+    assert 5 < json.loads((latest / "summary.json").read_text())["num_steps"] < 40
+
+    _, errors = compiling.communicate(timeout=60)
+    assert compiling.returncode == 143, errors
+    assert errors.endswith("jvarlen: interrupted\n")
+    (begun,) = (tmp_path / "compiling").iterdir()
+    assert not any((begun / "checkpoints").iterdir())
+
+    whole = fit(dataclasses.replace(resume_steps, resume=None, runs_dir=tmp_path / "whole"), make_data())
+    for resume in (resume_steps, dataclasses.replace(resume_steps, runs_dir=begun.parent, resume=begun)):
+        resumed = fit(resume, make_data())
+        assert resumed.summary.num_steps == 40
+        assert same_training(whole, resumed)
+
+
+def test_a_run_that_fails_frees_its_directory(config, split):
+    failing = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30), max_steps=8)
+    with pytest.raises(FloatingPointError):
+        fit(failing, split)
+    (run_dir,) = (path for path in config.runs_dir.iterdir() if not path.is_symlink())
+    with lock_run_dir(run_dir), pytest.raises(ValueError, match=f"{run_dir} is in use"):
+        fit(dataclasses.replace(failing, resume=run_dir), split)
+    with pytest.raises(FloatingPointError):
+        fit(dataclasses.replace(failing, resume=run_dir), split)

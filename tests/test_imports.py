@@ -22,7 +22,8 @@ LAYERS = [
     "collate", "masks", "attention", "loader",
     "collectives", "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned",
     "row_search", "compiled_file", "recipe", "executables", "compiled_buckets", "compile",
-    "lr_table", "lr", "train", "pipeline", "checkpoint", "datasets", "models", "measure", "config", "course", "report",
+    "lr_table", "lr", "train", "pipeline", "checkpoint", "datasets",
+    "arrow_files", "data_files", "models", "measure", "config", "course", "report",
     "plan_figures", "html_report", "run_dir", "summary", "fit", "plan_checks", "partition_checks", "testing", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
