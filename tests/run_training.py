@@ -53,7 +53,7 @@ def losses_of(dtype, mesh, dataset, num_steps=NUM_STEPS):
         plan_of_epoch(0),
         mesh=mesh,
         progress=False,
-        options=jvarlen.CompileOptions(cache_dir=None, xla_options=("xla_backend_optimization_level=0",)),
+        options=jvarlen.CompileOptions(cache_dir=None),
     )
     losses = []
     batches = jvarlen.load(plan_of_epoch, dataset, mesh=mesh)

@@ -62,7 +62,7 @@ def test_every_split_and_any_dummies_give_the_same_loss_and_gradient():
     assert any(split.num_dummies for split in splits)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 3, 8, 24])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4, 6, 8, 24])
 @pytest.mark.parametrize("num_devices", [None, 1, 2, 4])
 def test_every_split_of_a_step_gives_the_same_step(num_microbatches, num_devices):
     if num_devices and num_microbatches % num_devices:
