@@ -2,7 +2,7 @@
 
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
-from torch_ref.compile import CompiledBuckets, LedgerRow, UnplannedShapeError, compile_buckets, no_recompiles
+from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets, no_recompiles
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
@@ -16,6 +16,7 @@ from torch_ref.plan import Plan, make_plan
 from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.train import loss_sums, to_device, train_step
+from torch_ref.unplanned import UnplannedShapeError
 
 __all__ = [
     "Batch",

@@ -4,7 +4,6 @@ Sizes: m microbatches, B rows, T positions, K buckets.
 """
 
 import contextlib
-import math
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +20,14 @@ from torch_ref.checks import check_integer
 from torch_ref.loader import Batch
 from torch_ref.plan import Plan
 from torch_ref.train import LossFn, loss_sums, take_microbatch, train_step
+from torch_ref.unplanned import UnplannedShapeError, explain_unplanned, layout_of, name_of
 
-_TENSORS = ("tokens", "lengths", "weights", "segment_ids", "positions")
 # Modes in which torch replays CUDA graphs, and how often a shape runs until it only replays: once each to compile, to
 # warm up and to record.
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _RUNS_TO_RECORD = 3
 
 Backend = str | Callable[..., Any]
-_Layout = tuple[Any, ...]
-
-
-class UnplannedShapeError(ValueError):
-    """A batch has a shape, dtype, device or memory layout that no bucket was compiled for."""
 
 
 class LedgerRow(NamedTuple):
@@ -111,7 +105,7 @@ class CompiledBuckets:
         self._progress = progress
         self._device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
         self._specs = {bucket: _dummy_batch(bucket, packed, self._device) for bucket in buckets}
-        self._by_layout = {_layout(spec): bucket for bucket, spec in self._specs.items()}
+        self._by_layout = {layout_of(spec): bucket for bucket, spec in self._specs.items()}
         self._rows = {bucket: LedgerRow(bucket) for bucket in buckets}
         # The buckets that are compiled, or are to be before the next step, where compiling failed.
         self._to_come: list[Bucket] = []
@@ -159,20 +153,20 @@ class CompiledBuckets:
         """Return the ledger as a table, and below it the buckets that were compiled and never used."""
         lines = [f"{'rows x length':>20} {'compiled':>9} {'graphs':>7} {'seconds':>9} {'cached':>7} {'steps':>9}"]
         lines += [
-            f"{_name(row.bucket):>20} {row.num_compilations:>9} {row.num_graphs:>7} {row.compile_s:>9.1f} "
+            f"{name_of(row.bucket):>20} {row.num_compilations:>9} {row.num_graphs:>7} {row.compile_s:>9.1f} "
             f"{'yes' if row.from_cache else 'no':>7} {row.num_steps:>9,}"
             for row in self.ledger
         ]
-        return "\n".join([*lines, f"never used: {', '.join(map(_name, self.never_used)) or 'none'}"])
+        return "\n".join([*lines, f"never used: {', '.join(map(name_of, self.never_used)) or 'none'}"])
 
     def _bucket_of(self, batch: Any) -> Bucket:
-        bucket = self._by_layout.get(_layout(batch)) if type(batch) is Batch else None
+        bucket = self._by_layout.get(layout_of(batch)) if type(batch) is Batch else None
         if bucket is None:
-            raise UnplannedShapeError(_explain_unplanned(batch, self._specs))
+            raise UnplannedShapeError(explain_unplanned(batch, self._specs))
         if bucket not in self._to_come:
             raise UnplannedShapeError(
-                f"bucket {_name(bucket)} is not compiled: by the plan no step of it was to come any more. "
-                f"Compiled are: {', '.join(map(_name, self._to_come))}"
+                f"bucket {name_of(bucket)} is not compiled: by the plan no step of it was to come any more. "
+                f"Compiled are: {', '.join(map(name_of, self._to_come))}"
             )
         return bucket
 
@@ -212,7 +206,7 @@ class CompiledBuckets:
             tqdm(largest_first, desc="compile", unit="bucket", disable=not self._progress) as bar,
         ):
             for bucket in bar:
-                bar.set_postfix_str(_name(bucket))
+                bar.set_postfix_str(name_of(bucket))
                 self._compile_bucket(bucket)
         self._seen_resets = CompiledBuckets._num_resets
 
@@ -223,7 +217,7 @@ class CompiledBuckets:
         after = _count()
         if after.graphs == before.graphs:  # newer versions of torch say so themselves
             raise RuntimeError(
-                f"torch compiled nothing for bucket {_name(bucket)}: it is switched off, by TORCHDYNAMO_DISABLE say"
+                f"torch compiled nothing for bucket {name_of(bucket)}: it is switched off, by TORCHDYNAMO_DISABLE say"
             )
         self._trained[bucket] = trained
         with no_recompiles():  # a second run shows that the first one's graph fits its own shape
@@ -403,59 +397,3 @@ def _dummy_batch(bucket: Bucket, packed: bool, device: torch.device) -> Batch:
         segment_ids=torch.ones_like(tokens) if packed else None,
         positions=torch.arange(bucket.length, device=device).expand(shape).contiguous() if packed else None,
     )
-
-
-def _layout(batch: Batch) -> _Layout:
-    """Return all that torch's guards look at in a microbatch, and whether all fields have as many microbatches."""
-    values = [getattr(batch, name) for name in _TENSORS]
-    leading = {value.shape[0] if value.ndim else 0 for value in values if isinstance(value, Tensor)}
-    return (
-        len(leading) == 1 and 0 not in leading,
-        *(
-            (value.shape[1:], value.stride()[1:], value.dtype, value.device, value.requires_grad)
-            if isinstance(value, Tensor)
-            else value is None
-            for value in values
-        ),
-    )
-
-
-def _explain_unplanned(batch: Any, specs: dict[Bucket, Batch]) -> str:
-    """Name every field that differs from the bucket whose axes are nearest, by ratio."""
-    names = ", ".join(map(_name, specs))
-    if type(batch) is not Batch:
-        return f"no bucket was compiled for a {type(batch).__name__}: a torch_ref.Batch is needed. Buckets: {names}"
-    shape = batch.tokens.shape if isinstance(batch.tokens, Tensor) else torch.Size()
-    nearest = min(specs, key=lambda bucket: _distance(shape[-2:], bucket))
-    num_microbatches = shape[0] if len(shape) == 3 and shape[0] else 1
-    differing = []
-    for name in _TENSORS:
-        given, planned = getattr(batch, name), getattr(specs[nearest], name)
-        wanted = None if planned is None else planned[0].expand(num_microbatches, *planned.shape[1:])
-        if _describe(given) != _describe(wanted):
-            differing.append(f"{name} is {_describe(given)}, planned was {_describe(wanted)}")
-    return (
-        f"no bucket was compiled for this batch. Nearest is {_name(nearest)}: {'; '.join(differing)}. Buckets: {names}"
-    )
-
-
-def _distance(shape: Sequence[int], bucket: Bucket) -> float:
-    """How far rows and length lie apart; the same for all buckets where they cannot be compared."""
-    if len(shape) != len(bucket):
-        return 0.0
-    return sum(abs(math.log(max(given, 1) / planned)) for given, planned in zip(shape, bucket, strict=True))
-
-
-def _describe(value: Any) -> str:
-    if value is None:
-        return "absent"
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    text = f"{str(value.dtype).removeprefix('torch.')}[{','.join(map(str, value.shape))}] on {value.device}"
-    if value.ndim > 1 and not value[:1].is_contiguous():
-        text += f" with strides {list(value.stride())}"
-    return f"{text} with gradient" if value.requires_grad else text
-
-
-def _name(bucket: Bucket) -> str:
-    return f"{bucket.rows} x {bucket.length}"
