@@ -33,6 +33,7 @@ from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.lengths import check_at_least_one
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.processes import agree, together
+from jvarlen.progress import progress_bar
 from jvarlen.recipe import CompiledBucket, LoweredBucket, Recipe, make_recipe
 
 __all__ = ["compile_buckets", "load_compiled"]
@@ -154,8 +155,8 @@ def load_compiled(
     That the step is the one that was compiled is seen by lowering it for the smallest and the largest bucket.
 
     Args:
-      path: the file. It must belong to this user, and nobody else may be able to write to it: its programs are run. Of
-        several processes, each has a file of its own.
+      path: the file. It must belong to this user, nobody else may be able to write to it, and it must be signed with
+        this user's key: its programs are run. Of several processes, each has a file of its own.
       step_fn: as for `compile_buckets`.
       state: as for `compile_buckets`.
       plan: whose padding is then in the ledger.
@@ -170,8 +171,8 @@ def load_compiled(
     Raises:
       FileNotFoundError: there is no such file.
       PermissionError: it belongs to another user, or others may write to it.
-      ValueError: it is damaged, or was made by other software, for other devices or options, or of another step,
-        state or batch; what differs is listed.
+      ValueError: it is damaged or not signed with this user's key, or was made by other software, for other devices or
+        options, or of another step, state or batch; what differs is listed.
     """
     with _on_all_processes(mesh):
         compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, options, progress)
@@ -277,7 +278,7 @@ def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
-    return tqdm(total=total, desc=f"{doing} {recipe.name}", unit="bucket", disable=not progress)
+    return progress_bar(total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)
 
 
 def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:

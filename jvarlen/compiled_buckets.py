@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from jvarlen import recompiles
 from jvarlen.buckets import AnyBucket, check_buckets
@@ -29,6 +28,7 @@ from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.ledger import Ledger, LedgerRow
 from jvarlen.lengths import check_at_least_one
 from jvarlen.planned_steps import PlannedSteps
+from jvarlen.progress import progress_bar
 from jvarlen.recipe import Recipe
 from jvarlen.row_search import most_rows
 from jvarlen.step_clock import StepClock
@@ -226,11 +226,11 @@ class CompiledBuckets:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
 
         On CPUs, those that came from the persistent cache are compiled anew for it. Of several processes, each writes a
-        file of its own.
+        file of its own. It is signed with a key of this user, which is made at the first time.
 
         Raises:
           ValueError: executables were released, or the backend cannot turn them into bytes.
-          OSError: the file cannot be written.
+          OSError: the file cannot be written, or the key.
         """
         buckets = list(self._rows)
         released = [bucket for bucket in buckets if not self._executables.has(bucket)]
@@ -276,7 +276,7 @@ class CompiledBuckets:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
         held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
-        bar = tqdm(held, desc=f"warm up {self._recipe.name}", unit="bucket", disable=not progress)
+        bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
         for bucket, spec in bar:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))

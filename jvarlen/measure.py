@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Float64, Int64
-from tqdm import tqdm
 
 from jvarlen.collate import full_batch, packed_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import without_compilation_cache
@@ -28,6 +27,7 @@ from jvarlen.edges import check_edges
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.lengths import check_at_least_one
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.progress import progress_bar
 from jvarlen.train import init_train_state, make_train_step
 
 __all__ = ["MeasuredBuckets", "MeasuredCosts", "measure_buckets", "measure_costs"]
@@ -88,7 +88,7 @@ def measure_buckets(
         raise ValueError("buckets of pairs have two lengths, and a cost model knows one")
     state = jax.tree.map(jnp.array, state)
     seconds = []
-    for spec in tqdm(compiled.specs.values(), desc="measure", unit="bucket", disable=not progress):
+    for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):
         raise_if_interrupted()
         batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
         state, _ = jax.block_until_ready(compiled(state, batch))

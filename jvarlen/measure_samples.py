@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
-from tqdm import tqdm
 
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.lengths import DataSource, check_at_least_one, check_lengths, is_integer, is_number, list_offenders
+from jvarlen.progress import progress_bar
 from jvarlen.sample_workers import IsFloat, Words, Work, measure_ranges
 from jvarlen.shard_files import Check, ShardFiles, Values
 
@@ -194,7 +194,7 @@ def _measure(
             check=quantity.check,
         )
         missing = files.read()
-    bar = functools.partial(tqdm, desc=quantity.name, unit="sample", disable=not progress)
+    bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
         contextlib.closing(measure_ranges(Work(dataset, function, quantity.to_words), missing, num_workers)) as parts,
         bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,

@@ -32,6 +32,7 @@ from jvarlen.files import check_place, move_into_place
 from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.lengths import check_choices, is_integer, list_offenders
 from jvarlen.processes import agree, gather_texts, together
+from jvarlen.progress import progress_bar
 from jvarlen.sort import Layout
 
 __all__ = ["write_ordered"]
@@ -281,8 +282,8 @@ def _write_gathered(part: _Part, blocks: jax.Array, piece_size: int, progress: b
 
 
 def _bar(num_samples: int, progress: bool) -> tqdm:
-    hidden = not progress or jax.process_index() > 0
-    return tqdm(total=num_samples, desc="ordered file", unit="sample", unit_scale=True, disable=hidden)
+    shown = progress and jax.process_index() == 0
+    return progress_bar(total=num_samples, desc="ordered file", unit="sample", unit_scale=True, progress=shown)
 
 
 def _on_shard_mesh(ordered: jax.Array) -> tuple[jax.Array, Mesh]:

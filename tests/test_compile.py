@@ -122,7 +122,8 @@ def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
     assert LARGEST_FIRST[2] not in begun
 
 
-def test_the_bar_names_step_and_bucket(capsys):
+def test_the_bar_names_step_and_bucket(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     compile_buckets(count_step, jnp.float32(0), BUCKETS[:1], options=CompileOptions(cache_dir=None))
     assert "compile count_step: 100%" in (shown := capsys.readouterr().err)
     assert "4×8" in shown

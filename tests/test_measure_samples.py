@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -220,7 +221,8 @@ def test_a_progress_bar_changes_no_length(capsys):
     assert "300/300" in capsys.readouterr().err
 
 
-def test_a_progress_bar_begins_with_what_was_measured_before(tmp_path, capsys):
+def test_a_progress_bar_begins_with_what_was_measured_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     half_measured(tmp_path)
     measure_difficulty(range(1, 11), identity, shards=tmp_path, shard_size=2)
     shown = capsys.readouterr().err.split("\r")
