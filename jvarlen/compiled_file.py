@@ -1,16 +1,20 @@
 """Compiled file: in go programs and what they were compiled for, out comes one file that another process loads.
 
-A file is refused, never guessed at, where it is damaged or for other software or devices. Its programs are run as they
-are, so that it is not read at all where another user could have written it.
+A file is refused, never guessed at, where it is damaged or for other software or devices. Programs are machine code,
+and JAX unpickles what it wraps them in: a file that someone else made could do anything. So every file is signed with a
+key that only this user has, and nothing of one without a right signature is handed on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import io
 import json
 import os
 import platform
+import secrets
 import stat
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -19,13 +23,16 @@ from typing import Any
 
 import jax
 import jaxlib
+import platformdirs
 
 from jvarlen.files import write_atomically
 
 __all__ = ["check_environment", "environment_of", "read_compiled", "write_compiled"]
 
-_FORMAT = "jvarlen-compiled-1"
+_FORMAT = "jvarlen-compiled-2"
 _HEADER = "header.json"
+_SIGNATURE = "signature"
+_KEY_BYTES = 32
 
 
 def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
@@ -54,16 +61,22 @@ def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
 
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
-    """Writes a file that only its owner can read, in one piece or not at all.
+    """Writes a signed file that only its owner can read, in one piece or not at all.
 
     Args:
       path: where.
       header: what the programs are, as JSON has it.
       programs: the bytes of each.
+
+    Raises:
+      OSError: the file cannot be written, or this user's key cannot be kept.
     """
     digests = [hashlib.sha256(program).hexdigest() for program in programs]
+    written = json.dumps({"format": _FORMAT, "sha256": digests, **header}).encode()
+    signature = _signature(_own_key(), written)
     with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file, zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(_HEADER, json.dumps({"format": _FORMAT, "sha256": digests, **header}))
+        archive.writestr(_HEADER, written)
+        archive.writestr(_SIGNATURE, signature)
         for number, program in enumerate(programs):
             archive.writestr(str(number), program)
 
@@ -77,24 +90,20 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     Raises:
       FileNotFoundError: there is no such file.
       PermissionError: it belongs to another user, or others may write to it.
-      ValueError: it is no such file, or damaged.
+      ValueError: it is no such file, or damaged, or not signed with this user's key.
     """
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
-        if status.st_uid != os.geteuid():
-            raise PermissionError(
-                f"{path} belongs to user {status.st_uid}: programs are only loaded from one's own files"
-            )
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{path} can be written by other users: it is not loaded")
-        content = file.read()
+    content = _read_own(path)
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            header = json.loads(archive.read(_HEADER))
+            if any(member.compress_type for member in archive.infolist()):
+                raise ValueError("it is compressed")
+            written = archive.read(_HEADER)
+            header = json.loads(written)
             if header["format"] != _FORMAT:
                 raise ValueError(f"its format is {header['format']!r}")
             programs = [archive.read(str(number)) for number in range(len(header["sha256"]))]
-    except (zipfile.BadZipFile, ValueError, KeyError, TypeError, EOFError, NotImplementedError) as error:
+            signature = archive.read(_SIGNATURE) if _SIGNATURE in archive.namelist() else b""
+    except Exception as error:  # damage shows in many ways: as zip, as JSON, as what JSON holds
         raise ValueError(f"{path} holds no compiled programs, or is damaged: {error}") from error
     damaged = [
         number
@@ -103,7 +112,60 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     ]
     if damaged:
         raise ValueError(f"{path} is damaged: programs {damaged} are not what was written")
+    key_path = _key_path()
+    key = _read_key(key_path) if key_path.exists() else None
+    if key is None or not hmac.compare_digest(signature, _signature(key, written)):
+        raise ValueError(
+            f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
+            "run anything. Compile and save it here, or bring the key along from where it was made"
+        )
     return header, programs
+
+
+def _read_own(path: Path) -> bytes:
+    """The content of a file that nobody else can have written."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
+        if status.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to user {status.st_uid}: programs are only loaded from one's own files"
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} can be written by other users: it is not loaded")
+        return file.read()
+
+
+def _signature(key: bytes, header: bytes) -> bytes:
+    """Of the header, and so of the programs, whose digests it holds."""
+    return hmac.digest(key, header, "sha256")
+
+
+def _key_path() -> Path:
+    """Where this user's key lies, beside what is kept for good: a cache that is emptied must not make files useless."""
+    return platformdirs.user_data_path("jvarlen") / "compiled.key"
+
+
+def _own_key() -> bytes:
+    """This user's key, made where there is none yet; of several processes at once, one makes it for all."""
+    path = _key_path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with write_atomically(part, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)  # unlike a renamed file, it takes no other's place
+        finally:
+            part.unlink(missing_ok=True)
+    return _read_key(path)
+
+
+def _read_key(path: Path) -> bytes:
+    key = _read_own(path)
+    if len(key) != _KEY_BYTES:  # a shorter one could be guessed
+        raise ValueError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+    return key
 
 
 def _processor() -> str:

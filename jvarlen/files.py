@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -31,9 +32,8 @@ def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
       OSError: the file cannot be written; what was there under the name stays.
     """
     check_place(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
-        part.unlink(missing_ok=True)
         descriptor = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode)  # nobody else has it open, or will
         with open(descriptor, "wb") as file:
             yield file

@@ -300,7 +300,7 @@ class Ledger(Sequence[LedgerRow]):
             return ledger
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no ledger {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
+        except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"{path} holds no ledger: {error}") from error
 
     def _document(self) -> dict[str, Any]:

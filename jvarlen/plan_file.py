@@ -6,8 +6,10 @@ NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S ste
 from __future__ import annotations
 
 import hashlib
+import io
+import math
+import reprlib
 import zipfile
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -17,13 +19,14 @@ from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen.buckets import check_buckets
 from jvarlen.files import write_atomically
-from jvarlen.lengths import Overlong
+from jvarlen.lengths import Overlong, list_first
 
 __all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "read_plan_file", "write_plan_file"]
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 
 _FORMAT_VERSION = 1
+_MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
@@ -44,19 +47,6 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "checksum": (np.str_, 0),
 }
 _PACKED_FIELDS: dict[str, tuple[type, int]] = {"row_offsets": (np.int64, 1)}  # of packed plans only
-
-# What NumPy and zipfile raise for files that are damaged, cut off, or something else altogether.
-_UNREADABLE = (
-    ValueError,
-    OSError,
-    EOFError,
-    AttributeError,
-    KeyError,
-    RuntimeError,
-    MemoryError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
 
 
 def plan_digest(
@@ -121,17 +111,13 @@ def read_plan_file(path: Path) -> Fields:
       ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
     """
     try:
-        # NumPy leaves a file that it opened itself open when the file is damaged.
-        with path.open("rb") as file:
-            if not zipfile.is_zipfile(file):
-                raise ValueError("it is no .npz file, or was cut off")
-            file.seek(0)
-            with np.load(file, allow_pickle=False) as arrays:
-                fields = {name: arrays[name] for name in arrays.files}
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            fields = _read_arrays(archive)
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no plan file {path}") from None
-    except _UNREADABLE as error:
-        raise ValueError(f"{path} is not a readable plan file: {error}") from error
+    except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
+        reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
+        raise ValueError(f"{path} is not a readable plan file: {reason}") from error
     try:
         _check_fields(fields)
         _check_structure(fields)
@@ -141,24 +127,51 @@ def read_plan_file(path: Path) -> Fields:
     return fields
 
 
+def _read_arrays(archive: zipfile.ZipFile) -> Fields:
+    """All arrays of an archive; no size that it claims takes memory that its bytes do not fill.
+
+    Raises:
+      Exception: it holds something else; of many types, as zipfile and NumPy have it.
+    """
+    names = [member.filename for member in archive.infolist()]
+    compressed = [member.filename for member in archive.infolist() if member.compress_type]
+    if compressed or len(set(names)) != len(names):
+        raise ValueError("its arrays are compressed, or there twice")
+    if "format_version.npy" not in names:
+        raise ValueError("it holds no plan (no format_version)")
+    version = _read_array(archive.read("format_version.npy"))
+    if version.shape != () or version != _FORMAT_VERSION:
+        said = reprlib.repr(version.tolist())
+        raise ValueError(f"its format_version is {said}, this version of the library reads {_FORMAT_VERSION}")
+    expected = {f"{name}.npy" for name in _FIELDS}
+    packed = {f"{name}.npy" for name in _PACKED_FIELDS}
+    if (at_fault := expected ^ set(names)) and at_fault != packed:
+        listed = list_first(reprlib.repr(name.removesuffix(".npy")) for name in sorted(at_fault))
+        raise ValueError(f"its fields are not those of a plan; at fault: {listed}")
+    return {name.removesuffix(".npy"): _read_array(archive.read(name)) for name in names}
+
+
+def _read_array(content: bytes) -> Shaped[np.ndarray, ...]:
+    """The array of a `.npy` file, which must have as many bytes as its shape says."""
+    file = io.BytesIO(content)
+    read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    shape, is_fortran, dtype = read_header[np.lib.format.read_magic(file)](file)
+    num_values, num_bytes = math.prod(shape), len(content) - file.tell()
+    if num_values * dtype.itemsize != num_bytes:
+        raise ValueError(f"{num_bytes:,} bytes are not {dtype}{list(shape)}")
+    array = np.frombuffer(content, dtype, num_values, file.tell()).reshape(shape, order="F" if is_fortran else "C")
+    return array.astype(dtype.newbyteorder("="), copy=False)
+
+
 def _fields_of(fields: Fields) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
     return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
 
 
 def _check_fields(fields: Fields) -> None:
-    if "format_version" not in fields:
-        raise ValueError("it holds no plan (no format_version)")
-    version = fields["format_version"]
-    if version.shape != () or version != _FORMAT_VERSION:
-        raise ValueError(f"its format_version is {version}, this version of the library reads {_FORMAT_VERSION}")
-    expected = _fields_of(fields)
-    if fields.keys() != expected.keys():
-        at_fault = ", ".join(sorted(fields.keys() ^ expected.keys()))
-        raise ValueError(f"its fields are not those of a plan; at fault: {at_fault}")
     mistyped = [
         f"{name} is {fields[name].dtype}{list(fields[name].shape)}"
-        for name, (dtype, ndim) in expected.items()
+        for name, (dtype, ndim) in _fields_of(fields).items()
         if not np.issubdtype(fields[name].dtype, dtype) or fields[name].ndim != ndim
     ]
     if mistyped:
@@ -169,12 +182,15 @@ def _check_structure(fields: Fields) -> None:
     """Raises ValueError that lists all that no plan can be like."""
     microbatches = int(fields["microbatches_per_step"])
     step_bucket, offsets, ids = fields["step_bucket"], fields["step_offsets"], fields["sample_ids"]
-    rows = np.array([bucket.rows for bucket in check_buckets(fields["buckets"].tolist())])
+    buckets = check_buckets(fields["buckets"].tolist())
+    rows = np.array([bucket.rows for bucket in buckets])
     wrong = []
     if microbatches < 1:
         wrong.append("microbatches_per_step is below 1")
     if str(fields["overlong"]) not in get_args(Overlong):
-        wrong.append(f"overlong is {str(fields['overlong'])!r}")
+        wrong.append(f"overlong is {reprlib.repr(str(fields['overlong']))}")
+    if fields["num_dropped"] < 0 or fields["num_truncated"] < 0:
+        wrong.append("num_dropped or num_truncated is negative")
     if len(step_bucket) == 0 or len(offsets) != len(step_bucket) + 1 or len(fields["num_tokens"]) != len(step_bucket):
         wrong.append("step_bucket, step_offsets and num_tokens do not agree on the number of steps")
     elif step_bucket.min() < 0 or step_bucket.max() >= len(rows):
@@ -184,13 +200,18 @@ def _check_structure(fields: Fields) -> None:
             wrong.append("step_offsets do not span sample_ids")
         row_offsets = fields.get("row_offsets", np.arange(len(ids) + 1))
         spans = len(row_offsets) > 1 and row_offsets[0] == 0 and row_offsets[-1] == len(ids)
-        if not spans or (np.diff(row_offsets) < 1).any():
+        # Compared, not subtracted: differences of what a file holds can overflow.
+        if not spans or (row_offsets[1:] <= row_offsets[:-1]).any():
             wrong.append("row_offsets do not ascend from 0 to the number of samples")
         elif not np.isin(offsets, row_offsets).all():
             wrong.append("step_offsets cut rows")
         sizes = np.diff(np.searchsorted(row_offsets, offsets))
         if (sizes < 1).any() or (sizes > microbatches * rows[step_bucket]).any():
             wrong.append("step_offsets give steps without samples, or with more than they have rows")
+        most = np.array([min(microbatches * bucket.num_positions, 2**63 - 1) for bucket in buckets])[step_bucket]
+        tokens = fields["num_tokens"]
+        if (tokens < np.diff(offsets)).any() or (tokens > most).any():
+            wrong.append("num_tokens are fewer than samples, or more than their steps have room for")
     if len(ids) and ids.min() < 0:
         wrong.append("sample_ids are negative")
     if len(np.unique(ids)) != len(ids):
@@ -210,7 +231,9 @@ def _check_seals(fields: Fields) -> None:
         fields.get("row_offsets"),
     )
     if digest != str(fields["digest"]):
-        raise ValueError(f"its digest is {digest}, but it says {fields['digest']}: it was damaged or edited")
+        raise ValueError(
+            f"its digest is {digest}, but it says {reprlib.repr(str(fields['digest']))}: it was damaged or edited"
+        )
     if _checksum(fields) != str(fields["checksum"]):
         raise ValueError("num_tokens, num_dropped, num_truncated or overlong were damaged or edited")
 

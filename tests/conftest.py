@@ -20,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_data_home(tmp_path_factory):
+    """The user's key, which compiled sets are signed with, is left alone, by processes that tests start as well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        yield
+
+
 def random_dataset(num_samples: int, longest: int, seed: int = 0) -> TokenDataset:
     """Random printable bytes of random lengths, 1 to `longest`."""
     rng = np.random.default_rng(seed)

@@ -147,7 +147,7 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
 def _find_row_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     row_offsets, step_offsets = fields["row_offsets"], fields["step_offsets"]
     bounds = row_offsets[[0, -1]].tolist() if len(row_offsets) else []
-    if bounds != [0, len(fields["sample_ids"])] or (np.diff(row_offsets) <= 0).any():
+    if bounds != [0, len(fields["sample_ids"])] or (row_offsets[1:] <= row_offsets[:-1]).any():
         return f"row_offsets must ascend strictly from 0 to {len(fields['sample_ids'])}, the number of samples"
     first_row = np.searchsorted(row_offsets, step_offsets)
     if (first_row == len(row_offsets)).any() or (row_offsets[first_row] != step_offsets).any():
