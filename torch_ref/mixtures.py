@@ -1,0 +1,136 @@
+"""Datasets and weights in, one map-style dataset out that holds an exact number of samples of each."""
+
+from collections.abc import Sequence
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from torch_ref.checks import check_integer
+from torch_ref.order import random_keys
+
+_MIXTURE_KEYS = 2**61
+
+
+def mixture_counts(num_samples: Sequence[int], weights: Sequence[float], total: int | None = None) -> NDArray[np.int64]:
+    """Divide the samples of an epoch among datasets, as a parliament divides its seats among parties.
+
+    Args:
+        num_samples: [D] samples of each dataset.
+        weights: [D] finite numbers >= 0 with a positive sum. A float stands for its decimal text: 0.1 is 1/10.
+        total: samples of the epoch. None takes as many as leave every quota total * weight / sum(weights) within its
+            dataset.
+
+    Returns:
+        int64[D] with the given sum: the floors of the quotas, and one more for the largest remainders, the lower index
+        first among equals.
+
+    Raises:
+        ValueError: if the sizes differ, a weight is out of its range, all are 0, a dataset with a weight is empty, or
+            the total is below 1.
+
+    Example:
+        >>> mixture_counts([10, 10, 10], [1, 1, 1], 11)
+        array([4, 4, 3])
+    """
+    ratios = [_ratio(number, weight) for number, weight in enumerate(weights)]
+    if len(ratios) != len(num_samples):
+        raise ValueError(f"weights must have one number a dataset, {len(num_samples)}, got {len(ratios)}")
+    whole = sum(ratios)
+    if not whole:
+        raise ValueError("weights must not all be 0")
+    empty = [number for number, size in enumerate(num_samples) if not size and ratios[number]]
+    if empty:
+        raise ValueError(f"datasets with a weight must have samples; these have none: {empty}")
+    if total is None:
+        total = int(min(size * whole / ratio for size, ratio in zip(num_samples, ratios, strict=True) if ratio))
+    seats = check_integer("total", total)
+    divided = [divmod(seats * ratio, whole) for ratio in ratios]
+    left = seats - sum(int(floor) for floor, _ in divided)
+    lucky = sorted(range(len(ratios)), key=lambda number: (-divided[number][1], number))[:left]
+    return np.array([int(floor) + (number in lucky) for number, (floor, _) in enumerate(divided)], dtype=np.int64)
+
+
+class Mixture(Dataset[Any]):
+    """Several map-style datasets as one.
+
+    Sample i is sample `ids[i]` of dataset `source[i]`; both ascend, the source first.
+
+    Args:
+        datasets: the D datasets.
+        weights: [D] as for `mixture_counts`. None takes every sample of each once.
+        num_samples: samples of an epoch, the total of `mixture_counts`. Only with weights.
+        seed: 0 <= seed < 2**63.
+        epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e goes on in that sequence
+            where epoch e - 1 ended, and from its end to its beginning.
+
+    Attributes:
+        counts: int64[D], samples of each dataset.
+        source: int64[N], the dataset of each sample.
+        ids: int64[N], its id there.
+
+    Raises:
+        ValueError: if `mixture_counts` refuses the arguments, there is no sample, or the number of samples is given
+            without weights.
+
+    Example:
+        >>> Mixture(["abc", "x"], [1, 1], num_samples=4).counts
+        array([2, 2])
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Any],
+        weights: Sequence[float] | None = None,
+        *,
+        num_samples: int | None = None,
+        seed: int = 0,
+        epoch: int = 0,
+    ) -> None:
+        """Choose the samples of the epoch."""
+        seed = check_integer("seed", seed, minimum=0)
+        epoch = check_integer("epoch", epoch, minimum=0)
+        sizes = [len(dataset) for dataset in datasets]
+        if weights is not None:
+            self.counts = mixture_counts(sizes, weights, num_samples)
+        elif num_samples is not None:
+            raise ValueError(f"num_samples can only be given together with weights, got {num_samples!r}")
+        elif sum(sizes) == 0:
+            raise ValueError("a mixture must have at least one sample")
+        else:
+            self.counts = np.array(sizes, dtype=np.int64)
+        self._datasets = list(datasets)
+        parts = [np.empty(0, dtype=np.int64)]
+        for number, (size, count) in enumerate(zip(sizes, self.counts.tolist(), strict=True)):
+            if count:
+                parts.append(_stretch(_MIXTURE_KEYS + sum(sizes[:number]), size, count, seed, epoch))
+        self.ids = np.concatenate(parts)
+        self.source = np.repeat(np.arange(len(sizes)), self.counts)
+
+    def __len__(self) -> int:
+        """Return the number of samples of the epoch."""
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return sample `index`."""
+        return self._datasets[self.source[index]][int(self.ids[index])]
+
+
+def _stretch(first_key: int, size: int, count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the sorted ids at places epoch * count, ... of one shuffled pass that repeats without end."""
+    one_pass = np.argsort(random_keys(seed, 0, first_key, size), kind="stable").astype(np.int64)
+    offset = epoch * count % size
+    return np.sort(np.resize(one_pass, offset + count)[offset:])
+
+
+def _ratio(number: int, weight: float) -> Fraction:
+    try:
+        ratio = Decimal(str(weight))
+    except InvalidOperation:
+        raise ValueError(f"weights must be numbers, got {weight!r} for dataset {number}") from None
+    if not ratio.is_finite() or ratio < 0:
+        raise ValueError(f"weights must be finite and at least 0, got {weight!r} for dataset {number}")
+    return Fraction(ratio)
