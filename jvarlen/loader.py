@@ -5,77 +5,102 @@ The only module that moves data to devices. Collation and transfer run ahead of 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen.collate import StepSamples, pad_to_bucket
 from jvarlen.distributed import batch_shardings, own_microbatches
 from jvarlen.distributed_plan import DistributedPlan
-from jvarlen.interrupts import without_interrupts
+from jvarlen.ids_digest import IdsDigest, own_rows
 from jvarlen.lengths import DataSource
-from jvarlen.plan import Plan
+from jvarlen.plan_source import AnyPlan, CollateFn, OnMismatch, PlanSource, ReadStep, StepSource, read_sample
 from jvarlen.processes import agree
+from jvarlen.read_ahead import ReadAhead, end_with_parent
 from jvarlen.streams import StreamStep
 
-__all__ = ["PlanSource", "load", "load_stream"]
-
-AnyPlan = Plan | DistributedPlan
-CollateFn = Callable[[StepSamples], Any]
+__all__ = ["BatchIterator", "PlanSource", "load", "load_stream"]
 
 _HOST_BUFFER = 4  # collated steps that wait on the host
-_DEVICE_BUFFER = 2  # steps that wait on the device
 
 
-class PlanSource:
-    """A Grain data source whose element t is the collated step t of a plan, or this process's part of it."""
+class _Delivered(NamedTuple):
+    """A step on its devices, and what is counted when it is given."""
 
-    def __init__(
-        self,
-        plan: AnyPlan,
-        dataset: DataSource,
-        collate: CollateFn = pad_to_bucket,
-        microbatches: Int64[np.ndarray, " m"] | None = None,
-    ):
-        """Of a `Plan`, `microbatches` are those to read; None reads all. A `DistributedPlan` has its own."""
-        ids = plan.row_ids if isinstance(plan, DistributedPlan) else plan.sample_ids
-        if ids.max() >= len(dataset):
-            raise ValueError(f"the plan holds sample {ids.max()}, the dataset only {len(dataset)} samples")
-        self._plan = plan
-        self._dataset = dataset
-        self._collate = collate
-        self._microbatches = microbatches
+    batch: Any
+    num_samples: int
+    num_adjusted: int
+    ids_digest: str | None
 
-    def __len__(self) -> int:
-        return self._plan.num_steps
 
-    def __getitem__(self, step: int) -> Any:
-        plan = self._plan
-        ids_MxB = plan.rows(step)
-        num_tokens: int | None = int(plan.num_tokens[step])
-        if isinstance(plan, DistributedPlan):
-            num_tokens = int(plan.own_num_tokens[step])
-        elif self._microbatches is not None:
-            ids_MxB, num_tokens = ids_MxB[self._microbatches], None
-        return self._collate(
-            StepSamples(
-                bucket=plan.buckets[plan.step_bucket[step]],
-                ids=ids_MxB,
-                samples=[[read_sample(self._dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in ids_MxB],
-                num_tokens=num_tokens,
-                truncate=plan.overlong == "truncate",
-                num_sequences=int(plan.num_sequences[step]),
-            )
-        )
+class BatchIterator(Iterator[Any]):
+    """The batches of `load`, one after the other, and what was counted of those that were given.
 
-    def __repr__(self) -> str:
-        return f"PlanSource({self._plan.digest[:12]}, {len(self)} steps)"
+    Nothing counts steps that were read ahead. Once a batch raised an error, every later one raises it again.
+
+    Attributes:
+      num_samples: samples given so far, those of this process, over all epochs.
+      num_adjusted: those of them that were cut, or are shorter than planned; with `on_mismatch="adjust"`.
+      ids_digest: 64 hex digits: the hash of the ids that were read for the batches given since the epoch began, or
+        since `start_step`; at its end `planned_ids_digest` of the plan. None before the first batch, and without
+        `verify`.
+    """
+
+    def __init__(self, first: ReadAhead, later: Iterator[ReadAhead], close_later: Callable[[], None]):
+        """`later` starts reading an epoch when it is asked for it."""
+        self._epoch = first
+        self._later = later
+        self._close_later = close_later
+        self._ended: Exception | None = None
+        self.num_samples = 0
+        self.num_adjusted = 0
+        self.ids_digest: str | None = None
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Raises:
+          ValueError: a sample was refused, or the batches are closed.
+          RuntimeError: a worker process died, or samples other than planned were read.
+          Exception: what the dataset raised for a sample; its id and the step are notes.
+        """
+        if self._ended is not None:
+            raise self._ended
+        try:
+            delivered = self._next_delivered()
+        except Exception as error:
+            self._end(error)
+            raise
+        self.num_samples += delivered.num_samples
+        self.num_adjusted += delivered.num_adjusted
+        self.ids_digest = delivered.ids_digest
+        return delivered.batch
+
+    def close(self) -> None:
+        """Ends threads and worker processes within a few seconds; what was counted stays."""
+        if self._ended is None:
+            self._end(ValueError("these batches are closed"))
+
+    def _next_delivered(self) -> _Delivered:
+        while True:
+            try:
+                return next(self._epoch)
+            except StopIteration:
+                ended, self._epoch = self._epoch, next(self._later)
+                ended.close()  # while the workers of the next epoch start
+
+    def _end(self, reason: Exception) -> None:
+        self._ended = reason
+        self._close_later()
+        self._epoch.close()
 
 
 def load(
@@ -88,7 +113,10 @@ def load(
     start_step: int = 0,
     num_workers: int = 0,
     collate: CollateFn = pad_to_bucket,
-) -> Iterator[Any]:
+    lengths: npt.ArrayLike | None = None,
+    on_mismatch: OnMismatch = "error",
+    verify: bool = False,
+) -> BatchIterator:
     """The steps of a plan as device arrays, in the plan's order.
 
     Args:
@@ -103,16 +131,34 @@ def load(
         thread while the one before is loaded.
       start_step: the first step to give; no step before it is read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is the plan's
-        whatever their number. Workers are spawned, so that `dataset` and `collate` must pickle.
+        whatever their number. Workers are spawned for each epoch, so that `dataset` and `collate` must pickle; they end
+        with this process, however it ends.
       collate: makes the arrays of one step from its `StepSamples`. What is not a scalar has leading axis M.
+      lengths: integers[N], or [N, 2] of pairs: what the plan was made for. Each sample's `len()` is compared with its
+        own, both cut where the plan cuts. None compares the tokens of a whole step, where `collate` does that.
+      on_mismatch: what becomes of a sample of another length. `"error"`: all of the step are listed. `"adjust"`, which
+        needs `lengths`: a longer one is cut to its planned length, a shorter one fills less of its row, with weight 0
+        behind it; `num_adjusted` counts both.
+      verify: compares the ids that were read for each step, where they were read, with this process's rows of the plan,
+        and hashes them: `ids_digest`.
 
     Returns:
-      An iterator over S − start_step pytrees (those of all epochs where `plan` is a function), `Batch` for the default
-      `collate`.
+      A `BatchIterator` over S − start_step pytrees (those of all epochs where `plan` is a function), `Batch` for the
+      default `collate`. Taken to its end, or forgotten, it leaves no thread or process behind; `close()` ends them at
+      once.
 
     Raises:
-      ValueError: start_step out of range; the dataset is smaller than the plan; shards that do not divide M; processes
-        with plans that differ; and, when a step comes, what `collate` refuses.
+      ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
+        `lengths`; shards that do not divide M; processes with plans that differ; and, when a step comes, samples of
+        other lengths than planned, and what `collate` refuses.
+      RuntimeError: when a step comes: a worker process died, or, with `verify`, other samples were read.
+
+    Example:
+      >>> from jvarlen.plan import make_plan
+      >>> samples = [np.arange(length) for length in (3, 1, 4)]
+      >>> batches = load(make_plan([3, 1, 4], [(2, 4)]), samples, verify=True)
+      >>> [batch.lengths.tolist() for batch in batches], batches.num_samples
+      ([[[1, 3]], [[4, 0]]], 3)
     """
     if num_workers < 0:
         raise ValueError(f"num_workers must be at least 0, not {num_workers}")
@@ -124,37 +170,45 @@ def load(
         raise ValueError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
         batch_shardings(np.empty(first.microbatches_per_step), mesh)
-    steps = _iterate_epoch(first, dataset, collate, mesh, start_step, num_workers)
-    if plan_of_epoch is None:
-        return steps
-    later = (
-        _iterate_epoch(planned, dataset, collate, mesh, 0, num_workers)
-        for planned in _plan_ahead(plan_of_epoch, epoch + 1, num_epochs)
+    read = functools.partial(
+        _read_epoch,
+        dataset=dataset,
+        collate=collate,
+        mesh=mesh,
+        num_workers=num_workers,
+        lengths=lengths,
+        on_mismatch=on_mismatch,
+        verify=verify,
     )
-    return itertools.chain(steps, itertools.chain.from_iterable(later))
+    reading = read(first, start_step=start_step)
+    if plan_of_epoch is None:
+        return BatchIterator(reading, iter(()), lambda: None)
+    planned = _PlanAhead(plan_of_epoch, epoch + 1, num_epochs)
+    return BatchIterator(reading, (read(plan, start_step=0) for plan in planned), planned.close)
 
 
-def _plan_ahead(plan_of_epoch: Callable[[int], AnyPlan], first_epoch: int, num_epochs: int | None) -> Iterator[AnyPlan]:
+class _PlanAhead(Iterator[AnyPlan]):
     """The plans of the epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
-    if num_epochs is not None and first_epoch >= num_epochs:
-        return iter(())
-    planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
-    planned = planner.submit(plan_of_epoch, first_epoch)
 
-    def plans() -> Iterator[AnyPlan]:
-        nonlocal planned
-        try:
-            for epoch in itertools.count(first_epoch + 1):
-                plan = planned.result()
-                if epoch == num_epochs:
-                    yield plan
-                    return
-                planned = planner.submit(plan_of_epoch, epoch)
-                yield plan
-        finally:
-            planner.shutdown(wait=False, cancel_futures=True)
+    def __init__(self, plan_of_epoch: Callable[[int], AnyPlan], first_epoch: int, num_epochs: int | None):
+        self._plan_of_epoch = plan_of_epoch
+        self._epochs = itertools.count(first_epoch) if num_epochs is None else iter(range(first_epoch, num_epochs))
+        self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
+        self._submit()
 
-    return plans()
+    def __next__(self) -> AnyPlan:
+        if self._planned is None:
+            raise StopIteration
+        plan = self._planned.result()
+        self._submit()
+        return plan
+
+    def close(self) -> None:
+        self._planner.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self) -> None:
+        epoch = next(self._epochs, None)
+        self._planned = None if epoch is None else self._planner.submit(self._plan_of_epoch, epoch)
 
 
 def load_stream(
@@ -196,18 +250,19 @@ def load_stream(
         yield _put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
 
 
-def read_sample(dataset: Any, sample_id: int) -> Any:
-    """A sample of the dataset; an error says which one it was."""
-    try:
-        return dataset[sample_id]
-    except Exception as error:
-        error.add_note(f"while reading sample {sample_id}")
-        raise
-
-
-def _iterate_epoch(
-    plan: AnyPlan, dataset: DataSource, collate: CollateFn, mesh: Mesh | None, start_step: int, num_workers: int
-) -> Iterator[Any]:
+def _read_epoch(
+    plan: AnyPlan,
+    *,
+    dataset: DataSource,
+    collate: CollateFn,
+    mesh: Mesh | None,
+    start_step: int,
+    num_workers: int,
+    lengths: npt.ArrayLike | None,
+    on_mismatch: OnMismatch,
+    verify: bool,
+) -> ReadAhead:
+    """Starts reading an epoch."""
     num_microbatches = plan.microbatches_per_step
     own = None if mesh is None else own_microbatches(mesh, num_microbatches)
     if isinstance(plan, DistributedPlan) and not np.array_equal(
@@ -220,22 +275,49 @@ def _iterate_epoch(
         own = None
     else:
         agree("the plan", plan.digest)
-    source = PlanSource(plan, dataset, collate, own)
+    source = PlanSource(plan, dataset, collate, own, lengths=lengths, on_mismatch=on_mismatch)
     # Imported here: planning, compiling and training do without Grain.
     import grain
 
-    steps = grain.MapDataset.source(source)[start_step:]
+    steps = grain.MapDataset.source(StepSource(source, in_worker=num_workers > 0))[start_step:]
     # The only thread that collates; several would only compete with the device's own threads on a small machine.
-    batches = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_HOST_BUFFER))
+    read = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=_HOST_BUFFER))
     if num_workers:
         _mark_absl_flags_as_parsed()
-        batches = batches.mp_prefetch(grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER))
-    on_device = batches.map(lambda batch: _put(batch, mesh, None if own is None else num_microbatches))
-    prefetched = grain.experimental.ThreadPrefetchIterDataset(on_device, prefetch_buffer_size=_DEVICE_BUFFER)
-    with without_interrupts():  # Ctrl-C is for the main thread to handle; workers that die of it would never be missed
-        iterator = iter(prefetched)
-        first = list(itertools.islice(iterator, 1))  # starts the threads and processes
-    return itertools.chain(first, iterator)
+        options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER)
+        read = read.mp_prefetch(options, worker_init_fn=end_with_parent)
+    planned_steps = itertools.count(start_step)
+    digest = IdsDigest() if verify else None
+
+    def deliver(step: ReadStep) -> _Delivered:
+        planned_step = next(planned_steps)
+        if step.step != planned_step:
+            raise RuntimeError(f"step {step.step} was read where step {planned_step} comes")
+        if digest is not None:
+            _check_ids(plan, step, own)
+            digest.add(step.step, step.ids)
+        batch = _put(step.batch, mesh, None if own is None else num_microbatches)
+        return _Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
+
+    num_steps = plan.num_steps - start_step
+    return ReadAhead(read, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
+
+
+def _check_ids(plan: AnyPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
+    """Raises RuntimeError where other samples were read than planned."""
+    ids_MxB = own_rows(plan, step.step, microbatches)
+    planned = ids_MxB[ids_MxB >= 0]
+    if not np.array_equal(step.ids, planned):
+        raise RuntimeError(
+            f"step {step.step} was planned with the samples {_as_text(planned)}, but read were {_as_text(step.ids)}"
+        )
+
+
+def _as_text(ids: Int64[np.ndarray, " n"]) -> str:
+    """All ids, or the first and the last of many."""
+    return np.array2string(
+        ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}
+    )
 
 
 def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:

@@ -6,6 +6,7 @@ NumPy only. Letters: n samples in the plan, S steps, K buckets, M microbatches a
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 from jaxtyping import Float, Int32, Int64
@@ -66,16 +67,16 @@ class PlannedSteps:
         """Whether a row can hold several samples."""
         return False
 
-    @property
+    @functools.cached_property
     def num_sequences(self) -> Int64[np.ndarray, " S"]:
         """int64[S], real samples of each step."""
-        return np.diff(self.step_offsets)
+        return _fixed(np.diff(self.step_offsets))
 
-    @property
+    @functools.cached_property
     def positions_per_step(self) -> Int64[np.ndarray, " S"]:
         """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
         num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
-        return (self.microbatches_per_step * num_positions)[self.step_bucket]
+        return _fixed((self.microbatches_per_step * num_positions)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
         """How many steps are of each bucket, from `start_step` on and before `end_step`; of some there may be none."""
@@ -118,3 +119,9 @@ class PlannedSteps:
           Lines of text.
         """
         return plan_table(self, learning_rates, cost, compile_seconds)
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    """The array, read-only: it is made once, and all get the same."""
+    array.setflags(write=False)
+    return array

@@ -9,7 +9,6 @@ import contextlib
 import multiprocessing
 import pickle
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -20,6 +19,7 @@ from jaxtyping import Bool, Int64
 
 from jvarlen.interrupts import without_interrupts
 from jvarlen.lengths import DataSource
+from jvarlen.portable_errors import portable_error
 
 __all__ = ["IsFloat", "Part", "Words", "Work", "measure_ranges"]
 
@@ -228,7 +228,7 @@ def _serve(connection: Connection) -> None:
             work = pickle.loads(pickled)
         except Exception as error:
             refused = ValueError(f"the dataset or the function does not unpickle in a worker process: {error!r}")
-            connection.send((refused, _portable(error)))
+            connection.send((refused, portable_error(error)))
             return
         del pickled
         while True:
@@ -236,18 +236,5 @@ def _serve(connection: Connection) -> None:
             try:
                 answer: Any = _measure_range(work, samples)
             except Exception as error:
-                answer = error, _portable(error.__cause__)
+                answer = error, None if error.__cause__ is None else portable_error(error.__cause__)
             connection.send(answer)
-
-
-def _portable(error: BaseException | None) -> BaseException | None:
-    """An error that survives pickling, with its traceback, which does not, as a note."""
-    if error is None:
-        return None
-    told = "".join(traceback.format_exception(error))
-    try:
-        portable = pickle.loads(pickle.dumps(error))
-    except Exception:
-        portable = RuntimeError(repr(error))
-    portable.add_note(f"In a worker process:\n{told}")
-    return portable

@@ -3,7 +3,15 @@
 import dataclasses
 import itertools
 import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -13,6 +21,8 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_distributed, stream_batches
 from jvarlen.datasets import TokenDataset
+from jvarlen.ids_digest import IdsDigest, planned_ids_digest
+from jvarlen.loader import PlanSource
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 
 from .conftest import random_dataset
@@ -113,9 +123,272 @@ def test_a_function_of_the_epoch_goes_on_over_epochs():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_worker_processes_do_not_change_the_order():
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_worker_processes_do_not_change_the_order(num_workers):
     plan = plan_of_epoch(0)
-    assert_same_batches(load(plan, DATASET, num_workers=2, start_step=1), load(plan, DATASET, start_step=1))
+    alone = load(plan, DATASET, start_step=1, verify=True)
+    batches = load(plan, DATASET, num_workers=num_workers, start_step=1, verify=True, lengths=LENGTHS)
+    assert_same_batches(batches, alone)
+    assert batches.ids_digest == alone.ids_digest == planned_ids_digest(plan, start_step=1)
+    assert own_processes() == []
+    assert is_soon(lambda: not own_threads())
+
+
+def own_processes():
+    return [process for process in multiprocessing.active_children() if process.name.startswith("grain")]
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("read-ahead", "grain-"))]
+
+
+class Failing:
+    """The dataset, but for sample 7."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return len(DATASET)
+
+    def __getitem__(self, index):
+        if index == 7:
+            match self.how:
+                case "raises":
+                    raise OSError(5, "disk on fire")
+                case "raises no pickle":
+                    raise NoPickle(threading.Lock())
+                case "exits":
+                    os._exit(3)
+                case "is killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "hangs":
+                    time.sleep(1000)
+        return DATASET[index]
+
+
+class NoPickle(Exception):
+    pass
+
+
+def plan_with_seven_late():
+    ids = [i for i in range(30) if i != 7]
+    return make_plan(LENGTHS, [(2, 20)], microbatches_per_step=1, order=[*ids, 7])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
+    """All at once, because starting a process takes longer than all that is looked at."""
+    monkeypatch.setattr("jvarlen.read_ahead._GRACE_S", 1.0)
+    plan = plan_with_seven_late()
+    hows = ["raises", "raises no pickle", "exits", "is killed", "hangs"]
+    loading = {how: load(plan, Failing(how), num_workers=1) for how in hows}
+
+    def ended(how):
+        num_given = 0
+        try:
+            for _ in loading[how]:
+                num_given += 1
+        except (OSError, RuntimeError) as error:
+            with pytest.raises(type(error)):
+                next(loading[how])  # and it does not go on as if nothing had been
+            return num_given, error
+        raise AssertionError(how)
+
+    num_given, error = ended("raises")
+    assert (num_given, repr(error)) == (plan.num_steps - 1, "OSError(5, 'disk on fire')")
+    assert error.__notes__[:2] == ["while reading sample 7", f"while reading step {plan.num_steps - 1}"]
+    num_given, error = ended("raises no pickle")
+    assert num_given == plan.num_steps - 1
+    assert repr(error).startswith("RuntimeError('NoPickle(")
+    assert "while reading sample 7" in error.__notes__
+    for how, said in (("exits", "ended with exit code 3"), ("is killed", "was killed by signal 9")):
+        num_given, error = ended(how)
+        assert isinstance(error, RuntimeError)
+        assert f"a worker process {said} before step {num_given} was read" in str(error)
+    for _ in range(plan.num_steps - 1):
+        next(loading["hangs"])
+    start = time.monotonic()
+    loading["hangs"].close()
+    assert time.monotonic() - start < 10
+    assert own_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_no_process_is_left_behind_by_an_error_or_a_kill(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def start(how):
+        arguments = [sys.executable, program, how]
+        return subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment
+        )
+
+    with start("a worker exits") as raising, start("is killed") as killed:
+        workers = [int(process.stdout.readline()) for process in (raising, killed)]
+        killed.kill()
+        said = raising.communicate(timeout=60)[1].decode()
+        assert (raising.returncode, killed.wait(timeout=60)) == (1, -signal.SIGKILL)
+    assert "RuntimeError: a worker process ended with exit code 0 before step " in said
+    assert is_soon(lambda: not any(map(is_running, workers)))
+
+
+def is_running(pid):
+    """Whether there is such a process that still runs: one whose parent died may stay as an entry in the table."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def is_soon(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+PROGRAM = """
+import multiprocessing, os, sys, time
+import numpy as np
+import jvarlen
+
+class Dataset:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i == 50 and sys.argv[1] == "a worker exits":
+            os._exit(0)
+        return np.arange(3)
+
+if __name__ == "__main__":
+    batches = jvarlen.load(jvarlen.make_plan([3] * 100, [(1, 3)]), Dataset(), num_workers=1)
+    next(batches)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    if sys.argv[1] == "is killed":
+        time.sleep(100)
+    list(batches)
+"""
+
+
+def test_an_error_in_a_training_leaves_no_thread():
+    def train():
+        batches = load(plan_of_epoch, DATASET)
+        next(batches)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert is_soon(lambda: not own_threads())
+
+
+def test_closed_batches_are_at_their_end():
+    batches = load(plan_of_epoch, DATASET)
+    next(batches)
+    batches.close()
+    batches.close()
+    assert is_soon(lambda: not own_threads())
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+
+
+@pytest.mark.parametrize("start_step", [0, 3])
+def test_what_was_read_is_hashed_as_it_is_given(start_step):
+    plan = plan_of_epoch(0)
+    batches = load(plan, DATASET, start_step=start_step, verify=True)
+    assert (batches.num_samples, batches.ids_digest) == (0, None)
+    digest = IdsDigest()
+    for step, _ in enumerate(batches, start_step):
+        ids = plan.rows(step)
+        digest.add(step, ids[ids >= 0])
+        assert batches.ids_digest == digest.hexdigest()  # however many steps were read ahead
+        assert batches.num_samples == plan.step_offsets[step + 1] - plan.step_offsets[start_step]
+    assert batches.ids_digest == planned_ids_digest(plan, start_step=start_step)
+    assert load(plan, DATASET).ids_digest is None
+
+
+def test_each_epoch_has_a_digest_of_its_own():
+    batches = load(plan_of_epoch, DATASET, num_epochs=3, verify=True, start_step=2)
+    for epoch, start_step in ((0, 2), (1, 0), (2, 0)):
+        plan = plan_of_epoch(epoch)
+        for _ in range(start_step, plan.num_steps):
+            next(batches)
+        assert batches.ids_digest == planned_ids_digest(plan, start_step=start_step)
+    assert len({planned_ids_digest(plan_of_epoch(epoch)) for epoch in range(3)}) == 3
+
+
+def test_processes_have_digests_of_their_own_rows():
+    plan = plan_of_epoch(0)
+    halves = [planned_ids_digest(plan, np.array(own)) for own in ([0, 1], [2, 3])]
+    assert len({*halves, planned_ids_digest(plan)}) == 3
+    digest = IdsDigest()
+    source = PlanSource(plan, DATASET, microbatches=np.array([2, 3]))
+    for step in range(plan.num_steps):
+        digest.add(step, source.read(step).ids)
+    assert digest.hexdigest() == halves[1]
+
+
+@pytest.mark.parametrize("fault", ["another sample", "another step", "no last step"])
+def test_samples_other_than_planned_are_noticed(fault, monkeypatch):
+    plan = plan_of_epoch(0)
+    read = PlanSource.read
+
+    def misread(self, step):
+        found = read(self, step)
+        if step != 2 or fault == "no last step":
+            return found
+        if fault == "another step":
+            return read(self, 3)
+        return found._replace(ids=found.ids[::-1].copy())
+
+    monkeypatch.setattr(PlanSource, "read", misread)
+    if fault == "no last step":
+        monkeypatch.setattr("jvarlen.plan_source.StepSource.__len__", lambda self: plan.num_steps - 1)
+    batches = load(plan, DATASET, verify=True)
+    ids = plan.rows(2)[plan.rows(2) >= 0]
+    said = {
+        "another sample": f"step 2 was planned with the samples {ids.tolist()}, but read were {ids[::-1].tolist()}",
+        "another step": "step 3 was read where step 2 comes",
+        "no last step": f"reading ended before step {plan.num_steps - 1} was read; {plan.num_steps} were planned",
+    }[fault]
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        list(batches)
+    assert batches.num_samples == plan.step_offsets[plan.num_steps - 1 if fault == "no last step" else 2]
+
+
+def test_adjusted_samples_are_counted_as_they_are_given():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    samples = [DATASET[i] for i in range(len(DATASET))]
+    victims = plan.sample_ids[[0, -1]].tolist()
+    for i in victims:
+        samples[i] = np.resize(samples[i], LENGTHS[i] + 3)
+    batches = load(plan, samples, lengths=LENGTHS, on_mismatch="adjust")
+    next(batches)
+    assert batches.num_adjusted == 1
+    assert sum(1 for _ in batches) == plan.num_steps - 1
+    assert batches.num_adjusted == 2
+    with pytest.raises(ValueError, match=f"id {victims[0]}: {LENGTHS[victims[0]] + 3} tokens, planned"):
+        next(load(plan, samples, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("error", [StopIteration("end"), SystemExit(0)], ids=["StopIteration", "SystemExit"])
+def test_no_error_of_a_dataset_passes_for_the_end_of_the_data(error):
+    class Ending:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            if index == 7:
+                raise error
+            return DATASET[index]
+
+    with pytest.raises(RuntimeError, match=rf"raised {type(error).__name__}\(.*\) for sample 7"):
+        list(load(plan_of_epoch(0), Ending()))
 
 
 def test_cut_samples_are_cut_and_counted():
@@ -242,7 +515,9 @@ def test_a_distributed_plan_loads_what_the_whole_plan_does():
     options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
     plan = plan_distributed(lengths, buckets, mesh, **options)
     whole = make_plan(lengths, buckets, **options)
-    batches, expected = list(load(plan, dataset, mesh=mesh)), list(load(whole, dataset, mesh=mesh))
+    loading = load(plan, dataset, mesh=mesh, verify=True, lengths=lengths)
+    batches, expected = list(loading), list(load(whole, dataset, mesh=mesh))
+    assert loading.ids_digest == planned_ids_digest(plan) == planned_ids_digest(whole)
     assert_same_batches(batches, expected)
     assert [leaf.sharding for leaf in jax.tree.leaves(batches)] == [leaf.sharding for leaf in jax.tree.leaves(expected)]
     with pytest.raises(ValueError, match="is not the one whose lengths were planned"):
