@@ -13,11 +13,11 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "threads", "interrupts", "progress", "portable_errors", "lengths", "sample_workers", "shard_files",
-    "measure_samples", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state", "streams",
-    "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table", "planned_steps",
-    "plan", "compare", "distributed", "processes", "sortable_words", "shard_sort", "sharded_rows", "sort",
-    "sort_figures", "ordered_file", "plan_places", "distributed_plan", "ids_digest", "sort_file", "collate",
+    "files", "threads", "interrupts", "progress", "portable_errors", "lengths", "manifest", "sample_workers",
+    "shard_files", "measure_samples", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
+    "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table",
+    "planned_steps", "plan", "compare", "distributed", "processes", "sortable_words", "shard_sort", "sharded_rows",
+    "sort", "sort_figures", "ordered_file", "plan_places", "distributed_plan", "ids_digest", "sort_file", "collate",
     "masks", "attention", "plan_source", "read_ahead", "loader", "collectives", "recompiles", "compilation_cache",
     "compile_options", "ledger", "step_clock", "unplanned", "row_search", "compiled_file", "recipe", "executables",
     "compiled_buckets", "compile", "lr_table", "lr", "train", "pipeline", "checkpoint", "datasets", "mixtures",
