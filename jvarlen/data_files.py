@@ -1,4 +1,4 @@
-"""Data files: in goes a file of text, JSON lines, token arrays or columns, out comes a data source with known lengths.
+"""Data files: in goes a file or directory of text or tokens, out comes a data source with known lengths and a key.
 
 Files are untrusted: nothing in them is unpickled or evaluated, and what they should not hold is a `ValueError` that
 says where it is. Nothing is left out in silence: an empty sample is an error.
@@ -6,32 +6,87 @@ says where it is. Nothing is left out in silence: an empty sample is an error.
 
 from __future__ import annotations
 
-import json
-import reprlib
+import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer, UInt8
-from tqdm import tqdm
+from jaxtyping import Int64, Integer
 
-from jvarlen.arrow_files import read_column
-from jvarlen.datasets import TokenDataset
-from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import DataSource, list_first, list_offenders
+from jvarlen.arrow_files import ColumnDataset, saved_shards
+from jvarlen.content_key import combine_keys, content_key
+from jvarlen.datasets import TokenDataset, check_tokens
+from jvarlen.length_cache import cached_hashes, cached_lengths
+from jvarlen.lengths import DataSource
+from jvarlen.line_files import LineDataset
+from jvarlen.tokenized import TokenizedDataset
 
-__all__ = ["LineDataset", "open_data_file"]
+__all__ = ["StoredDataset", "open_data", "open_data_file"]
 
-_CHUNK_BYTES = 1 << 24
-_NEWLINE, _RETURN = b"\n\r"
 _MAX_LISTED = 5
+_NUM_BYTES = 256
+_COLUMN_ENDINGS = (".parquet", ".arrow", ".feather")
+_ENDINGS = (".txt", ".jsonl", ".npz", *_COLUMN_ENDINGS)
 
 
-def open_data_file(
-    path: Path, *, field: str = "text", num_values: int | None = None, progress: bool = True
-) -> DataSource:
-    r"""Opens a file of samples by the ending of its name.
+class StoredDataset:
+    """Samples that lie in files: a data source with known lengths.
+
+    Attributes:
+      lengths: int64[N], tokens of every sample.
+      num_values: tokens lie below it: 256 for bytes of text, else the ids of the tokenizer; None where it is not known.
+      content_key: hex key of all that decides about the samples: content of the files, field, tokenizer. Files of the
+        same content have the same key, wherever they lie.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        samples: DataSource,
+        lengths: Int64[np.ndarray, " N"],
+        num_values: int | None,
+        content_key: str,
+        name_of: Callable[[int], str],
+        read_hashes: Callable[[], Int64[np.ndarray, " N"]],
+    ):
+        """`name_of` gives what a sample is called in errors, `read_hashes` what `sample_hashes` is."""
+        self._read_hashes = read_hashes
+        self._path = path
+        self._samples = samples
+        self._name_of = name_of
+        self.lengths = lengths
+        self.num_values = num_values
+        self.content_key = content_key
+
+    @functools.cached_property
+    def sample_hashes(self) -> Int64[np.ndarray, " N"]:
+        """The `sample_hash` of every sample, kept beside the data; see `cached_hashes`."""
+        return self._read_hashes()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_read_hashes", "sample_hashes")}
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+        try:
+            return self._samples[index]
+        except ValueError as error:  # it was read once, when the lengths were measured
+            raise ValueError(f"{self._path} has changed: {self._name_of(index)}: {error}") from None
+
+
+def open_data(
+    path: Path,
+    *,
+    field: str = "text",
+    tokenizer: Path | None = None,
+    num_values: int | None = None,
+    num_workers: int = 0,
+    progress: bool = True,
+) -> StoredDataset:
+    r"""Opens a file of samples by the ending of its name, or a directory that Hugging Face datasets were saved to.
 
     | ending | a sample | its tokens |
     |---|---|---|
@@ -39,168 +94,141 @@ def open_data_file(
     | .jsonl | an object a line | the UTF-8 bytes of the string in `field` |
     | .npz | `tokens[offsets[i]:offsets[i+1]]` | integers[total], beside offsets[N+1] |
     | .parquet, .arrow, .feather | a row of the column `field` | the bytes of a string, or the integers of a list |
+    | a directory with `state.json` | a row of the column `field`, over all its Arrow files | likewise |
 
-    Lines stay on disk and are read when they are asked for; only where they begin and how long they are is held. Arrays
-    of an `.npz` and columns are held in memory, but for Arrow columns that are uncompressed and in one chunk. Columns
-    need pyarrow, the extra `data`.
+    With a tokenizer, what is text there becomes the ids of its tokens; see `TokenizedDataset`.
+
+    Lines stay on disk and are read when they are asked for, and so do Arrow columns that are uncompressed. Arrays of an
+    `.npz`, and Parquet, are held in memory. Columns need pyarrow and tokenizers their package, the extra `data`.
+
+    Lengths of JSON lines and of tokenized text take reading every sample. They are measured once and kept beside the
+    data under the key of its content, or in the user's caches; see `cached_lengths`.
 
     Args:
-      path: the file.
+      path: the file or directory.
       field: the name of the field that holds the text of a JSON line, or of the column.
+      tokenizer: a file of the package `tokenizers`, whose ids are the tokens of text; None for its bytes.
       num_values: tokens must lie below it; None for no limit. Up to 256, the samples are uint8.
-      progress: whether checking JSON lines shows a progress bar.
+      num_workers: processes that measure lengths of thousands of samples; 0 measures in this one.
+      progress: whether measuring lengths shows a progress bar.
 
     Returns:
-      A data source of 1-D integer arrays, with an attribute `lengths`, int64[N].
+      A `StoredDataset`: a data source of 1-D integer arrays with known lengths.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: another ending; pyarrow is needed and missing; a damaged file; no samples; empty samples; what is no
-        JSON object with a string in `field`; arrays that do not fit together; a column of another type or with nulls;
-        tokens out of range. The first lines or samples are listed.
+      FileNotFoundError: there is no such file or directory.
+      ValueError: another ending; pyarrow or tokenizers is needed and missing; a damaged file; no samples, or empty
+        ones; what is no JSON object with a string in `field`; arrays that do not fit together; a column of another type
+        or with nulls; tokens out of range; a file that is no tokenizer, one for what is no text, or with more ids than
+        `num_values`. The first lines or samples are listed.
 
     Example:
       >>> import tempfile
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = Path(folder, "two.jsonl")
       ...     _ = path.write_text('{"text": "one"}\n{"text": "seven"}')
-      ...     dataset = open_data_file(path, progress=False)
+      ...     dataset = open_data(path, progress=False)
       >>> dataset.lengths, dataset[1].tobytes()
       (array([3, 5]), b'seven')
     """
-    openers: dict[str, Callable[[], DataSource]] = {
-        ".txt": lambda: LineDataset(path),
-        ".jsonl": lambda: LineDataset(path, field, progress=progress),
-        ".npz": lambda: _open_arrays(path, num_values),
-        **dict.fromkeys(
-            (".parquet", ".arrow", ".feather"), lambda: _checked_tokens(path, *read_column(path, field), num_values)
-        ),
-    }
-    if path.suffix not in openers:
-        raise ValueError(f"{path} is no data file: its name must end with {', '.join(openers)}")
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no data file {path}")
-    return openers[path.suffix]()
+    opened = _open(path, field, num_values if tokenizer is None else None)
+    content = content_key(*opened.files)
+    key = lengths_key = combine_keys(content, opened.field, None)
+    if tokenizer is not None:
+        if not opened.is_text:
+            raise ValueError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
+        tokenized = TokenizedDataset(opened.samples, tokenizer)
+        if num_values is not None and tokenized.num_values > num_values:
+            raise ValueError(f"{tokenizer} has {tokenized.num_values:,} ids; at most {num_values:,} are allowed")
+        key = combine_keys(content, opened.field, tokenized.key)
+        lengths_key = combine_keys(content, opened.field, tokenized.lengths_key)
+        opened = opened._replace(samples=tokenized, lengths=None, num_values=tokenized.num_values)
+    lengths = opened.lengths
+    if lengths is None:
+        lengths = cached_lengths(opened.samples, path, lengths_key, num_workers=num_workers, progress=progress)
+    _refuse_empty(path, opened, lengths)
+    # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
+    width = "bytes" if opened.num_values is not None and opened.num_values <= _NUM_BYTES else "integers"
+    read_hashes = functools.partial(
+        cached_hashes, opened.samples, path, combine_keys(lengths_key, width), progress=progress
+    )
+    return StoredDataset(path, opened.samples, lengths, opened.num_values, key, opened.name_of, read_hashes)
 
 
-class LineDataset:
-    """Lines of a memory-mapped file: a data source of bytes whose lengths are known.
+open_data_file = open_data
 
-    Worker processes map the file themselves.
 
-    Args:
-      path: the file; it must not change while it is in use.
-      field: the name of the string in the JSON object that every line is; None where the line itself is the sample. All
-        JSON lines are parsed once here, to be checked and measured.
-      progress: whether that shows a progress bar.
+class _Opened(NamedTuple):
+    """Samples of files.
 
     Attributes:
-      lengths: int64[N], bytes of every sample.
-
-    Raises:
-      OSError: the file cannot be read.
-      ValueError: it has no lines, or lines that are no samples; the first are listed.
+      files: all that they lie in.
+      field: what of it they are; None where there is no choice.
+      samples: ValueError says why there is no sample under an id.
+      lengths: int64[N], 0 where there is none; None where they are to be measured.
+      is_text: whether they are bytes of text.
+      num_values: tokens lie below it; None where it is not known.
+      wanted: what every sample must be.
+      name_of: what a sample is called.
     """
 
-    def __init__(self, path: Path, field: str | None = None, *, progress: bool = True):
-        self._path = path
-        self._field = field
-        self._num_bytes = path.stat().st_size
-        if not self._num_bytes:
-            raise ValueError(f"{path} is empty: at least one line is needed")
-        self._bytes = _map(path)
-        self._starts, self._ends = _find_lines(self._bytes)
-        if field is None:
-            self._ends -= self._bytes[self._ends - 1] == _RETURN
-            self._ends = np.maximum(self._ends, self._starts)
-            self.lengths = self._ends - self._starts
-            self._refuse(np.flatnonzero(self.lengths == 0), ["empty"] * _MAX_LISTED)
-        else:
-            self.lengths = self._measure(field, progress)
+    files: list[Path]
+    field: str | None
+    samples: DataSource
+    lengths: Int64[np.ndarray, " N"] | None
+    is_text: bool
+    num_values: int | None
+    wanted: str
+    name_of: Callable[[int], str]
 
-    def __len__(self) -> int:
-        return len(self._starts)
 
-    def __getitem__(self, index: int) -> UInt8[np.ndarray, " length"]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        line = self._bytes[self._starts[index] : self._ends[index]]
-        if self._field is None:
-            return line
+def _open(path: Path, field: str, num_values: int | None) -> _Opened:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no data file {path}")
+    if path.is_dir():
+        return _open_columns(saved_shards(path), field, num_values)
+    if path.suffix not in _ENDINGS or not path.is_file():
+        raise ValueError(f"{path} is no data file: its name must end with {', '.join(_ENDINGS)}")
+    if path.suffix in _COLUMN_ENDINGS:
+        return _open_columns([path], field, num_values)
+    if path.suffix == ".npz":
+        dataset = _open_arrays(path, num_values)
+        return _Opened([path], None, dataset, dataset.lengths, False, num_values, "tokens", _id)
+    lines = LineDataset(path, field if path.suffix == ".jsonl" else None)
+    if path.suffix == ".txt":
+        return _Opened([path], None, lines, lines.line_lengths, True, _NUM_BYTES, "every line must be text", _line)
+    wanted = f"every line must be a JSON object with text in the field {field!r}"
+    return _Opened([path], field, lines, None, True, _NUM_BYTES, wanted, _line)
+
+
+def _open_columns(paths: list[Path], field: str, num_values: int | None) -> _Opened:
+    columns = ColumnDataset(paths, field, num_values)
+    num_values = _NUM_BYTES if columns.is_text else num_values
+    wanted = f"every row of the column {field!r} must be text"
+    return _Opened(paths, field, columns, columns.lengths, columns.is_text, num_values, wanted, _id)
+
+
+def _line(index: int) -> str:
+    return f"line {index + 1}"
+
+
+def _id(index: int) -> str:
+    return f"id {index}"
+
+
+def _refuse_empty(path: Path, opened: _Opened, lengths: Int64[np.ndarray, " N"]) -> None:
+    """Raises ValueError that lists the samples which are none, and why the first are none."""
+    refused = np.flatnonzero(lengths == 0)
+    if not len(refused):
+        return
+    first = []
+    for index in refused[:_MAX_LISTED].tolist():
         try:
-            return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
+            opened.samples[index]
         except ValueError as error:
-            raise ValueError(f"{self._path} has changed: line {index + 1}: {error}") from None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_bytes"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        if self._path.stat().st_size != self._num_bytes:
-            raise ValueError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
-        self._bytes = _map(self._path)
-
-    def _measure(self, field: str, progress: bool) -> Int64[np.ndarray, " N"]:
-        lengths = np.zeros(len(self), np.int64)
-        reasons: list[str] = []
-        for index in tqdm(range(len(self)), desc="JSON", unit="line", disable=not progress):
-            raise_if_interrupted()
-            try:
-                lengths[index] = len(_parse(self._bytes[self._starts[index] : self._ends[index]].tobytes(), field))
-            except ValueError as error:
-                if len(reasons) < _MAX_LISTED:
-                    reasons.append(str(error))
-        self._refuse(np.flatnonzero(lengths == 0), reasons)
-        return lengths
-
-    def _refuse(self, indices: Int64[np.ndarray, " n"], reasons: list[str]) -> None:
-        """Raises ValueError where any lines are given; the reasons are those of the first."""
-        if not len(indices):
-            return
-        first = [f"line {i + 1}: {reason}" for i, reason in zip(indices.tolist(), reasons, strict=False)]
-        more = f" and {len(indices) - len(first):,} more" if len(indices) > len(first) else ""
-        wanted = "a JSON object with text in the field" + f" {self._field!r}" if self._field else "text"
-        raise ValueError(f"{self._path}: every line must be {wanted}; mend or remove {'; '.join(first)}{more}")
-
-
-def _map(path: Path) -> UInt8[np.ndarray, " total"]:
-    return np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
-
-
-def _find_lines(data: UInt8[np.ndarray, " total"]) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
-    """Where every line starts, and where its newline is; the last line needs none."""
-    chunks = range(0, len(data), _CHUNK_BYTES)
-    newlines = np.concatenate([np.flatnonzero(data[i : i + _CHUNK_BYTES] == _NEWLINE) + i for i in chunks])
-    ends = newlines if data[-1] == _NEWLINE else np.append(newlines, len(data))
-    return np.concatenate([[0], ends[:-1] + 1]), ends
-
-
-def _parse(line: bytes, field: str) -> bytes:
-    """The text of a JSON line; raises ValueError with the reason why there is none, which is short and of one line."""
-    try:
-        record = json.loads(line.decode())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
-    except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except ValueError:
-        raise ValueError("a number of too many digits") from None
-    if not isinstance(record, dict):
-        raise ValueError("no JSON object")
-    if field not in record:
-        raise ValueError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise ValueError(f"no string, but {reprlib.repr(text)}")
-    if not text:
-        raise ValueError("empty")
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair, which has no UTF-8") from None
+            first.append(f"{opened.name_of(index)}: {error}")
+    more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
+    raise ValueError(f"{path}: {opened.wanted}; mend or remove {'; '.join(first)}{more}")
 
 
 def _open_arrays(path: Path, num_values: int | None) -> TokenDataset:
@@ -213,28 +241,8 @@ def _open_arrays(path: Path, num_values: int | None) -> TokenDataset:
     for name, array in (("tokens", tokens), ("offsets", offsets)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
-    return _checked_tokens(path, tokens, offsets.astype(np.int64), num_values)
-
-
-def _checked_tokens(
-    path: Path, tokens: Integer[np.ndarray, " total"], offsets: Int64[np.ndarray, " N_plus_1"], num_values: int | None
-) -> TokenDataset:
     try:
-        dataset = TokenDataset(tokens, offsets)
+        (dataset,) = check_tokens([TokenDataset(tokens, offsets.astype(np.int64))], num_values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    if not len(dataset):
-        raise ValueError(f"{path} holds no samples: at least one is needed")
-    is_empty = dataset.lengths == 0
-    if is_empty.any():
-        raise ValueError(f"{path}: samples must not be empty: {list_offenders(np.flatnonzero(is_empty))}")
-    is_outside = tokens < 0
-    if num_values is not None:
-        is_outside |= tokens >= num_values
-    if is_outside.any():
-        places = np.flatnonzero(is_outside)
-        ids, first = np.unique(np.searchsorted(offsets, places, side="right") - 1, return_index=True)
-        limit = "" if num_values is None else f" and below {num_values}"
-        listed = list_offenders(ids, tokens[places[first]])
-        raise ValueError(f"{path}: tokens must be at least 0{limit}; these samples have others: {listed}")
-    return TokenDataset(tokens.astype(np.uint8), offsets) if num_values is not None and num_values <= 256 else dataset
+    return dataset

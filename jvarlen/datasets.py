@@ -12,22 +12,34 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64, Integer
-from tqdm import tqdm
 
 from jvarlen.files import default_cache_dir, write_atomically
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import DataSource, check_lengths
+from jvarlen.lengths import DataSource, check_lengths, list_offenders
 from jvarlen.measure_samples import measure_lengths
+from jvarlen.progress import progress_bar
 
-__all__ = ["Split", "Subset", "TokenDataset", "known_lengths", "split_held_out", "stdlib_functions"]
+__all__ = [
+    "Split",
+    "Subset",
+    "TokenDataset",
+    "as_data_source",
+    "check_tokens",
+    "known_lengths",
+    "sample_hash",
+    "split_held_out",
+    "stdlib_functions",
+    "to_tokens",
+]
 
 _CACHE_VERSION = 1
+_HASH_BITS = 62
 _NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -104,11 +116,135 @@ class Subset:
         return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
 
 
+class _Tokens:
+    """The samples of any dataset as arrays of tokens."""
+
+    def __init__(self, dataset: DataSource):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return to_tokens(self._dataset[index])
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Those that the dataset knows; an AttributeError where it knows none."""
+        return self._dataset.lengths  # type: ignore[attr-defined]
+
+
 class Split(NamedTuple):
     """Two datasets that share no sample."""
 
     train: DataSource
     held_out: DataSource
+
+
+def as_data_source(dataset: DataSource) -> DataSource:
+    """Any random-access dataset as a data source whose samples are 1-D integer arrays.
+
+    A list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset` are such. Where their samples are
+    arrays, lists or tensors already, `load` takes them as they are; here, strings and bytes become arrays as well.
+
+    Args:
+      dataset: has `len()` and integer indexing. An attribute `lengths`, where it has one, counts the tokens of samples
+        as `to_tokens` makes them.
+
+    Returns:
+      A data source that converts a sample when it is asked for, with `to_tokens`.
+
+    Raises:
+      ValueError: no random access: a stream, for example, which `stream_batches` takes.
+
+    Example:
+      >>> as_data_source(["ab", [300, 301]])[1]
+      array([300, 301])
+    """
+    if not isinstance(dataset, DataSource):
+        raise ValueError(
+            f"a dataset needs len() and integer indexing, which {type(dataset).__name__} has not; samples that only "
+            "come one after the other are for stream_batches"
+        )
+    return _Tokens(dataset)
+
+
+def to_tokens(sample: Any) -> Integer[np.ndarray, " length"]:
+    """The tokens of a sample.
+
+    Args:
+      sample: a string, which becomes its UTF-8; bytes; or integers as a list, an array, or a tensor in host memory.
+
+    Returns:
+      integers[length]: uint8 of strings and bytes, else of the dtype it has. Nothing is copied where it need not be.
+
+    Raises:
+      ValueError: none of these.
+
+    Example:
+      >>> to_tokens("ö")
+      array([195, 182], dtype=uint8)
+    """
+    if isinstance(sample, str):
+        return np.frombuffer(sample.encode(), np.uint8)
+    if isinstance(sample, bytes | bytearray | memoryview):
+        return np.frombuffer(sample, np.uint8)
+    try:
+        tokens = np.asarray(sample)
+    except Exception as error:  # of any library: a tensor on a device, or a ragged list
+        raise ValueError(f"no tokens, but {type(sample).__name__}: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
+        raise ValueError(f"a sample must be text, bytes or 1-D integers, not {kind}")
+    return tokens
+
+
+def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
+    """Checks samples that lie in several flat arrays, one after the other, and narrows them.
+
+    Args:
+      parts: the samples.
+      num_values: tokens must lie below it; None for no limit.
+
+    Returns:
+      The same samples; uint8 where `num_values` is at most 256.
+
+    Raises:
+      ValueError: no samples, empty ones, or tokens out of range; the first are listed.
+
+    Example:
+      >>> [part.tokens.dtype.name for part in check_tokens([TokenDataset(np.array([7]), np.array([0, 1]))], 256)]
+      ['uint8']
+    """
+    starts = np.cumsum([0, *map(len, parts)])
+    if not starts[-1]:
+        raise ValueError("it holds no samples: at least one is needed")
+    empty = np.concatenate(
+        [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=False)]
+    )
+    if len(empty):
+        raise ValueError(f"samples must not be empty: {list_offenders(empty)}")
+    ids, values = [], []
+    for part, start in zip(parts, starts, strict=False):
+        raise_if_interrupted()
+        if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
+            continue
+        is_outside = part.tokens < 0
+        if num_values is not None:
+            is_outside |= part.tokens >= num_values
+        places = np.flatnonzero(is_outside)
+        own, first = np.unique(np.searchsorted(part.offsets, places, side="right") - 1, return_index=True)
+        ids.append(own + start)
+        values.append(part.tokens[places[first]])
+    if any(map(len, ids)):
+        limit = "" if num_values is None else f" and below {num_values}"
+        listed = list_offenders(np.concatenate(ids), np.concatenate(values))
+        raise ValueError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
+    if num_values is None or num_values > 256:
+        return list(parts)
+    return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]
 
 
 def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
@@ -173,29 +309,47 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
 def split_held_out(dataset: DataSource, fraction: float) -> Split:
     """Holds samples out by the hash of their content, so that the same text is always on the same side.
 
+    The same tokens have one hash in whatever they are held, but for uint8, which are the bytes of texts.
+
     Args:
-      dataset: the samples to split, each an array of integers.
+      dataset: the samples to split, each as `to_tokens` takes it.
       fraction: the share of samples to hold out, between 0 and 1.
 
     Returns:
       `Split(train, held_out)`, two `Subset`s; each keeps the order of the dataset.
 
     Raises:
-      ValueError: `fraction` is not between 0 and 1, or one side would be empty.
+      ValueError: `fraction` is not between 0 and 1, or one side would be empty; or a sample is not of tokens.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
-    is_held_out = np.zeros(len(dataset), bool)
-    for sample_id in range(len(dataset)):
-        raise_if_interrupted()
-        is_held_out[sample_id] = _hash_fraction(dataset[sample_id].tobytes()) < fraction
+    is_held_out = _hashes_of(dataset) / 2**_HASH_BITS < fraction
     if is_held_out.all() or not is_held_out.any():
         raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
     return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 
-def _hash_fraction(sample: bytes) -> float:
-    return int.from_bytes(hashlib.sha256(sample).digest()[:8], "big") / 2**64
+def sample_hash(sample: Any) -> int:
+    """A hash of the tokens of a sample, whatever holds them: the first 62 bits of SHA-256 of bytes, or of int64.
+
+    Example:
+      >>> sample_hash("ab") == sample_hash(b"ab") == sample_hash(np.array([97, 98], np.uint8)) != sample_hash([97, 98])
+      True
+    """
+    tokens = to_tokens(sample)
+    content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - _HASH_BITS)
+
+
+def _hashes_of(dataset: DataSource) -> Int64[np.ndarray, " N"]:
+    """Those that a dataset knows itself, in its attribute `sample_hashes`; else they are made, sample by sample."""
+    if hasattr(dataset, "sample_hashes"):
+        return dataset.sample_hashes
+    hashes = np.zeros(len(dataset), np.int64)
+    for sample_id in range(len(dataset)):
+        raise_if_interrupted()
+        hashes[sample_id] = sample_hash(dataset[sample_id])
+    return hashes
 
 
 def _scan(root: Path, progress: bool) -> list[bytes]:
@@ -206,7 +360,7 @@ def _scan(root: Path, progress: bool) -> list[bytes]:
     if not files:
         raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
     samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
-    for path in tqdm(sorted(files), desc="corpus", unit="file", disable=not progress):
+    for path in progress_bar(sorted(files), desc="corpus", unit="file", progress=progress):
         raise_if_interrupted()
         source = path.read_bytes()
         try:

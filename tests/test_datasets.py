@@ -6,8 +6,17 @@ import textwrap
 import numpy as np
 import pytest
 
+import jvarlen
 from jvarlen import datasets
-from jvarlen.datasets import Subset, TokenDataset, known_lengths, split_held_out, stdlib_functions
+from jvarlen.datasets import (
+    Subset,
+    TokenDataset,
+    as_data_source,
+    known_lengths,
+    split_held_out,
+    stdlib_functions,
+    to_tokens,
+)
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +146,111 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monke
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="not kept for the next time"):
         assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1
+
+
+SAMPLES = [[3, 1, 4], [1], [5, 9], [2, 6, 5, 3], [5], [8, 9, 7]]
+
+
+def torch_dataset(samples):
+    torch = pytest.importorskip("torch")
+
+    class MapStyle(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(samples)
+
+        def __getitem__(self, index):
+            return torch.tensor(samples[index])
+
+    return MapStyle()
+
+
+def grain_source(samples):
+    import grain
+
+    return grain.MapDataset.source([np.array(sample, np.int32) for sample in samples])
+
+
+def grain_random_access(samples):
+    from grain.python import RandomAccessDataSource
+
+    class Source:
+        def __len__(self):
+            return len(samples)
+
+        def __getitem__(self, record_key):
+            return np.array(samples[record_key], np.uint16)
+
+    assert isinstance(Source(), RandomAccessDataSource)
+    return Source()
+
+
+MAKERS = [list, torch_dataset, grain_source, grain_random_access, lambda samples: list(map(bytes, samples))]
+IDS = ["list", "torch", "grain", "grain_random_access", "bytes"]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_any_random_access_dataset_is_a_data_source(make):
+    source = as_data_source(make(SAMPLES))
+    assert [source[i].tolist() for i in range(len(source))] == SAMPLES
+    assert all(isinstance(source[i], np.ndarray) for i in range(len(source)))
+    for index in (-1, 6):
+        with pytest.raises(IndexError, match="of 6"):
+            source[index]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_any_random_access_dataset_is_measured_split_and_loaded(make):
+    dataset = make(SAMPLES)
+    lengths = known_lengths(dataset, progress=False)
+    assert lengths.tolist() == list(map(len, SAMPLES))
+    split = split_held_out(dataset, 0.5)
+    assert len(split.train) + len(split.held_out) == len(SAMPLES)
+    plan = jvarlen.make_plan(lengths, [(2, 2), (2, 4)])
+    steps = list(jvarlen.load(plan, as_data_source(dataset)))
+    read = {
+        tuple(tokens[:length])
+        for step in steps
+        for tokens, length in zip(np.asarray(step.tokens)[0].tolist(), step.lengths[0].tolist(), strict=True)
+    }
+    assert read - {()} == set(map(tuple, SAMPLES))
+
+
+def test_what_holds_arrays_is_loaded_as_it_is():
+    plan = jvarlen.make_plan([3, 1], [(2, 4)])
+    for make in (list, torch_dataset, grain_source):
+        (step,) = jvarlen.load(plan, make([[1, 2, 3], [4]]))
+        assert step.tokens.tolist() == [[[4, 0, 0, 0], [1, 2, 3, 0]]]
+
+
+def test_the_same_tokens_are_on_the_same_side_whatever_holds_them():
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(0, 50_000, 5).tolist() for _ in range(40)]
+    makers = [list, torch_dataset, grain_source, grain_random_access]
+    sides = [list(split_held_out(make(samples), 0.3).held_out) for make in makers]
+    held_out = [[np.asarray(sample).tolist() for sample in side] for side in sides]
+    assert 0 < len(held_out[0]) < 40
+    assert all(side == held_out[0] for side in held_out)
+
+
+def test_texts_and_their_bytes_are_the_same_tokens():
+    for sample in ("größer", "größer".encode(), bytearray("größer".encode()), memoryview("größer".encode())):
+        assert to_tokens(sample).dtype == np.uint8
+        assert to_tokens(sample).tobytes() == "größer".encode()
+
+
+@pytest.mark.parametrize(
+    "sample", [None, 7, [1.0], [True], [[1]], [[1], [2, 3]], [], {"text": "a"}, {1, 2}, ["a"], np.array(3)], ids=repr
+)
+def test_what_is_no_sequence_of_tokens_is_refused(sample):
+    with pytest.raises(ValueError, match=r"sample must be text, bytes or 1-D integers|no tokens, but list"):
+        to_tokens(sample)
+
+
+def test_what_has_no_random_access_is_refused():
+    with pytest.raises(ValueError, match=r"which generator has not; .* are for stream_batches"):
+        as_data_source(sample for sample in SAMPLES)
+
+
+def test_lengths_that_a_dataset_knows_stay_known():
+    assert known_lengths(as_data_source(Unreadable())).tolist() == [3, 1, 2]
+    assert not hasattr(as_data_source(SAMPLES), "lengths")

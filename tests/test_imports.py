@@ -21,8 +21,9 @@ LAYERS = [
     "masks", "attention", "plan_source", "read_ahead", "loader", "collectives", "recompiles", "compilation_cache",
     "compile_options", "ledger", "step_clock", "unplanned", "row_search", "compiled_file", "recipe", "executables",
     "compiled_buckets", "compile", "lr_table", "lr", "train", "pipeline", "checkpoint", "datasets", "mixtures",
-    "arrow_files", "data_files", "models", "measure", "report", "config", "course", "plan_figures", "html_report",
-    "run_dir", "summary", "fit", "plan_checks", "partition_checks", "testing", "cli",
+    "content_key", "length_cache", "line_files", "tokenized", "arrow_files", "data_files", "models", "measure",
+    "report", "config", "course", "plan_figures", "html_report", "run_dir", "summary", "fit", "plan_checks",
+    "partition_checks", "testing", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
 
