@@ -27,6 +27,7 @@ from timing import report, table, versions_and_hardware
 import jvarlen
 from jvarlen.config import FitConfig, PlanConfig
 from jvarlen.course import Course
+from jvarlen.data_config import HELD_OUT
 from jvarlen.datasets import Split, split_held_out, stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
@@ -104,7 +105,7 @@ def main() -> None:
         config = dataclasses.replace(config, max_steps=4, plan=plan, model=tiny)
     data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
-    bare = BareLoop(config, Course(config, lengths, held_out_lengths), data)
+    bare = BareLoop(config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data)
     fit_seconds(config, data)  # compiles, for those that follow
     turns = [(fit_seconds(config, data), bare.seconds()) for _ in range(1 if quick else 9)]
     ratios = sorted(loop / fitted for fitted, loop in turns)

@@ -6,8 +6,7 @@ from jvarlen.attention import attend, attend_within_segments
 from jvarlen.batching import Batches, batch_by_tokens
 from jvarlen.buckets import Bucket, PairBucket, choose_row_lengths, make_buckets
 from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_batch
-from jvarlen.collate import pack_to_bucket, packed_batch_spec
-from jvarlen.collate import pad_pairs_to_bucket, pair_batch_spec
+from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_pairs_to_bucket, pair_batch_spec
 from jvarlen.collate import pad_to_bucket, token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets, load_compiled
@@ -21,8 +20,10 @@ from jvarlen.distributed import data_mesh, replicate
 from jvarlen.distributed_plan import DistributedPlan, count_lengths, plan_distributed
 from jvarlen.fit import FitResult, fit
 from jvarlen.lengths import check_lengths
-from jvarlen.loader import load, load_stream
+from jvarlen.ids_digest import planned_ids_digest
+from jvarlen.loader import BatchIterator, load, load_stream
 from jvarlen.lr import lr_scale, lr_sequence, planned_schedule, scale_by_batch_size
+from jvarlen.mixtures import Mixture, mixture_counts
 from jvarlen.masks import attention_mask, padding_mask, segment_mask
 from jvarlen.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.measure import measure_buckets
@@ -42,16 +43,17 @@ from jvarlen.unplanned import UnplannedShapeError
 __version__ = "0.1.0"
 
 __all__ = [
-    "Batch", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig",
-    "FitResult", "Ledger", "PackedBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples",
-    "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "agree", "attend", "attend_within_segments",
-    "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets",
-    "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale",
-    "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
-    "measure_buckets", "measure_difficulty", "measure_lengths", "no_recompiles", "pack_samples", "pack_to_bucket",
-    "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
-    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
-    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
-    "write_ordered",
+    "Batch", "BatchIterator", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel",
+    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Mixture", "PackedBatch", "Packing", "PairBatch",
+    "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
+    "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask", "batch_by_tokens",
+    "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
+    "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
+    "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets",
+    "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets", "measure_difficulty",
+    "measure_lengths", "mixture_counts", "no_recompiles", "pack_samples", "pack_to_bucket", "packed_batch_spec",
+    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
+    "planned_ids_digest", "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort",
+    "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec",
+    "use_compilation_cache", "write_ordered",
 ]

@@ -1,4 +1,4 @@
-"""Command line: parses and calls. `jvarlen plan`, `sort`, `train` and `measure`.
+"""Command line: parses and calls. `jvarlen plan`, `sort`, `train`, `report` and `measure`.
 
 Settings are the fields of dataclasses.
 """
@@ -30,10 +30,12 @@ from jvarlen.lr import lr_sequence
 from jvarlen.models import TransformerConfig
 from jvarlen.plan import Plan
 from jvarlen.processes import ProcessesError, end_without_others
+from jvarlen.run_dir import is_run_dir
+from jvarlen.run_report import read_runs
 from jvarlen.sort_figures import balance_table
 from jvarlen.sort_file import load_array, sort_file
 
-__all__ = ["MeasureCommand", "PlanCommand", "SortCommand", "main", "run"]
+__all__ = ["MeasureCommand", "PlanCommand", "ReportCommand", "SortCommand", "main", "run"]
 
 _USER_ERROR = 2
 _EXIT_CODES_OF_TRAINING = (
@@ -166,7 +168,7 @@ class MeasureCommand:
     """Where the cost model in bytes goes."""
     progress: bool = True
     """Show progress bars."""
-    model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
+    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
 
     def run(self) -> None:
         """Measures, prints and saves."""
@@ -187,6 +189,25 @@ class MeasureCommand:
             fitted.save(path)
             print(f"{path}: {fitted}")
         print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Show what runs did, also while they go on: a table, and a page of pictures in which they lie over each other."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Directories of runs."""
+    html: Path | None = None
+    """Where to write the page, one file that works offline; report.html in the directory of the run or, of several
+    runs, in the current one."""
+
+    def run(self) -> None:
+        """Prints the table, then writes the page."""
+        report = read_runs(self.run_dirs)
+        print(report.table())
+        page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
+        report.write_html(page)
+        print(f"\n{page}")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -222,7 +243,9 @@ def _end(command: object, error: object, code: int) -> int:
     """Says what went wrong in one line; other processes are not waited for without end."""
     if isinstance(command, DeviceConfig) and command.has_processes:
         end_without_others()
-    print(f"jvarlen: {' '.join(str(error).split())}", file=sys.stderr)
+    # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
+    notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
+    print(f"jvarlen: {' '.join('; '.join([str(error), *notes]).split())}", file=sys.stderr)
     return code
 
 
@@ -231,17 +254,18 @@ def run() -> None:
     sys.exit(main())
 
 
-def _parse(args: list[str]) -> PlanCommand | SortCommand | MeasureCommand | FitConfig:
+def _parse(args: list[str]) -> PlanCommand | SortCommand | ReportCommand | MeasureCommand | FitConfig:
     """The command; tyro's framed errors become a ValueError of one line."""
     about = f"{FitConfig.__doc__} {_EXIT_CODES_OF_TRAINING}"
     train = Annotated[FitConfig, tyro.conf.subcommand("train", default=_train_defaults(args), description=about)]
     plan = Annotated[PlanCommand, tyro.conf.subcommand("plan")]
     sort = Annotated[SortCommand, tyro.conf.subcommand("sort")]
+    report = Annotated[ReportCommand, tyro.conf.subcommand("report")]
     measure = Annotated[MeasureCommand, tyro.conf.subcommand("measure")]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            return tyro.cli(plan | sort | train | measure, prog="jvarlen", args=args)
+            return tyro.cli(plan | sort | train | report | measure, prog="jvarlen", args=args)
     except SystemExit as stopped:
         if stopped.code:
             raise ValueError(_unframed(errors.getvalue())) from None
@@ -249,12 +273,14 @@ def _parse(args: list[str]) -> PlanCommand | SortCommand | MeasureCommand | FitC
 
 
 def _train_defaults(args: list[str]) -> FitConfig:
-    """Those of the run to resume, where one is named."""
+    """Those of the run to continue, where one is named."""
     for place, name in enumerate(args):
         given, _, value = name.partition("=")
         run_dir = value or "".join(args[place + 1 : place + 2])
         if given == "--resume" and run_dir:
             return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
+        if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
     return FitConfig()
 
 
@@ -265,5 +291,7 @@ def _unframed(text: str) -> str:
     text = " ".join(lines[: rules[0] if rules else None])
     # The names of our classes say nothing to who typed a flag.
     return re.sub(
-        r"Error parsing (__tyro\S*?|PlanCommand|SortCommand|MeasureCommand|FitConfig)(\.(\w+))?: ", r"\3 ", text
+        r"Error parsing (__tyro\S*?|PlanCommand|SortCommand|ReportCommand|MeasureCommand|FitConfig)(\.(\w+))?: ",
+        r"\3 ",
+        text,
     ).strip()

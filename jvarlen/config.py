@@ -7,28 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any, Literal
 
 import dacite
 import jax
-import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Int64
 
-from jvarlen.buckets import Bucket, Strategy, choose_row_lengths, make_buckets
 from jvarlen.compile_options import CompileOptions
-from jvarlen.costs import CostModel
-from jvarlen.curriculum import Order
+from jvarlen.data_config import DataConfig
 from jvarlen.distributed import data_mesh, divide_processor
 from jvarlen.files import write_atomically
-from jvarlen.lengths import Overlong
 from jvarlen.models import TransformerConfig
-from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from jvarlen.packing import Packing, pack_samples
-from jvarlen.plan import Plan, make_plan
+from jvarlen.plan_config import PlanConfig
 from jvarlen.processes import initialize_processes
+from jvarlen.setting_checks import check_above, check_at_least, check_fraction
+from jvarlen.trackers import TrackerName
 
 __all__ = [
     "BatchSizeRule",
@@ -40,198 +34,11 @@ __all__ = [
     "flat_settings",
     "load_config",
     "save_config",
+    "saved_settings",
 ]
 
 BatchSizeRule = Literal["linear", "sqrt", "none"]
-PacingName = Literal["none", "linear", "root", "competence", "discrete"]
-
-
-def _check_at_least(config: object, limit: int, *names: str) -> None:
-    _check(config, names, lambda value: value is None or limit <= value < math.inf, f"finite and at least {limit}")
-
-
-def _check_above(config: object, limit: int, *names: str) -> None:
-    _check(config, names, lambda value: limit < value < math.inf, f"finite and above {limit}")
-
-
-def _check_fraction(config: object, *names: str) -> None:
-    _check(config, names, lambda value: 0 <= value < 1, "at least 0 and below 1")
-
-
-def _check(config: object, names: tuple[str, ...], holds: Any, wanted: str) -> None:
-    wrong = [f"{name} ({getattr(config, name)!r})" for name in names if not holds(getattr(config, name))]
-    if wrong:
-        raise ValueError(f"must be {wanted}: {', '.join(wrong)}")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """How samples become steps."""
-
-    max_tokens: int = 4096
-    """Budget of one microbatch in tokens, padding included."""
-    max_shapes: int = 12
-    """The most buckets, that is compiled shapes."""
-    strategy: Strategy = "optimal"
-    """How the lengths of the buckets are chosen."""
-    max_length: int | None = 1024
-    """Longest bucket in tokens; None for the longest sample."""
-    overlong: Overlong = "truncate"
-    """What becomes of samples longer than that."""
-    microbatches_per_step: int = 1
-    """Microbatches of one optimizer update, accumulated."""
-    row_multiple: int = 1
-    """Rows of a bucket are a multiple of it, where the budget allows one."""
-    length_multiple: int = 8
-    """Lengths of buckets are rounded up to a multiple of it."""
-    order: Order = "shuffle"
-    """The order in which samples come."""
-    shuffle_steps: bool = False
-    """Permute the steps at random, whatever the order of the samples."""
-    longest_first: bool = False
-    """Begin with a step of the longest bucket, so that running out of memory shows at once."""
-    block_size: int | None = None
-    """Shuffle within blocks of so many samples: blocks of ids where the order is random, which keeps reading local."""
-    pacing: PacingName = "none"
-    """How a curriculum admits samples, easiest first; needs order length."""
-    pacing_steps: int = 1000
-    """The step from which on all samples are admitted."""
-    pacing_initial: float = 0.1
-    """Share of the samples that the first step draws from."""
-    pacing_stages: int = 5
-    """Stages of discrete pacing."""
-    pack: bool = False
-    """Put several samples into a row."""
-    row_lengths: tuple[int, ...] = ()
-    """Lengths of packed rows. Where none are given: the longest alone, or, by a cost model, up to max_shapes."""
-    cost_model: Path | None = None
-    """JSON file of a cost model in seconds: what is then minimised, and predicted."""
-    max_cost: float | None = None
-    """Most seconds of a microbatch, by the cost model."""
-    compile_seconds: float | None = None
-    """Seconds that each more bucket costs; with a cost model it decides how many are worth having."""
-    memory_model: Path | None = None
-    """JSON file of a cost model in bytes."""
-    max_bytes: float | None = None
-    """Most bytes of a bucket, by the memory model."""
-
-    def __post_init__(self):
-        _check_at_least(
-            self,
-            1,
-            "max_tokens",
-            "max_shapes",
-            "max_length",
-            "microbatches_per_step",
-            "row_multiple",
-            "length_multiple",
-            "block_size",
-            "pacing_steps",
-            "pacing_stages",
-        )
-        _check(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
-        if self.row_lengths and not self.pack:
-            raise ValueError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
-        for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
-            if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
-        if self.pack:
-            self._check_packing()
-
-    def _check_packing(self) -> None:
-        """Raises ValueError for settings that say nothing of packed rows."""
-        if self.strategy != "optimal":
-            raise ValueError(
-                f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
-            )
-        if self.pacing != "none":
-            raise ValueError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
-        if self.block_size is not None:
-            raise ValueError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
-        odd = [length for length in self.row_lengths if length % self.length_multiple]
-        if odd:
-            raise ValueError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
-        if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
-            raise ValueError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
-
-    @property
-    def cost(self) -> CostModel | None:
-        """The cost model in seconds, read from its file."""
-        return _load_model(self.cost_model, "seconds")
-
-    @property
-    def memory(self) -> CostModel | None:
-        """The cost model in bytes, read from its file."""
-        return _load_model(self.memory_model, "bytes")
-
-    def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
-        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have."""
-        limits: dict[str, Any] = {
-            "microbatches_per_step": self.microbatches_per_step,
-            "row_multiple": self.row_multiple,
-            "cost": self.cost,
-            "max_cost": self.max_cost,
-            "memory": self.memory,
-            "max_bytes": self.max_bytes,
-        }
-        choice: dict[str, Any] = {
-            "max_shapes": self.max_shapes,
-            "max_length": self.max_length,
-            "overlong": "drop" if self.overlong == "drop" else "truncate",
-            "length_multiple": self.length_multiple,
-            "compile_seconds": self.compile_seconds,
-        }
-        if not self.pack:
-            return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
-        if limits["cost"] is None:
-            choice["max_shapes"] = 1  # where only tokens count, nothing packs better than long rows
-        row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
-        rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
-        return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
-
-    def make_plan(
-        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
-    ) -> Plan:
-        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random."""
-        return make_plan(
-            self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
-            buckets,
-            microbatches_per_step=self.microbatches_per_step,
-            order=self.order,
-            block_size=self.block_size,
-            pacing=self._pacing(),
-            seed=seed,
-            epoch=epoch,
-            shuffle_steps=self.shuffle_steps,
-            longest_first=self.longest_first,
-            overlong="error" if self.pack else self.overlong,
-        )
-
-    def make_held_out_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
-        """A plan of samples that are not trained on, in the same buckets, in order of length."""
-        return make_plan(
-            self._rows(lengths, buckets, "dataset", 0, 0),
-            buckets,
-            microbatches_per_step=self.microbatches_per_step,
-            overlong="error" if self.pack else self.overlong,
-        )
-
-    def _pacing(self) -> Pacing | None:
-        if self.pacing == "none":
-            return None
-        if self.pacing == "discrete":
-            return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
-        named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
-        return named[self.pacing](self.pacing_steps, self.pacing_initial)
-
-    def _rows(
-        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
-    ) -> Int64[np.ndarray, " N"] | Packing:
-        """What a plan plans: the samples, or rows of them as long as the buckets are."""
-        if not self.pack:
-            return lengths
-        row_lengths = [bucket.length for bucket in buckets]
-        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self.overlong)
+_MODELS = ("cost_model", "memory_model")  # files that a run directory has copies of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,9 +69,9 @@ class OptimizerConfig:
     """Gradients of a larger global norm are scaled down to it."""
 
     def __post_init__(self):
-        _check_above(self, 0, "learning_rate", "base_batch_size", "max_gradient_norm")
-        _check_at_least(self, 0, "weight_decay")
-        _check_fraction(self, "warmup_fraction", "final_fraction", "b1", "b2")
+        check_above(self, 0, "learning_rate", "base_batch_size", "max_gradient_norm")
+        check_at_least(self, 0, "weight_decay")
+        check_fraction(self, "warmup_fraction", "final_fraction", "b1", "b2")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -284,8 +91,8 @@ class DeviceConfig:
     """Which of them this one is."""
 
     def __post_init__(self):
-        _check_at_least(self, 1, "devices", "num_processes")
-        _check_at_least(self, 0, "process_id")
+        check_at_least(self, 1, "devices", "num_processes")
+        check_at_least(self, 0, "process_id")
 
     @property
     def has_processes(self) -> bool:
@@ -307,86 +114,133 @@ class DeviceConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitConfig(DeviceConfig):
-    """Train a byte-level language model on the built-in corpus or a file, every shape compiled ahead of time."""
+class FitConfig(DataConfig, DeviceConfig):
+    """Train a language model on the built-in corpus or data of your own, every shape compiled ahead of time."""
 
     max_steps: int | None = 360
     """Stop after so many steps; None for all epochs."""
     num_epochs: int = 1
     """Passes over the corpus, unless max_steps ends training before."""
-    held_out_fraction: float = 0.02
-    """Share of the samples that is never trained on, chosen by the hash of their content."""
-    data: Path | None = None
-    """File to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl), byte values and offsets
-    (.npz), or a column (.parquet, .arrow)."""
-    field: str = "text"
-    """The field of a JSON line, or the column, that holds the text."""
     seed: int = 0
-    """Decides the initial weights and every shuffle."""
-    num_workers: int = 0
-    """Processes that read and collate; 0 for a thread of the main one."""
+    """Decides the initial weights, the draw of a mixture, and every shuffle."""
+    eval_every: int | None = None
+    """Steps between evaluations; None evaluates before the first step and after the last."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
+    keep_last: int = 2
+    """How many of the newest checkpoints are kept."""
+    keep_best: int = 0
+    """How many are kept besides of those with the fewest bits per token on held-out samples; needs eval_every."""
     runs_dir: Path = Path("runs")
     """Where the directories of runs are made."""
+    run_dir: Path | None = None
+    """Directory of this run: made where there is none, else its run is continued as by resume."""
     resume: Path | None = None
     """Directory of a run to continue. On the command line its settings are the defaults; those that would make it
     another run cannot be changed."""
+    stall_timeout_s: float = 600.0
+    """Of several processes, all end when none has taken a step for so many seconds; longer than an evaluation takes."""
+    verify: bool = True
+    """Check that the samples read are those planned, step by step."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Log to TensorBoard, or to Weights & Biases offline, as well; metrics.jsonl is written always."""
+    profile: int = 0
+    """Steps to trace by the profiler once training is steady, below profile/ in the directory of the run."""
     progress: bool = True
-    """Show progress bars."""
+    """Show progress: bars on a terminal, else a line now and then."""
     devices: int | None = None
     """How many devices, of each process, share the microbatches of a step, whose number they divide; a machine without
     accelerators has its processor divided. None for one, or for all of several processes."""
-    plan: PlanConfig = PlanConfig()
-    model: TransformerConfig = TransformerConfig()  # noqa: RUF009  # frozen, so it can be shared
-    optimizer: OptimizerConfig = OptimizerConfig()
+    plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
 
     def __post_init__(self):
-        super().__post_init__()
-        _check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every")
-        _check_at_least(self, 0, "seed", "num_workers")
-        if not 0 < self.held_out_fraction < 1:
-            raise ValueError(f"held_out_fraction must lie between 0 and 1, not {self.held_out_fraction}")
-        if self.data is not None:  # absolute, so that the run can be resumed from another directory
-            object.__setattr__(self, "data", self.data.absolute())
+        DataConfig.__post_init__(self)
+        DeviceConfig.__post_init__(self)
+        check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last")
+        check_at_least(self, 0, "seed", "keep_best", "profile")
+        check_above(self, 0, "stall_timeout_s")
+        if self.keep_best and self.eval_every is None:
+            raise ValueError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
+        if self.run_dir is not None and self.resume is not None:
+            raise ValueError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
+
+
+def saved_settings(config: FitConfig) -> dict[str, Any]:
+    """The settings of a run as JSON has them: cost models by their file names, and nothing that belongs to one call."""
+    settings = dataclasses.asdict(_of_this_call(config))
+    for name in _MODELS:
+        if settings["plan"][name] is not None:
+            settings["plan"][name] = settings["plan"][name].name
+    return json.loads(json.dumps(settings, default=str))
 
 
 def save_config(config: FitConfig, path: Path) -> None:
-    """Writes the settings as JSON."""
+    """Writes `saved_settings`."""
     with write_atomically(path) as file:
-        file.write((json.dumps(dataclasses.asdict(config), indent=2, default=str) + "\n").encode())
+        file.write((json.dumps(saved_settings(config), indent=2) + "\n").encode())
 
 
 def load_config(path: Path) -> FitConfig:
-    """Reads what `save_config` wrote; raises FileNotFoundError or a ValueError that names what is wrong."""
+    """Reads what `save_config` wrote, on this machine or another.
+
+    Files of unknown origin are safe to read: they cannot say where a run writes, nor name cost models elsewhere than in
+    their own directory. Data, which are only read, may lie anywhere.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it holds no settings; what is wrong is named.
+    """
     try:
         settings = json.loads(path.read_text())
-        return dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
+        config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
+        models = {name: model for name in _MODELS if (model := getattr(config.plan, name)) is not None}
+        is_name = {name: model.name == str(model) != ".." for name, model in models.items()}
+        if outside := [f"plan.{name} ({str(models[name])!r})" for name in models if not is_name[name]]:
+            raise ValueError(f"{', '.join(outside)} must be the name of a file in its directory")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
-    except (dacite.DaciteError, ValueError, AttributeError) as error:  # AttributeError: JSON, but no object
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} holds no settings of a run: {error}") from error
+    own = {name: path.parent.absolute() / model for name, model in models.items()}
+    return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **own))
 
 
-def _load_model(path: Path | None, unit: str) -> CostModel | None:
-    if path is None:
-        return None
-    model = CostModel.load(path)
-    if model.unit != unit:
-        raise ValueError(f"{path} holds a cost model in {model.unit}, not in {unit}")
-    return model
+def _of_this_call(config: FitConfig) -> FitConfig:
+    """The settings with defaults for what belongs to one call: which processes, where it writes, compiler options."""
+    here = CompileOptions().cache_dir
+    return dataclasses.replace(
+        config,
+        distributed=False,
+        coordinator=None,
+        num_processes=None,
+        process_id=None,
+        runs_dir=FitConfig.runs_dir,
+        run_dir=None,
+        resume=None,
+        profile=0,
+        # Options of the compiler are files that it writes and programs that it calls, too.
+        compile=dataclasses.replace(
+            config.compile, xla_options=(), cache_dir=None if config.compile.cache_dir is None else here
+        ),
+    )
 
 
 def differing_settings(one: FitConfig, other: FitConfig) -> list[str]:
     """Names and values of the settings in which two configurations differ: `plan.max_tokens: 4096, 8192`."""
     a, b = flat_settings(one), flat_settings(other)
-    return [f"{name}: {a[name]}, {b[name]}" for name in a if a[name] != b[name]]
+    return [f"{name}: {_as_text(a[name])}, {_as_text(b[name])}" for name in a if a[name] != b[name]]
 
 
 def flat_settings(config: FitConfig) -> dict[str, Any]:
     """All settings by their dotted names, such as `plan.max_tokens`."""
     return _flat(dataclasses.asdict(config))
+
+
+def _as_text(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
 
 
 def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,12 +46,13 @@ class Course:
     Args:
       config: the settings.
       lengths: int64[N] of the samples to train on; the buckets are chosen for them.
-      held_out_lengths: int64[H] of the held-out samples, which get a plan of their own in the same buckets.
+      eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets a plan of its own in the same
+        buckets.
 
     Attributes:
       buckets: the static shapes.
-      held_out_plan: the steps of an evaluation.
-      held_out_buckets: the buckets that it uses.
+      eval_plans: the steps of an evaluation of each set, by name.
+      eval_buckets: the buckets that they use.
       num_steps: steps of the whole training.
       steps_per_epoch: S.
       plan_of_epoch: the plan of an epoch, from its number.
@@ -62,13 +64,22 @@ class Course:
       ValueError: settings that do not fit the lengths; samples at fault are listed.
     """
 
-    def __init__(self, config: FitConfig, lengths: Int64[np.ndarray, " N"], held_out_lengths: Int64[np.ndarray, " H"]):
+    def __init__(
+        self,
+        config: FitConfig,
+        lengths: Int64[np.ndarray, " N"],
+        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+    ):
+        self._seed = config.seed
         self.buckets = config.plan.make_buckets(lengths)
-        try:
-            self.held_out_plan = config.plan.make_held_out_plan(held_out_lengths, self.buckets)
-        except ValueError as error:
-            raise ValueError(f"held-out samples: {error}") from None
-        self.held_out_buckets = [self.buckets[k] for k in np.unique(self.held_out_plan.step_bucket)]
+        self.eval_plans: dict[str, Plan] = {}
+        for name, lengths_of_set in eval_lengths.items():
+            try:
+                self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, self.buckets)
+            except ValueError as error:
+                raise ValueError(f"samples of the evaluation {name}: {error}") from None
+        used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
+        self.eval_buckets = [self.buckets[k] for k in used]
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def plan_of_epoch(epoch: int) -> Plan:
@@ -112,7 +123,7 @@ class Course:
 
     def first_place(self) -> Place:
         """The place before the first step."""
-        return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest)
+        return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest, seed=self._seed)
 
     def next_place(self, place: Place) -> Place:
         """The place after the step at `place`."""
@@ -144,6 +155,8 @@ class Course:
         planned = self.plan_of_epoch(place.epoch).digest
         if place.plan_digest != planned:
             raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
+        if place.seed != self._seed:
+            raise ValueError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
         if place.num_steps_done > self.num_steps:
             raise ValueError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
 
@@ -151,12 +164,14 @@ class Course:
         """What the plan tells of the step at `place`, for the log."""
         plan, rates = self.plan_of_epoch(place.epoch), self.rates_of_epoch(place.epoch)
         bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
+        num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.positions_per_step[place.step])
         return {
             "step": place.num_steps_done,
             "epoch": place.epoch,
             "num_sequences": int(plan.num_sequences[place.step]),
-            "num_tokens": int(plan.num_tokens[place.step]),
-            "num_positions": int(plan.positions_per_step[place.step]),
+            "num_tokens": num_tokens,
+            "num_positions": num_positions,
+            "padding": 1.0 - num_tokens / num_positions,
             "bucket_rows": bucket.rows,
             "bucket_length": bucket.length,
             "base_learning_rate": float(rates.base[place.step]),

@@ -1,6 +1,6 @@
 """Fit: in goes a configuration, out come a trained model and a run directory.
 
-One host loop around one pure step, from the corpus to the summary, in the order in which a run shows it.
+The whole line around one pure step, from the data to the summary, in the order in which a run shows it.
 """
 
 from __future__ import annotations
@@ -8,38 +8,37 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
-from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
-from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_to_bucket, token_batch_spec
+from jvarlen.checkpoint import open_checkpoints
+from jvarlen.collate import packed_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets
-from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.config import FitConfig, flat_settings
+from jvarlen.config import FitConfig, flat_settings, saved_settings
 from jvarlen.course import Course
-from jvarlen.data_files import open_data_file
-from jvarlen.datasets import Split, known_lengths, split_held_out, stdlib_functions
+from jvarlen.data_config import HELD_OUT
+from jvarlen.datasets import Split, known_lengths
 from jvarlen.distributed import batch_shardings, replicate
-from jvarlen.interrupts import is_interrupted, raise_if_interrupted, remembered_interrupts
-from jvarlen.lengths import DataSource
-from jvarlen.loader import load
+from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.models import init_params, make_loss_fn
-from jvarlen.models.transformer import NUM_BYTES
 from jvarlen.plan import Plan
-from jvarlen.processes import agree, gather_texts, is_on_any, naming_lost_processes, together
+from jvarlen.processes import agree, gather_texts, is_any_interrupted, naming_lost_processes, together
 from jvarlen.recompiles import no_recompiles
 from jvarlen.report import length_histogram
-from jvarlen.run_dir import MetricsLog, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.run_dir import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.summary import Summary, write_summary
-from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.trackers import Tracker, open_trackers
+from jvarlen.train import TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.training_data import TrainingData, open_training_data
+from jvarlen.training_loop import TrainingLoop
+from jvarlen.watchdog import ending_stalled_processes
 
 __all__ = ["FitResult", "fit"]
 
@@ -52,12 +51,13 @@ _OF_EACH_PROCESS = {
     "devices",
     "num_workers",
     "runs_dir",
+    "run_dir",
     "resume",
     "progress",
+    "profile",
     "compile.cache_dir",
     "compile.num_threads",
 }
-_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
 
 
 class FitResult(NamedTuple):
@@ -74,12 +74,18 @@ class FitResult(NamedTuple):
     state: TrainState
 
 
-def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = None) -> FitResult:
+def fit(
+    config: FitConfig,
+    data: Split | None = None,
+    *,
+    mesh: Mesh | None = None,
+    trackers: Mapping[str, Tracker] | None = None,
+) -> FitResult:
     """Trains a small language model, every shape compiled before the first step and none afterwards.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C, or SIGTERM), it ends after the
-    step in flight with everything saved; `config.resume` then goes on with exactly the steps that were left. No second
-    run can use the run directory meanwhile.
+    step in flight with everything saved; `config.resume` then goes on with exactly the steps that were left. So it does
+    after an end without any warning, from the last checkpoint. No second run can use the run directory meanwhile.
 
     The microbatches of a step spread over the devices, and accumulate for the rest: losses and rates are the same, up
     to rounding, on any number of devices and processes, and a run may be resumed on another number. Of several
@@ -87,19 +93,21 @@ def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = Non
 
     Args:
       config: the settings.
-      data: bytes to train on and to hold out, the same on all processes; None for the file of the settings, or the
+      data: tokens to train on and to hold out, the same on all processes; None for the files of the settings, or the
         built-in corpus.
       mesh: devices to train on, along an axis "data"; None: those of the settings.
+      trackers: what takes records besides those of the settings, by names to call them; closed at the end. Of several
+        processes, those of process 0.
 
     Returns:
       `FitResult`.
 
     Raises:
-      ValueError: settings that fit neither each other nor the data; resuming with another plan or model, or a run that
-        has not ended; devices whose number does not divide the microbatches of a step; processes with different
-        settings or plans.
+      ValueError: settings that fit neither each other nor the data; resuming with another plan, model or data, or a run
+        that has not ended; devices whose number does not divide the microbatches of a step; processes with different
+        settings or plans; a sample that is not what was planned.
       FileNotFoundError: there is no run to resume, or no file of data.
-      OSError: the run directory cannot be written.
+      OSError: the run directory or a checkpoint cannot be written.
       RecompileError: something was compiled after the first step.
       FloatingPointError: the loss is no number; the last checkpoint is from before that.
       ProcessesError: another process failed, or was lost.
@@ -111,74 +119,116 @@ def fit(config: FitConfig, data: Split | None = None, *, mesh: Mesh | None = Non
     if not _is_main():
         config = dataclasses.replace(config, progress=False)
     with remembered_interrupts(), contextlib.ExitStack() as held:
-        return _fit(config, data, mesh, held)
+        return _fit(config, data, mesh, trackers or {}, held)
 
 
-def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, held: contextlib.ExitStack) -> FitResult:
+def _fit(
+    config: FitConfig,
+    given: Split | None,
+    mesh: Mesh | None,
+    trackers: Mapping[str, Tracker],
+    held: contextlib.ExitStack,
+) -> FitResult:
     _check_mesh(config, mesh)
     with together("plan the training"):
-        data, course = _plan(config, data)
+        data, course, lengths, eval_lengths = _plan(config, given)
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
-    run_dir = _open_run_dir(config, first_plan, held)
+    run_dir = _open_run_dir(config, first_plan, data, held)
+    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
 
-    log_path = run_dir / "metrics.jsonl" if _is_main() else None
-    with open_checkpoints(run_dir / "checkpoints") as checkpoints, MetricsLog(log_path) as log:
-        if config.compile.cache_dir is not None:
-            use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
-        loss_fn = make_loss_fn(config.model)
-        state = init_train_state(init_params(config.model, config.seed), course.optimizer)
-        if mesh is not None:
-            state = replicate(state, mesh)
-        place = course.first_place()
-        if not checkpoints.is_empty:
-            state, place = checkpoints.restore_latest(state)
-            course.check_place(place)
-        log.cut_to(place.num_steps_done)
-
-        compile_for = functools.partial(
-            compile_buckets,
-            microbatches_per_step=config.plan.microbatches_per_step,
-            mesh=mesh,
-            batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
-            progress=config.progress,
-            options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
+    if config.compile.cache_dir is not None:
+        use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
+    loss_fn = make_loss_fn(model)
+    state = init_train_state(init_params(model, config.seed), course.optimizer)
+    if mesh is not None:
+        state = replicate(state, mesh)
+    checkpoints = held.enter_context(
+        open_checkpoints(
+            run_dir / "checkpoints",
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            config=saved_settings(config),
         )
-        compile_start = time.perf_counter()
-        steps_left = course.steps_left(place)
-        buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
-        train_step = compile_for(make_train_step(loss_fn, course.optimizer, mesh=mesh), state, buckets)
-        train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-        eval_step = compile_for(make_eval_step(loss_fn, mesh=mesh), state.params, course.held_out_buckets)
-        compile_s = time.perf_counter() - compile_start
+    )
+    place = course.first_place()
+    if not checkpoints.is_empty:
+        state, place = checkpoints.restore_latest(state)
+        course.check_place(place)
+    all_trackers = held.enter_context(
+        open_trackers(
+            config.trackers,
+            run_dir if _is_main() else None,
+            start_step=place.num_steps_done,
+            config=saved_settings(config),
+            others=trackers if _is_main() else None,
+        )
+    )
 
-        # The first evaluation, the first save and the first exchange come before the guard: all compile small things
-        # once.
+    compile_for = functools.partial(
+        compile_buckets,
+        microbatches_per_step=config.plan.microbatches_per_step,
+        mesh=mesh,
+        batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
+        progress=config.progress,
+        options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
+    )
+    compile_start = time.perf_counter()
+    steps_left = course.steps_left(place)
+    buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
+    train_step = compile_for(make_train_step(loss_fn, course.optimizer, mesh=mesh), state, buckets)
+    train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
+    eval_step = compile_for(make_eval_step(loss_fn, mesh=mesh), state.params, course.eval_buckets)
+    compile_s = time.perf_counter() - compile_start
+
+    loop = TrainingLoop(
+        config=config,
+        course=course,
+        data=data,
+        lengths=lengths,
+        eval_lengths=eval_lengths,
+        mesh=mesh,
+        train_step=train_step,
+        eval_step=eval_step,
+        checkpoints=checkpoints,
+        trackers=all_trackers,
+        tick=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
+        run_dir=run_dir,
+    )
+    with naming_lost_processes("training"):
+        # The first evaluation, save and exchange come before the guard: all compile small things once.
         _raise_if_any_interrupted()
-        params, bits_per_byte = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out, mesh)
-        state = state._replace(params=params)
-        if place.held_out_bits_per_byte_before is None:
-            place = dataclasses.replace(place, held_out_bits_per_byte_before=bits_per_byte)
-        checkpoints.save(state, place)
-        if _is_main():
+        if loop.is_evaluated_at(place):
+            state, evaluations = loop.evaluate(state, place)
+            if place.held_out_bits_per_byte_before is None and evaluations is not None:
+                place = dataclasses.replace(place, held_out_bits_per_byte_before=evaluations[HELD_OUT].bits_per_token)
+        else:
+            state = loop.warm_up_evaluation(state)
+        _raise_if_any_interrupted()
+        loop.save(state, place)
+        if _is_main() and config.run_dir is None:
             point_latest_to(run_dir)
-        _raise_if_any_interrupted()
 
-        after = None
-        with naming_lost_processes("training"), no_recompiles() as compilations:
-            state, place = _train(config, course, data.train, mesh, train_step, state, place, checkpoints, log)
-            checkpoints.save(state, place)
-            if was_interrupted := place.num_steps_done < course.num_steps:
+        after: dict[str, float] = {}
+        with no_recompiles() as compilations:
+            state, place = loop.run(state, place)
+            was_interrupted = True
+            if place.num_steps_done == course.num_steps:
+                state, evaluations = loop.evaluate(state, place)
+                if evaluations is not None:
+                    was_interrupted = False
+                    after = {name: evaluation.bits_per_token for name, evaluation in evaluations.items()}
+            loop.save(state, place, after.get(HELD_OUT))
+            if was_interrupted:
+                checkpoints.wait()
                 _say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"jvarlen train --resume {run_dir}")
-            else:
-                params, after = _evaluate(eval_step, state.params, course.held_out_plan, data.held_out, mesh)
-                state = state._replace(params=params)
 
     ledger = train_step.ledger.with_plan(first_plan)
     rows = (*ledger, *eval_step.ledger)
     summary = Summary(
         held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
-        held_out_bits_per_byte_after=after,
+        held_out_bits_per_byte_after=after.get(HELD_OUT),
+        evaluations=after,
         num_steps=place.num_steps_done,
         num_tokens=place.num_tokens_done,
         real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
@@ -187,6 +237,8 @@ def _fit(config: FitConfig, data: Split | None, mesh: Mesh | None, held: context
         compile_s=compile_s,
         num_cache_hits=sum(row.cache_hit for row in rows),
         train_s=place.train_s,
+        data_wait=place.data_wait_s / max(place.train_s, 1e-9),
+        num_adjusted=place.num_adjusted_done,
         compilations_after_first_step=compilations.num_compilations,
         interrupted=was_interrupted,
     )
@@ -217,123 +269,41 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
 
 def _raise_if_any_interrupted() -> None:
     """Raises KeyboardInterrupt on all processes where one was interrupted, so that none waits for it."""
-    if is_on_any(is_interrupted()):
+    if is_any_interrupted():
         raise KeyboardInterrupt
 
 
-def _data(config: FitConfig, data: Split | None) -> Split:
-    """What is given, what lies in the file of the settings, or the built-in corpus."""
-    if data is not None:
-        if config.data is not None:
-            raise ValueError(f"data are given twice, as an argument and as the setting data: {config.data}")
-        return data
-    if config.data is None:
-        return split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    dataset = open_data_file(config.data, field=config.field, num_values=NUM_BYTES, progress=config.progress)
-    return split_held_out(dataset, config.held_out_fraction)
-
-
-def _plan(config: FitConfig, data: Split | None) -> tuple[Split, Course]:
-    """What is trained on, and its steps."""
-    data = _data(config, data)
+def _plan(config: FitConfig, given: Split | None) -> tuple[TrainingData, Course, np.ndarray, dict[str, np.ndarray]]:
+    """What is trained on, its steps, and the lengths of samples to train and to evaluate on."""
+    data = open_training_data(config, given)
     lengths = known_lengths(data.train, progress=config.progress)
-    _say("Corpus", length_histogram(lengths), f"{len(data.held_out):,} more samples are held out")
+    held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
+    _say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
 
-    course = Course(config, lengths, known_lengths(data.held_out, progress=False))
+    eval_lengths = {name: known_lengths(dataset, progress=False) for name, dataset in data.evaluation.items()}
+    course = Course(config, lengths, eval_lengths)
     rates = course.rates_of_epoch(0).in_force
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
     _say("Plan", report, f"training takes {course.num_steps:,} steps")
     raise_if_interrupted()
-    return data, course
+    return data, course, lengths, eval_lengths
 
 
-def _open_run_dir(config: FitConfig, plan: Plan, held: contextlib.ExitStack) -> Path:
+def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: contextlib.ExitStack) -> Path:
     """The directory, which process 0 makes or, of a run to resume, brings up to date; `held` holds its lock."""
     run_dir = Path()
+    resume = config.resume
+    if config.run_dir is not None and is_run_dir(config.run_dir):
+        resume = config.run_dir
     with together("open the run directory"):
-        if _is_main() and config.resume is None:
-            run_dir = new_run_dir(config, plan, held)
-        elif _is_main() and config.resume is not None:
-            run_dir, changed = resumed_run_dir(config, config.resume, plan, held)
+        if _is_main() and resume is None:
+            run_dir = new_run_dir(config, plan, data.content_keys, held)
+        elif _is_main() and resume is not None:
+            run_dir, changed = resumed_run_dir(config, resume, plan, data.content_keys, held)
             _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir
     return Path(gather_texts("the run directory", str(run_dir.resolve()))[0])
-
-
-def _train(
-    config: FitConfig,
-    course: Course,
-    dataset: DataSource,
-    mesh: Mesh | None,
-    train_step: CompiledBuckets,
-    state: TrainState,
-    place: Place,
-    checkpoints: Checkpoints,
-    log: MetricsLog,
-) -> tuple[TrainState, Place]:
-    """Takes the steps that are left; metrics are read a step late, so that no step waits for them."""
-    batches = load(
-        course.plan_of_epoch,
-        dataset,
-        mesh=mesh,
-        epoch=place.epoch,
-        num_epochs=-(-course.num_steps // course.steps_per_epoch),
-        start_step=place.step,
-        num_workers=config.num_workers,
-        collate=pack_to_bucket if config.plan.pack else pad_to_bucket,
-    )
-    start = time.perf_counter() - place.train_s
-    running: tuple[dict[str, Any], Metrics] | None = None
-    with tqdm(
-        total=course.num_steps, initial=place.num_steps_done, desc="train", unit="step", disable=not config.progress
-    ) as bar:
-
-        def finish(record: dict[str, Any], metrics: Metrics) -> None:
-            record["loss"] = float(metrics.loss_sum) / float(metrics.weight_sum)
-            if not math.isfinite(record["loss"]):
-                raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
-            record["time_s"] = seconds = time.perf_counter() - start
-            log.write(record)
-            bar.set_postfix_str(
-                f"loss {record['loss'] / np.log(2):.3f} bits/byte, {place.num_tokens_done / seconds:,.0f} tokens/s, "
-                f"lr {record['learning_rate']:.2e}, bucket {record['bucket_rows']}×{record['bucket_length']}",
-                refresh=False,
-            )
-            bar.update()
-
-        while place.num_steps_done < course.num_steps and not _must_stop(place):
-            state, metrics = train_step(state, next(batches))
-            if running is not None:
-                finish(*running)
-            running = course.record(place), metrics
-            place = course.next_place(place)
-            if place.num_steps_done % config.checkpoint_every == 0:
-                finish(*running)
-                running = None
-                checkpoints.save(state, dataclasses.replace(place, train_s=time.perf_counter() - start))
-        if running is not None:
-            finish(*running)
-    return state, dataclasses.replace(place, train_s=time.perf_counter() - start)
-
-
-def _must_stop(place: Place) -> bool:
-    """Whether training ends here: processes decide together, and so only now and then."""
-    if jax.process_count() == 1:
-        return is_interrupted()
-    return place.num_steps_done % _STEPS_BETWEEN_EXCHANGES == 0 and is_on_any(is_interrupted())
-
-
-def _evaluate(
-    eval_step: CompiledBuckets, params: Any, plan: Plan, dataset: DataSource, mesh: Mesh | None
-) -> tuple[Any, float]:
-    """Bits per byte over all samples of a plan; the parameters come back because a step takes them over."""
-    steps = []
-    for batch in load(plan, dataset, mesh=mesh, collate=pack_to_bucket if plan.is_packed else pad_to_bucket):
-        params, metrics = eval_step(params, batch)
-        steps.append(metrics)
-    nats = sum(float(metrics.loss_sum) for metrics in steps) / sum(float(metrics.weight_sum) for metrics in steps)
-    return params, nats / float(np.log(2))
 
 
 def _say(title: str, *texts: str) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 
 __all__ = [
     "exit_code_of_interrupt",
+    "interrupt_signal",
     "is_interrupted",
     "raise_if_interrupted",
     "remembered_interrupts",
+    "take_interrupt",
     "without_interrupts",
 ]
 
@@ -69,6 +71,18 @@ def remembered_interrupts() -> Iterator[threading.Event]:
 def is_interrupted() -> bool:
     """Whether Ctrl-C or SIGTERM came inside `remembered_interrupts`."""
     return _pressed.is_set()
+
+
+def interrupt_signal() -> int:
+    """The signal that came inside `remembered_interrupts`; 0 where none did."""
+    return _remembered if is_interrupted() else 0
+
+
+def take_interrupt(number: int) -> None:
+    """Inside `remembered_interrupts`, takes a signal that another process of the same work got as one's own."""
+    global _remembered
+    _remembered = number
+    _pressed.set()
 
 
 def raise_if_interrupted() -> None:

@@ -6,11 +6,9 @@ samples, n of them in the plan, S steps, K buckets, R rows.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from xml.etree import ElementTree
 
 import numpy as np
 from jaxtyping import Float, Int64, Real
@@ -20,20 +18,15 @@ from jvarlen.budget import CostFn
 from jvarlen.edges import Histogram
 from jvarlen.plan import Plan
 from jvarlen.plan_table import bucket_figures
+from jvarlen.svg_figures import COLOURS, count_ticks, drawing_settings, new_figure, to_svg
 
-__all__ = ["COLOURS", "PlanFigure", "draw_plan", "integer_bins"]
+__all__ = ["PlanFigure", "draw_plan", "integer_bins"]
 
-# What is drawn in these colours takes those of the page's style sheet, so that a dark page has light ink.
-COLOURS = {"ink": "#010101", "muted": "#020202", "line": "#030303", "first": "#040404", "second": "#050505"}
-
-_WIDTH, _HEIGHT = 4.4, 2.7  # inches of 72 points
 _MOST_BINS = 48
 _MOST_POINTS = 500  # of steps that are drawn one by one
 _MOST_RANGES = 160  # of steps that are drawn together
 _MOST_LABELS = 16
 _WIDE = 6  # longest over median, from which on lengths are drawn by ratio
-_SVG = "http://www.w3.org/2000/svg"
-_HREF = "{http://www.w3.org/1999/xlink}href"
 
 
 class PlanFigure(NamedTuple):
@@ -69,29 +62,7 @@ def draw_plan(
     Returns:
       A list of `PlanFigure`.
     """
-    import matplotlib as mpl  # here: plans are made without matplotlib
-
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",  # text stays text
-        "svg.hashsalt": "jvarlen",  # the same picture from the same plan
-        "font.sans-serif": ["DejaVu Sans"],
-        "font.size": 10,
-        "axes.labelsize": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.edgecolor": COLOURS["muted"],
-        "axes.labelcolor": COLOURS["ink"],
-        "xtick.color": COLOURS["muted"],
-        "xtick.labelcolor": COLOURS["ink"],
-        "ytick.color": COLOURS["muted"],
-        "ytick.labelcolor": COLOURS["ink"],
-        "text.color": COLOURS["ink"],
-        "grid.color": COLOURS["line"],
-        "axes.axisbelow": True,
-        "axes.facecolor": "none",
-        "figure.facecolor": "none",
-    }
-    with mpl.rc_context(settings):
+    with drawing_settings():
         return list(_figures(plan, lengths, learning_rates, cost))
 
 
@@ -116,7 +87,7 @@ def _figures(
 def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> PlanFigure:
     edges = np.array([bucket.lengths for bucket in plan.buckets], np.int64)
     sides = ["source", "target"] if lengths.ndim == 2 else [""]
-    figure, axes = _new_figure(len(sides))
+    figure, axes = new_figure(len(sides))
     for side, axis, values, edge in zip(sides, axes, lengths.reshape(len(lengths), -1).T, edges.T, strict=True):
         histogram = Histogram(values, length_multiple=1)
         middle = np.searchsorted(np.cumsum(histogram.counts), len(values) / 2)
@@ -128,14 +99,14 @@ def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Pl
         axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LABELS else 0.6)
         axis.set(xscale="log" if by_ratio else "linear", ylim=(0, top), ylabel="samples")
         axis.set_xlabel(f"tokens of the {side}" if side else "tokens")
-        _count_ticks(axis.xaxis)
-        _count_ticks(axis.yaxis)
+        count_ticks(axis.xaxis)
+        count_ticks(axis.yaxis)
     what = "row" if plan.is_packed else "bucket"
     return PlanFigure(
         "lengths",
         "Lengths of the samples",
         f"Bars: samples by their length, before any is cut. Lines: the longest that each {what} holds.",
-        _to_svg(figure, "lengths"),
+        to_svg(figure, "lengths"),
     )
 
 
@@ -146,22 +117,22 @@ def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> PlanFigure:
     num_tokens = np.add.reduceat(np.minimum(lengths[plan.sample_ids], bucket_length[-1]), plan.row_offsets[:-1])
     fill = num_tokens / np.repeat(bucket_length[plan.step_bucket], rows_per_step)
     counts, bins = np.histogram(fill, np.linspace(0, 1, _MOST_BINS + 2))
-    figure, (axis,) = _new_figure()
+    figure, (axis,) = new_figure()
     axis.stairs(counts, 100 * bins, fill=True, color=COLOURS["first"], alpha=0.75, baseline=0.5)
     axis.set(xlabel="fill of a row in %", ylabel="rows", yscale="log", xlim=(0, 100))
     axis.set_ylim(0.5, 2 * counts.max())
-    _count_ticks(axis.yaxis)
+    count_ticks(axis.yaxis)
     return PlanFigure(
         "row-fill",
         "How full the rows are",
         f"Rows by the share of them that holds tokens, on a logarithmic scale; {fill.mean():.2%} on average.",
-        _to_svg(figure, "row-fill"),
+        to_svg(figure, "row-fill"),
     )
 
 
 def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[PlanFigure]:
     figures = bucket_figures(plan, cost)
-    figure, (axis,) = _new_figure()
+    figure, (axis,) = new_figure()
     _bars(plan, axis, 100 * np.nan_to_num(figures.padding), "first")
     axis.axhline(100 * plan.padding, color=COLOURS["second"], linewidth=1)
     axis.set_ylabel("padding in %")
@@ -169,34 +140,34 @@ def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[PlanFigure]:
         "padding",
         "Padding of each bucket",
         f"Share of the positions that holds no token; line: {plan.padding:.2%} of all.",
-        _to_svg(figure, "padding"),
+        to_svg(figure, "padding"),
     )
-    figure, (axis,) = _new_figure()
+    figure, (axis,) = new_figure()
     _bars(plan, axis, figures.num_tokens, "first")
     _bars(plan, axis, figures.num_positions - figures.num_tokens, "second", bottom=figures.num_tokens)
     axis.set_ylabel("positions")
-    _count_ticks(axis.yaxis)
+    count_ticks(axis.yaxis)
     yield PlanFigure(
         "positions",
         "Positions of each bucket",
         "Positions of all steps of a bucket: tokens in blue, padding above them in orange.",
-        _to_svg(figure, "positions"),
+        to_svg(figure, "positions"),
     )
     if figures.seconds is not None:
-        figure, (axis,) = _new_figure()
+        figure, (axis,) = new_figure()
         _bars(plan, axis, figures.seconds, "first")
         axis.set_ylabel("seconds")
-        _count_ticks(axis.yaxis, integer=False)
+        count_ticks(axis.yaxis, integer=False)
         yield PlanFigure(
             "seconds",
             "Predicted seconds of each bucket",
             f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all.",
-            _to_svg(figure, "seconds"),
+            to_svg(figure, "seconds"),
         )
 
 
 def _shapes(plan: Plan) -> PlanFigure:
-    figure, axes = _new_figure(2, sharex=True)
+    figure, axes = new_figure(2, sharex=True)
     colours = ("first", "second")
     sides = np.array([bucket.lengths for bucket in plan.buckets])[plan.step_bucket].T
     for colour, side in zip(colours, sides, strict=False):
@@ -208,28 +179,28 @@ def _shapes(plan: Plan) -> PlanFigure:
     axes[1].set_xlabel("step")
     both = " Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
     return PlanFigure(
-        "shapes", "Shapes over the steps", f"{_how_drawn(plan.num_steps)}{both}", _to_svg(figure, "shapes")
+        "shapes", "Shapes over the steps", f"{_how_drawn(plan.num_steps)}{both}", to_svg(figure, "shapes")
     )
 
 
 def _per_step(name: str, title: str, label: str, values: Real[np.ndarray, " S"], colour: str) -> PlanFigure:
-    figure, (axis,) = _new_figure()
+    figure, (axis,) = new_figure()
     _over_steps(axis, values, colour)
     axis.set(xlabel="step", ylabel=label)
     number = "{:,}" if np.issubdtype(values.dtype, np.integer) else "{:.3g}"
     least, most = number.format(values.min()), number.format(values.max())
     reach = f"{least} to {most}" if least != most else f"{least} in each"
-    return PlanFigure(name, title, f"{reach}. {_how_drawn(len(values))}", _to_svg(figure, name))
+    return PlanFigure(name, title, f"{reach}. {_how_drawn(len(values))}", to_svg(figure, name))
 
 
 def _neighbours(plan: Plan) -> PlanFigure:
     mean_length = plan.num_tokens / plan.num_sequences
     every = math.ceil((plan.num_steps - 1) / _MOST_POINTS)
-    figure, (axis,) = _new_figure()
+    figure, (axis,) = new_figure()
     axis.plot(mean_length[:-1:every], mean_length[1::every], ".", color=COLOURS["first"], markersize=4, alpha=0.6)
     axis.set(xlabel="mean tokens a sample in a step", ylabel="in the next step")
-    _count_ticks(axis.xaxis, integer=False)
-    _count_ticks(axis.yaxis, integer=False)
+    count_ticks(axis.xaxis, integer=False)
+    count_ticks(axis.yaxis, integer=False)
     correlation = plan.neighbour_correlation
     said = "has no value here" if math.isnan(correlation) else f"is {correlation:+.3f}"
     shown = "" if every == 1 else f" One in {every:,} is drawn."
@@ -237,15 +208,8 @@ def _neighbours(plan: Plan) -> PlanFigure:
         "neighbours",
         "Neighbouring steps",
         f"The correlation {said}: near 1 in a curriculum, near 0 where steps come at random.{shown}",
-        _to_svg(figure, "neighbours"),
+        to_svg(figure, "neighbours"),
     )
-
-
-def _new_figure(num_axes: int = 1, **options: Any) -> tuple[Any, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, _HEIGHT if num_axes == 1 else 1.3 * _HEIGHT), layout="constrained")
-    return figure, figure.subplots(num_axes, squeeze=False, **options)[:, 0]
 
 
 def _bars(plan: Plan, axis: Any, values: np.ndarray, colour: str, bottom: Any = 0) -> None:
@@ -271,8 +235,8 @@ def _over_steps(axis: Any, values: Real[np.ndarray, " S"], colour: str) -> None:
         axis.fill_between(centres, low, high, color=COLOURS[colour], alpha=0.3, linewidth=0)
         axis.plot(centres, np.add.reduceat(values, starts) / sizes, color=COLOURS[colour], linewidth=1.5)
     axis.set_ylim(0, 1.05 * values.max() or 1)
-    _count_ticks(axis.xaxis)
-    _count_ticks(axis.yaxis, integer=np.issubdtype(values.dtype, np.integer))
+    count_ticks(axis.xaxis)
+    count_ticks(axis.yaxis, integer=np.issubdtype(values.dtype, np.integer))
 
 
 def _how_drawn(num_steps: int) -> str:
@@ -293,58 +257,3 @@ def integer_bins(shortest: int, longest: int, by_ratio: bool) -> Int64[np.ndarra
     while bins[-1] <= longest:
         bins.append(max(bins[-1] + 1, math.ceil(bins[-1] * ratio)))
     return np.array(bins)
-
-
-def _count_ticks(axis: Any, *, integer: bool = True) -> None:
-    """Numbers as people read them, 20k rather than 20,000.0 or 2e4, and no halves of samples."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    def label(value: float, _: int) -> str:
-        is_log = axis.get_scale() == "log"
-        return _short_number(value, value if is_log else max(map(abs, axis.get_view_interval())))
-
-    axis.set_major_formatter(FuncFormatter(label))
-    axis.set_minor_formatter(NullFormatter())
-    if axis.get_scale() == "linear":
-        axis.get_major_locator().set_params(integer=integer, min_n_ticks=1)
-
-
-def _short_number(value: float, largest: float) -> str:
-    """In thousands, millions and so on, by the largest number next to it."""
-    for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value and largest >= max(size, 1e4):
-            return f"{value / size:g}{suffix}"
-    return f"{value:g}"
-
-
-def _to_svg(figure: Any, name: str) -> str:
-    """The figure as an element whose ids no other figure has, and whose colours are the page's."""
-    file = io.BytesIO()
-    # Without the metadata, which link to vocabularies and hold the date.
-    figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    root = ElementTree.fromstring(file.getvalue())
-    referred = set()
-    for element in root.iter():
-        element.tag = element.tag.removeprefix(f"{{{_SVG}}}")
-        if target := element.attrib.pop(_HREF, None):
-            element.set("href", f"#{name}-{target[1:]}")
-            referred.add(target[1:])
-        for key in ("clip-path", "style"):
-            _, is_url, target = element.get(key, "").partition("url(#")
-            if is_url:
-                referred.add(target.partition(")")[0])
-                element.set(key, element.attrib[key].replace("url(#", f"url(#{name}-"))
-    for element in root.iter():
-        if (own := element.attrib.pop("id", None)) in referred:
-            element.set("id", f"{name}-{own}")
-    for definitions in root.findall("defs"):
-        for style in definitions.findall("style"):
-            definitions.remove(style)  # it would hold for the whole page
-    for key in ("width", "height", "version"):
-        root.attrib.pop(key, None)
-    root.set("role", "img")
-    root.set("aria-labelledby", f"{name}-title")
-    text = ElementTree.tostring(root, encoding="unicode")
-    for colour, value in COLOURS.items():
-        text = text.replace(value, f"var(--{colour})")
-    return text

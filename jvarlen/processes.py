@@ -12,14 +12,18 @@ import hashlib
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
+from jvarlen.interrupts import interrupt_signal, take_interrupt
 from jvarlen.lengths import list_first
 
 __all__ = [
@@ -29,13 +33,16 @@ __all__ = [
     "gather_arrays",
     "gather_texts",
     "initialize_processes",
-    "is_on_any",
+    "is_any_interrupted",
+    "key_value_store",
     "naming_lost_processes",
     "together",
 ]
 
 # What a process says in an exchange: one size, so that all exchanges match and compile once.
 _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
+_FAILED_KEY = "jvarlen/failed/"
+_WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
 _failed = threading.Event()
 
 
@@ -53,9 +60,12 @@ def initialize_processes(
 ) -> None:
     """Makes this process one of several that compute together; before anything else that touches a device.
 
-    When a process dies, the others end with an error within about two heartbeat timeouts. So do they when one ends by
-    an exception that it does not catch: it waits that long for the others, which may be about to end as well, and then
-    leaves.
+    When a process dies or is stopped, the others end with an error that names it within about two heartbeat timeouts.
+    So do they when one ends by an exception that it does not catch: it waits that long for the others, which may be
+    about to end as well, and then leaves. One that lives and does not move, as where its disk hangs, is not noticed
+    here.
+
+    SIGTERM does what it did before, where JAX would keep it for a service of its own.
 
     Args:
       coordinator_address: `"host:port"` of process 0. None, as well as for the two that follow: JAX finds it in the
@@ -69,13 +79,24 @@ def initialize_processes(
       RuntimeError: JAX has used its devices already, or was initialized before; or not all processes came in time.
       ValueError: JAX does not find what was not given.
     """
-    jax.distributed.initialize(
-        coordinator_address,
-        num_processes,
-        process_id,
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        initialization_timeout=initialization_timeout,
-    )
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            initialization_timeout=initialization_timeout,
+        )
+    except ValueError as error:
+        if None not in (coordinator_address, num_processes, process_id):
+            raise
+        raise ValueError(
+            "JAX finds no Slurm, Open MPI, Kubernetes or cloud TPU around this process: give coordinator, "
+            f"num_processes and process_id ({error})"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        # JAX has replaced the handler below Python, which takes it for the one in force.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
     atexit.register(_leave_after_error, heartbeat_timeout_seconds)
 
 
@@ -128,7 +149,9 @@ def together(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lost_processes(doing: str) -> Iterator[None]:
-    """Where a computation over several processes fails in the block, the error says that one of them may be lost.
+    """Where a computation over several processes fails in the block, the error names those that are lost.
+
+    It goes to standard error as well.
 
     Args:
       doing: what the block does, as a noun for the error.
@@ -141,7 +164,10 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if jax.process_count() == 1:
             raise
-        raise ProcessesError(f"{doing} failed, as it does where another process is lost: {error}") from error
+        message = f"{doing} failed, as where a process is lost; {_who_is_lost()}: {error}"
+        # At once: what is closed on the way out may wait for all, and JAX ends this process meanwhile.
+        print(f"jvarlen: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        raise ProcessesError(message) from error
 
 
 def end_without_others() -> None:
@@ -152,20 +178,16 @@ def end_without_others() -> None:
     _failed.set()
 
 
-def is_on_any(flag: bool) -> bool:
-    """Whether any process passes True; all learn the same.
-
-    Args:
-      flag: what this process says.
+def is_any_interrupted() -> bool:
+    """Whether Ctrl-C or SIGTERM came to any process; all take it as theirs then, and end with the same exit code.
 
     Raises:
       ProcessesError: a process has died.
-
-    Example:
-      >>> is_on_any(False)
-      False
     """
-    return bool(gather_arrays(np.array([flag])).any())
+    number = int(gather_arrays(np.array([interrupt_signal()])).max())
+    if number:
+        take_interrupt(number)
+    return number != 0
 
 
 def gather_texts(name: str, text: str) -> list[str]:
@@ -216,11 +238,35 @@ def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]
     return _gather(array, "arrays")
 
 
+def key_value_store() -> Any:
+    """JAX's client of the strings that processes share, which process 0 keeps.
+
+    There is no public name for it. What its methods raise depends on the backend.
+    """
+    return distributed.global_state.client
+
+
+def _who_is_lost() -> str:
+    """Which processes do not say, within some seconds, that the same computation has failed for them as well."""
+    try:
+        store, missing = key_value_store(), set(range(jax.process_count()))
+        store.key_value_set(f"{_FAILED_KEY}{jax.process_index()}", "", allow_overwrite=True)
+        deadline = time.monotonic() + _WORD_S
+        while missing and time.monotonic() < deadline:
+            time.sleep(_WORD_S / 30)
+            missing -= {int(key.rpartition("/")[2]) for key, _ in store.key_value_dir_get(_FAILED_KEY)}
+    except Exception:
+        return "process 0, where all meet, does not answer"
+    if not missing:
+        return "all processes still run"
+    return f"no word from {_processes(sorted(missing))}"
+
+
 def _gather(array: Shaped[np.ndarray, ...], name: str) -> Shaped[np.ndarray, "P ..."]:
     try:
         gathered = multihost_utils.process_allgather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     except Exception as error:  # its type depends on the backend
-        raise ProcessesError(f"lost the other processes at {name!r}; one of them has probably died") from error
+        raise ProcessesError(f"lost the other processes at {name!r}; {_who_is_lost()}") from error
     return np.ascontiguousarray(gathered).view(array.dtype).reshape(-1, *array.shape)
 
 
@@ -239,8 +285,11 @@ def _by_process(texts: Iterable[str]) -> str:
     for process, text in enumerate(texts):
         if text:
             processes.setdefault(text, []).append(process)
-    listed = [f"process{'es' * (len(held) > 1)} {list_first(held)}: {text}" for text, held in processes.items()]
-    return list_first(listed, "; ")
+    return list_first([f"{_processes(held)}: {text}" for text, held in processes.items()], "; ")
+
+
+def _processes(ranks: list[int]) -> str:
+    return f"process{'es' * (len(ranks) > 1)} {list_first(ranks)}"
 
 
 def _leave_after_error(seconds: int) -> None:

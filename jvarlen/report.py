@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import scipy.signal
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 
 from jvarlen.ledger import Ledger
 
-__all__ = ["length_histogram", "plot_curves", "plot_ledger", "read_metrics"]
+__all__ = ["iterate_metrics", "length_histogram", "plot_curves", "plot_ledger", "read_metrics", "smoothed"]
 
 _BAR = 40  # characters of the longest bar
-_AXES = ("loss, bits a byte", "learning rate", "sequences a step", "bucket length")
+_AXES = ("loss, bits a token", "learning rate", "sequences a step", "bucket length")
 _SMOOTHING = 0.95  # of the loss curve, a step
 _MOST_LABELS = 24  # of buckets side by side
 
@@ -53,18 +53,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: another line is no JSON object with a step; it is named.
     """
-    lines = path.read_text(errors="replace").splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            row["step"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}, is no record of a step: {error!r}") from None
-        rows.append(row)
-    return rows
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """What `read_metrics` returns, one line after the other."""
+    wrong: ValueError | None = None
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if wrong is not None:
+                raise wrong
+            try:
+                row = json.loads(line)
+                row["step"]
+            # ValueError: no JSON, or a number beyond what Python reads; RecursionError: brackets in brackets.
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                wrong = ValueError(f"{path}, line {number}, is no record of a step: {error!r}")
+            else:
+                yield row
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
@@ -79,7 +85,7 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
     if rows:
         bits = columns["loss"] / np.log(2)
         axes[0].plot(steps, bits, color="0.8", linewidth=0.8, label="step")
-        axes[0].plot(steps, _smooth(bits), color="C0", label="smoothed")
+        axes[0].plot(steps, smoothed(bits), color="C0", label="smoothed")
         axes[0].legend(frameon=False)
         axes[1].plot(steps, columns["base_learning_rate"], color="0.6", label="base")
         axes[1].plot(steps, columns["learning_rate"], ".", color="C1", markersize=3, label="in force")
@@ -145,7 +151,7 @@ def plot_ledger(ledger: Ledger, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smoothed(values: Float[np.ndarray, " S"]) -> Float[np.ndarray, " S"]:
     """Exponential moving average without the bias of its start."""
     sums = scipy.signal.lfilter([1 - _SMOOTHING], [1, -_SMOOTHING], values)
     return sums / (1 - _SMOOTHING ** np.arange(1, len(values) + 1))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jvarlen.cli import main
 from jvarlen.costs import CostModel
+from jvarlen.training_data import open_training_data
 from tests.run_fit import make_data
 
 
@@ -37,8 +38,7 @@ def run():
         # Lengths are read first, once each; then the first steps.
         data = data._replace(train=Failing(data.train, len(data.train) + 10))
     fit = importlib.import_module("jvarlen.fit")  # the module: in the package that is the name of its function
-    fit.stdlib_functions = lambda progress: None
-    fit.split_held_out = lambda dataset, fraction: data
+    fit.open_training_data = lambda config, given: open_training_data(config, data)
     own = folder / rank  # a path of the same name on another host
     own.mkdir()
     os.chdir(own)

@@ -1,6 +1,7 @@
 """Command line: a plan for any lengths file, every setting documented, mistakes in one line."""
 
 import dataclasses
+import importlib
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import jvarlen
 from jvarlen import Plan, lr_sequence, make_buckets, make_plan
 from jvarlen.cli import main
 from jvarlen.compare import compare_strategies, comparison_table
-from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig, save_config
 from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
 
@@ -168,6 +169,10 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         (["train", "--optimiser.b1", "0.5"], "--optimiser.b1"),
         (["train", "--resume", "nowhere"], "there is no run to resume"),
         (["train", "--resume"], "--resume"),
+        (["report"], "at least one run"),
+        (["report", "nowhere"], "there is no directory nowhere of a run"),
+        (["report", "."], ". is not the directory of a run: there is no config.json and no metrics.jsonl"),
+        (["report", ".", "--page", "x.html"], "--page"),
         (["fly"], "fly"),
         ([], "plan"),
     ],
@@ -244,7 +249,11 @@ def test_what_jax_cannot_find_of_the_processes_is_one_line(lengths_file, tmp_pat
     out = str(tmp_path / "order.npy")
     alone = [started_sort(lengths_file, "--out", out, *flags) for flags in (["--process-id", "0"], ["--distributed"])]
     for process in alone:
-        assert said_by(process) == (2, ["jvarlen: coordinator_address should be defined."])
+        code, (line,) = said_by(process)
+        assert code == 2
+        assert line.startswith(
+            "jvarlen: JAX finds no Slurm, Open MPI, Kubernetes or cloud TPU around this process: give"
+        )
     assert not (tmp_path / "order.npy").exists()
 
 
@@ -309,3 +318,31 @@ def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys
     assert "Learning rate" in page.read_text()
     assert main(["plan", str(lengths_file), "--max-tokens", "4096", "--learning-rate", "1e-3"]) == 2
     assert "base_batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--resume", "--run-dir"])
+def test_a_run_that_is_continued_has_its_own_settings_as_defaults(tmp_path, monkeypatch, name):
+    save_config(FitConfig(max_steps=7, seed=3), tmp_path / "config.json")
+    called = []
+
+    def note(config):
+        called.append(config)
+        raise ValueError("noted")
+
+    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", note)
+    for given in ([name, str(tmp_path)], [f"{name}={tmp_path}"]):
+        assert main(["train", *given, "--max-steps", "9"]) == 2
+        assert (called[-1].max_steps, called[-1].seed) == (9, 3)
+        assert getattr(called[-1], name[2:].replace("-", "_")) == tmp_path
+
+
+def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, monkeypatch):
+    called = []
+
+    def note(config):
+        called.append(config)
+        raise ValueError("noted")
+
+    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", note)
+    assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2
+    assert called == [FitConfig(run_dir=tmp_path / "new")]

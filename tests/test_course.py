@@ -13,6 +13,7 @@ from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig
 from jvarlen.course import Course
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
+EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
 CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PlanConfig(max_tokens=80, max_shapes=3, max_length=32))
 
 
@@ -25,7 +26,7 @@ def places(course):
 
 
 def test_places_run_through_all_epochs():
-    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
     assert course.num_steps == 3 * course.steps_per_epoch
     walked = list(places(course))
     assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e in range(3) for s in range(course.steps_per_epoch)]
@@ -39,7 +40,7 @@ def test_places_run_through_all_epochs():
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
     plan = dataclasses.replace(CONFIG.plan, order=order)
-    course = Course(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, LENGTHS[:9])
+    course = Course(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
     left = dict.fromkeys(course.buckets, 0)
     for place in reversed(list(places(course))):
         if place.num_steps_done < course.num_steps:
@@ -51,11 +52,11 @@ def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
 @pytest.mark.parametrize("order", ["shuffle", "length"])
 def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
-    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9])
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     plans = [course.plan_of_epoch(epoch) for epoch in range(3)]
     assert {p.num_steps for p in plans} == {course.steps_per_epoch}
     assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
-    for p in (*plans, course.held_out_plan):
+    for p in (*plans, course.eval_plans["held_out"]):
         assert p.is_packed
     kept = np.flatnonzero(LENGTHS <= 32)
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
@@ -66,7 +67,7 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
     by_length = dataclasses.replace(CONFIG.plan, order="length")
     paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40, pacing_stages=4)
     plans = [
-        Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9]).plan_of_epoch(0)
+        Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
         for plan in (by_length, paced)
     ]
     assert plans[0].digest != plans[1].digest
@@ -76,7 +77,7 @@ def test_every_pacing_makes_another_plan_of_all_samples(pacing):
 
 def test_a_curriculum_admits_samples_over_all_epochs():
     plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
-    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, LENGTHS[:9])
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
     ascending = np.sort(np.minimum(LENGTHS, 32))
     longest_admitted = [
         ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
@@ -93,7 +94,7 @@ def test_a_curriculum_admits_samples_over_all_epochs():
 
 
 def test_records_hold_what_the_plan_says():
-    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
     for place in list(places(course))[:-1]:
         record, plan = course.record(place), course.plan_of_epoch(place.epoch)
         assert record["num_sequences"] == plan.num_sequences[place.step]
@@ -105,7 +106,7 @@ def test_rates_are_those_of_the_learning_rate_sequence():
     config = dataclasses.replace(
         CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
     )
-    course = Course(config, LENGTHS, LENGTHS[:9])
+    course = Course(config, LENGTHS, EVAL_LENGTHS)
     rates = course.rates_of_epoch(0)
     np.testing.assert_allclose(rates.in_force, lr_sequence(course.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
 
@@ -121,7 +122,7 @@ def in_units(units, max_steps=None, max_tokens=80):
     )
     plan = dataclasses.replace(CONFIG.plan, max_tokens=max_tokens)
     config = dataclasses.replace(CONFIG, optimizer=optimizer, max_steps=max_steps, plan=plan)
-    return Course(config, LENGTHS, LENGTHS[:9])
+    return Course(config, LENGTHS, EVAL_LENGTHS)
 
 
 def base_rate(count, total, highest=3e-3, last=0.05 * 3e-3):
@@ -205,37 +206,53 @@ def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_plan
 
 
 def test_max_steps_ends_training_within_an_epoch():
-    course = Course(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, LENGTHS[:9])
+    course = Course(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
     assert course.num_steps == 5
     assert len(course.rates_of_epoch(0).base) == 5
 
 
 def test_held_out_samples_come_in_the_same_buckets():
-    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
-    assert course.held_out_plan.buckets == course.buckets
-    assert sorted(course.held_out_plan.sample_ids) == list(range(9))
-    assert set(course.held_out_buckets) == {course.buckets[k] for k in course.held_out_plan.step_bucket}
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
+    assert course.eval_plans.keys() == {"held_out"}
+    plan = course.eval_plans["held_out"]
+    assert plan.buckets == course.buckets
+    assert sorted(plan.sample_ids) == list(range(9))
+    assert set(course.eval_buckets) == {course.buckets[k] for k in plan.step_bucket}
 
 
-def test_held_out_samples_that_fit_no_bucket_are_named():
+def test_every_evaluation_has_a_plan_of_its_own():
+    sets = {"a": LENGTHS[:9], "b": LENGTHS[20:60], "c": np.array([1])}
+    course = Course(CONFIG, LENGTHS, sets)
+    assert {name: sorted(plan.sample_ids) for name, plan in course.eval_plans.items()} == {
+        name: list(range(len(lengths))) for name, lengths in sets.items()
+    }
+    used = {course.buckets[k] for plan in course.eval_plans.values() for k in plan.step_bucket}
+    assert set(course.eval_buckets) == used
+    alone = Course(CONFIG, LENGTHS, {"b": sets["b"]})
+    assert alone.eval_plans["b"].digest == course.eval_plans["b"].digest
+
+
+def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=None, overlong="error"))
-    with pytest.raises(ValueError, match=r"held-out samples: .*id 1: 70"):
-        Course(config, LENGTHS, np.array([3, 70]))
+    with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
+        Course(config, LENGTHS, {"held_out": np.array([3, 70])})
 
 
 def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
     config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
-    course = Course(config, LENGTHS, LENGTHS[:9])
+    course = Course(config, LENGTHS, EVAL_LENGTHS)
     plan = course.plan_of_epoch(0)
     assert plan.num_samples == (LENGTHS <= 16).sum()
     assert plan.num_dropped == (LENGTHS > 16).sum()
 
 
 def test_a_place_of_another_plan_is_refused():
-    course = Course(CONFIG, LENGTHS, LENGTHS[:9])
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
     place = course.first_place()
     course.check_place(place)
     with pytest.raises(ValueError, match="belongs to plan abc"):
         course.check_place(dataclasses.replace(place, plan_digest="abc"))
+    with pytest.raises(ValueError, match="of seed 3, training is of seed 0"):
+        course.check_place(dataclasses.replace(place, seed=3))
     with pytest.raises(ValueError, match="training takes"):
         course.check_place(dataclasses.replace(place, num_steps_done=10**6))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.cli import main
 from jvarlen.config import PlanConfig, load_config
-from jvarlen.data_files import LineDataset, open_data_file
+from jvarlen.data_files import open_data, open_data_file
 from jvarlen.datasets import known_lengths, split_held_out
+from jvarlen.line_files import LineDataset
 from jvarlen.models import TransformerConfig
 from jvarlen.report import read_metrics
 
@@ -43,7 +44,7 @@ def npz(path, **arrays):
 @pytest.mark.parametrize("last_end", [True, False])
 @pytest.mark.parametrize("chunk_bytes", [1, 3, 1 << 24])
 def test_every_line_of_a_text_is_a_sample_without_its_end(tmp_path, monkeypatch, end, last_end, chunk_bytes):
-    monkeypatch.setattr("jvarlen.data_files._CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("jvarlen.line_files._CHUNK_BYTES", chunk_bytes)
     lines = [b"a", "größer".encode(), b" ", b"\xff\x00 no UTF-8", b"in\rside"]
     dataset = open_data_file(write(tmp_path / "t.txt", end.join(lines) + end * last_end))
     assert samples_of(dataset) == lines
@@ -55,7 +56,7 @@ def test_a_text_is_mapped_and_not_held(tmp_path):
     dataset = open_data_file(write(tmp_path / "t.txt", b"abc\nde\n"))
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 0
-    assert isinstance(dataset._bytes.base, np.memmap)
+    assert isinstance(dataset._samples._bytes.base, np.memmap)
     assert b"abc" not in pickle.dumps(dataset), "a worker maps the file itself"
     assert samples_of(pickle.loads(pickle.dumps(dataset))) == [b"abc", b"de"]
 
@@ -159,6 +160,43 @@ def test_a_line_that_changed_is_named_when_it_is_read(tmp_path):
         file.write(b'"""')
     with pytest.raises(ValueError, match=r"t\.jsonl has changed: line 2: not JSON"):
         dataset[1]
+
+
+def test_json_lines_are_parsed_once_and_again_when_they_change(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "t.jsonl", ["one", "seven"])
+    first = open_data(path, progress=False)
+    with monkeypatch.context() as patched:
+        patched.setattr("jvarlen.line_files._parse", lambda line, field: pytest.fail("parsed again"))
+        again = open_data(path, progress=False)
+    assert again.lengths.tolist() == [3, 5]
+    assert again.content_key == first.content_key
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "t.jsonl",
+        f"t.jsonl.lengths-{first.content_key[:16]}.npz",
+    ]
+    jsonl(path, ["four", "six!"])  # as many bytes
+    assert open_data(path, progress=False).lengths.tolist() == [4, 4]
+
+
+def test_the_content_key_says_which_samples_these_are(tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    texts = ["one", "two"]
+    keys = set()
+    for content in (texts, ["one", "six"]):
+        write(tmp_path / "t.txt", "\n".join(content).encode())
+        write(other / "another.txt", "\n".join(content).encode())
+        key = open_data(tmp_path / "t.txt").content_key
+        assert key == open_data(other / "another.txt", field="any").content_key
+        keys.add(key)
+    lines = [json.dumps({"text": text, "body": text}).encode() for text in texts]
+    for field in ("text", "body"):
+        keys.add(open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), field=field, progress=False).content_key)
+    for last in (3, 4):
+        tokens = npz(tmp_path / "t.npz", tokens=np.array([1, last]), offsets=np.array([0, 1, 2]))
+        keys.add(open_data(tokens).content_key)
+    assert len(keys) == 6
+    assert all(len(key) == 64 for key in keys)
 
 
 @pytest.mark.parametrize("index", [-1, 2])
@@ -282,7 +320,7 @@ def test_a_file_that_cannot_be_trained_on_is_one_line_on_the_command_line(tmp_pa
 
 def test_data_are_given_once(split, tmp_path):
     with pytest.raises(ValueError, match=r"given twice.*t\.txt"):
-        fit(FitConfig(data=tmp_path / "t.txt", progress=False), split)
+        fit(FitConfig(data=(tmp_path / "t.txt",), progress=False), split)
 
 
 @pytest.mark.slow
@@ -294,7 +332,7 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
     config = FitConfig(
         max_steps=6,
         num_epochs=2,
-        data=path.relative_to(tmp_path),
+        data=(path.relative_to(tmp_path),),
         field="body",
         held_out_fraction=0.1,
         runs_dir=tmp_path / "runs",
@@ -312,7 +350,7 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
     _, num_held_out = map(len, split := split_held_out(open_data_file(path, field="body", progress=False), 0.1))
     assert Plan.load(first.run_dir / "plan.npz").num_samples == len(split.train) == 120 - num_held_out
 
-    other = dataclasses.replace(saved, resume=first.run_dir, data=jsonl(tmp_path / "other.jsonl", texts, "body"))
+    other = dataclasses.replace(saved, resume=first.run_dir, data=(jsonl(tmp_path / "other.jsonl", texts, "body"),))
     with pytest.raises(ValueError, match=r"its own settings; these differ: data: .*t\.jsonl, .*other\.jsonl$"):
         fit(other)
     jsonl(path, texts[:-1], "body")

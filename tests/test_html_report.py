@@ -1,7 +1,6 @@
 """The page of a plan: well-formed, whole, self-contained, of bounded size, and true."""
 
 import re
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -13,56 +12,15 @@ from jvarlen import choose_row_lengths, lr_sequence, make_buckets, make_pair_buc
 from jvarlen.compare import compare_strategies
 from jvarlen.costs import CostModel
 from jvarlen.html_report import write_html_report
-from jvarlen.plan_figures import COLOURS, integer_bins
+from jvarlen.plan_figures import integer_bins
+from jvarlen.svg_figures import COLOURS
+
+from .browser import measured, num_pixels_of, render
+from .html_pages import Page
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900)
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
-VOID = {"meta", "link", "br", "img", "hr", "input"}
 FIGURES = {"lengths", "padding", "positions", "shapes", "sequences", "neighbours"}
-
-
-class Page(HTMLParser):
-    """What a page holds; refuses elements that are not closed, ids that come twice and references to nothing."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.open, self.ids, self.references, self.tags = [], [], [], []
-        self.text, self.cells, self.headers = "", [], []
-        self.feed(text)
-        self.close()
-        assert not self.open
-        assert len(self.ids) == len(set(self.ids))
-        assert set(self.references) <= set(self.ids)
-
-    def handle_starttag(self, tag, attrs):
-        self.handle_startendtag(tag, attrs)
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.tags.append((tag, attrs))
-        if tag == "tr":
-            self.cells.append([])
-        self.ids += [attrs["id"]] if "id" in attrs else []
-        for key in ("aria-labelledby", "aria-describedby"):
-            self.references += attrs.get(key, "").split()
-        if "href" in attrs:
-            assert attrs["href"].startswith("#")
-            self.references.append(attrs["href"][1:])
-        for value in attrs.values():
-            self.references += re.findall(r"url\(#([^)]*)\)", value or "")
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data
-        if self.open and self.open[-1] in ("th", "td"):
-            self.cells[-1].append(data)
-
-    def named(self, tag):
-        return [attrs for name, attrs in self.tags if name == tag]
 
 
 def page_of(path, *args, **options):
@@ -233,3 +191,21 @@ def test_the_bins_of_the_histogram_hold_every_length(shortest, more, by_ratio):
     assert len(widths) <= 48 + 1
     assert (np.diff(widths) >= 0).all()
     assert widths.min() >= 1
+
+
+@pytest.mark.slow
+def test_a_reader_sees_the_page_in_a_browser(path):
+    plan = planned(order="shuffle")
+    comparison = compare_strategies(LENGTHS, 4096)
+    write_html_report(path, plan, LENGTHS, learning_rates=lr_sequence(plan, 1e-3, 32), comparison=comparison)
+    seen = render(path)
+    assert seen.complaints == []
+    page = Page(seen.dom)
+    assert {cells[0]: cells[1:] for cells in page.cells}["Total"][0] == "3,000"
+    for hex_code in ("#2a6ebb", "#c8590a"):
+        assert num_pixels_of(seen.pixels, hex_code) > 100
+    layout = measured(path, width=390)
+    assert {box["figure"] for box in layout["pictures"]} == FIGURES | {"learning-rate"}
+    assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
+    assert layout["clipped"] == []
+    assert layout["page_width"] <= 390

@@ -25,9 +25,6 @@ __all__ = ["Transformer", "TransformerConfig", "flat_params", "init_params", "ma
 
 LossFn = Callable[[nnx.State, Batch | PackedBatch], tuple[jax.Array, jax.Array]]
 
-NUM_BYTES = 256
-BEGIN_OF_SAMPLE = 256  # the input at position 0; never predicted, so the logits cover the 256 bytes only
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
@@ -37,6 +34,8 @@ class TransformerConfig:
     """Number of blocks."""
     width: int = 128
     """Size of the residual stream."""
+    vocab_size: int = 256
+    """How many values a token has; the 256 of a byte, or as many as the tokenizer has where those are more."""
     num_heads: int = 2
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
     attention: AttentionImplementation | None = None
@@ -50,10 +49,10 @@ class TransformerConfig:
     the type of the parameters."""
 
     def __post_init__(self):
-        if min(self.num_layers, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
+        if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
             raise ValueError(
-                f"num_layers ({self.num_layers}) must be at least 1 and width ({self.width}) a multiple of "
-                f"2 * num_heads ({2 * self.num_heads})"
+                f"num_layers ({self.num_layers}) and vocab_size ({self.vocab_size}) must be at least 1 and width "
+                f"({self.width}) a multiple of 2 * num_heads ({2 * self.num_heads})"
             )
         wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
         if wrong and self.compute_dtype is None:
@@ -119,32 +118,34 @@ def run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, row
 
 
 class Transformer(nnx.Module):
-    """A decoder that gives the logits of every byte from the bytes before it."""
+    """A decoder that gives the logits of every token from the tokens before it."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.embed = nnx.Embed(NUM_BYTES + 1, config.width, embedding_init=jax.nn.initializers.normal(0.02), rngs=rngs)
+        self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
+        initializer = jax.nn.initializers.normal(0.02)
+        self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=initializer, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.head = _linear(config, config.width, NUM_BYTES, kernel_init=jax.nn.initializers.normal(0.02), rngs=rngs)
+        self.head = _linear(config, config.width, config.vocab_size, kernel_init=initializer, rngs=rngs)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
-        """Logits of every byte, at least float32; positions without a token give numbers without meaning."""
+        """Logits of every token, at least float32; positions without a token give numbers without meaning."""
         x_BxTxD = self.embed_tokens(tokens_BxT, rows)
         for block in self.blocks:
             x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
-        """What the first block takes: the byte before each position, in the type that is computed in."""
-        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=BEGIN_OF_SAMPLE)
+        """What the first block takes: the token before each position, in the type that is computed in."""
+        inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
-            inputs_BxT = jnp.where(rows.positions == 0, BEGIN_OF_SAMPLE, inputs_BxT)
+            inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
         x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of every byte from what the last block gave."""
+        """Logits of every token from what the last block gave."""
         return self.head(self.norm(x_BxTxD))
 
 
@@ -181,8 +182,8 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     Returns:
       A function of the parameters and a `Batch` or a `PackedBatch` without its leading axis (tokens int32[B, T],
       weights float32[B, T] and the rest) that gives two float32 scalars: the weighted sum of the cross-entropy of every
-      byte given the bytes before it in its sample, and the sum of the weights. Its gradients have the parameters' type,
-      whatever it computes in.
+      token given the tokens before it in its sample, and the sum of the weights. Its gradients have the parameters'
+      type, whatever it computes in.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 

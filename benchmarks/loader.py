@@ -1,0 +1,144 @@
+"""How long does the training loop wait for its batches?
+
+The demo model with the settings of `FitConfig`, steps compiled ahead, batches of the built-in corpus from `load`: read
+in a thread or by a worker process, with ids verified and without. Of the loop, after its first batch: the share of time
+inside `next(batches)`, and how fast it goes with `verify` against without. All take turns. Run
+`python benchmarks/loader.py [--quick] [--steps N] [--turns N]`. Prints a table and writes it, with versions and
+hardware, to `benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import time
+from typing import Any, NamedTuple
+
+import jax
+from timing import report, table, versions_and_hardware
+
+import jvarlen
+from jvarlen.config import FitConfig, PlanConfig
+from jvarlen.course import Course
+from jvarlen.data_config import HELD_OUT
+from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+
+GOAL = 0.03  # most of the loop's time that it may wait with one worker
+
+
+class Loop(NamedTuple):
+    """Seconds of a loop after its first batch.
+
+    Attributes:
+      wait_s: inside `next(batches)`.
+      all_s: until the last step has been computed.
+      num_tokens: real tokens of its steps.
+    """
+
+    wait_s: float
+    all_s: float
+    num_tokens: int
+
+
+class Training:
+    """A training of some steps that can be run again and again with other ways of loading."""
+
+    def __init__(self, config: FitConfig, course: Course, data: Split, num_steps: int):
+        self._init = lambda: jvarlen.init_train_state(init_params(config.model, config.seed), course.optimizer)
+        self._plan = course.plan_of_epoch(0)
+        self._dataset = data.train
+        self.num_steps = min(num_steps, self._plan.num_steps)
+        step = jvarlen.make_train_step(make_loss_fn(config.model), course.optimizer)
+        self._step = jvarlen.compile_buckets(
+            step,
+            self._init(),
+            self._plan.buckets,
+            microbatches_per_step=self._plan.microbatches_per_step,
+            progress=False,
+        )
+
+    def run(self, num_workers: int, verify: bool) -> Loop:
+        """Takes the steps from a fresh state."""
+        state: Any = self._init()
+        batches = jvarlen.load(self._plan, self._dataset, num_workers=num_workers, verify=verify)
+        state, _ = self._step(state, next(batches))
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        wait_s = 0.0
+        loss = None
+        for _ in range(1, self.num_steps):
+            asked = time.perf_counter()
+            batch = next(batches)
+            wait_s += time.perf_counter() - asked
+            state, metrics = self._step(state, batch)
+            if loss is not None:
+                float(loss)  # a step late, as a training that logs its losses does
+            loss = metrics.loss_sum
+        jax.block_until_ready(state)
+        all_s = time.perf_counter() - start
+        batches.close()
+        return Loop(wait_s, all_s, int(self._plan.num_tokens[1 : self.num_steps].sum()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
+    parser.add_argument("--steps", type=int, default=120, help="steps of each loop")
+    parser.add_argument("--turns", type=int, default=5, help="loops of each kind")
+    args = parser.parse_args()
+    config = FitConfig(max_steps=args.steps, progress=False)
+    num_turns = args.turns
+    if args.quick:
+        tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
+        plan = PlanConfig(max_tokens=256, max_shapes=2, max_length=64)
+        config = FitConfig(max_steps=4, progress=False, plan=plan, model=tiny)
+        num_turns = 1
+    data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
+    lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)
+    training = Training(
+        config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
+    )
+    kinds = [(num_workers, verify) for num_workers in (0, 1) for verify in (False, True)]
+    training.run(0, False)  # what is made once, for those that follow
+    loops: dict[tuple[int, bool], list[Loop]] = {kind: [] for kind in kinds}
+    for turn in range(num_turns):
+        for kind in kinds if turn % 2 else kinds[::-1]:
+            loops[kind].append(training.run(*kind))
+
+    def ratio(num_workers: int) -> str:
+        pairs = zip(loops[num_workers, False], loops[num_workers, True], strict=True)
+        return f"{statistics.median(without.all_s / with_verify.all_s for without, with_verify in pairs):.4f}"
+
+    waited = statistics.median(loop.wait_s / loop.all_s for loop in loops[1, True])
+    lines = [
+        f"# Waiting for batches, {datetime.date.today()}",
+        "",
+        f"{training.num_steps} steps of the demo, {loops[0, False][0].num_tokens:,} real tokens after the first; loops "
+        f"take turns, {num_turns} each. Medians of the turns; the ratio is of tokens a second, within a turn.",
+        "",
+        *table(
+            "workers|verify|time in `next(batches)`|longest of turns|real tokens a second|with / without verify",
+            [
+                (
+                    str(num_workers),
+                    "yes" if verify else "no",
+                    f"{statistics.median(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
+                    f"{max(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
+                    f"{statistics.median(loop.num_tokens / loop.all_s for loop in of_kind):,.0f}",
+                    ratio(num_workers) if verify else "1",
+                )
+                for (num_workers, verify), of_kind in loops.items()
+            ],
+        ),
+        "",
+        f"Goal: less than {GOAL:.0%} with one worker: {'reached' if waited < GOAL else '**missed**'}.",
+        "",
+        versions_and_hardware("jax", "grain"),
+    ]
+    report("loader", lines, write=not args.quick)
+
+
+if __name__ == "__main__":
+    main()

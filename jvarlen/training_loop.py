@@ -1,0 +1,216 @@
+"""Training loop: in go compiled steps and a place in the course, out come the state and the place after the last step.
+
+One host loop around one pure step. Metrics are read a step late, so that no step waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int64
+
+from jvarlen.checkpoint import Checkpoints, Place
+from jvarlen.collate import pack_to_bucket, pad_to_bucket
+from jvarlen.compiled_buckets import CompiledBuckets
+from jvarlen.config import FitConfig
+from jvarlen.course import Course
+from jvarlen.data_config import HELD_OUT
+from jvarlen.evaluation import Evaluation, evaluate
+from jvarlen.loader import load
+from jvarlen.processes import is_any_interrupted
+from jvarlen.profiling import StepMeter, StepProfiler
+from jvarlen.progress import StepDisplay, show_line
+from jvarlen.trackers import Trackers
+from jvarlen.train import Metrics, TrainState
+from jvarlen.training_data import TrainingData
+
+__all__ = ["TrainingLoop"]
+
+_STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainingLoop:
+    """What the steps of a training need.
+
+    Attributes:
+      config: the settings.
+      course: all steps.
+      data: what is trained and evaluated on.
+      lengths: int64[N] of the samples to train on.
+      eval_lengths: int64[H] of each set to evaluate on, by name.
+      mesh: the devices; None for one.
+      train_step: compiled for the buckets of the steps that are left.
+      eval_step: compiled for the buckets of evaluations.
+      checkpoints: where the state is saved.
+      trackers: take a record of every step and evaluation.
+      tick: called at every step, so that others see that this process moves.
+      run_dir: a trace is written below it.
+    """
+
+    config: FitConfig
+    course: Course
+    data: TrainingData
+    lengths: Int64[np.ndarray, " N"]
+    eval_lengths: Mapping[str, Int64[np.ndarray, " H"]]
+    mesh: Mesh | None
+    train_step: CompiledBuckets
+    eval_step: CompiledBuckets
+    checkpoints: Checkpoints
+    trackers: Trackers
+    tick: Callable[[], None]
+    run_dir: Path
+    _evaluated: tuple[int, dict[str, Evaluation]] | None = dataclasses.field(default=None, init=False)
+
+    def is_evaluated_at(self, place: Place) -> bool:
+        """Whether an evaluation belongs to a place: before the first step, after the last, and every so many."""
+        every = self.config.eval_every
+        is_due = every is not None and place.num_steps_done % every == 0
+        return is_due or place.num_steps_done in (0, self.course.num_steps)
+
+    def evaluate(self, state: TrainState, place: Place) -> tuple[TrainState, dict[str, Evaluation] | None]:
+        """Evaluates on every set, once at a place; None where it was interrupted."""
+        if self._evaluated is not None and self._evaluated[0] == place.num_steps_done:
+            return state, self._evaluated[1]
+        state, evaluations = self._evaluate(state)
+        if evaluations is None:
+            return state, None
+        about = {"step": place.num_steps_done, "time_s": place.train_s}
+        for name, evaluation in evaluations.items():
+            self.trackers.log(about | {"evaluation": name} | evaluation._asdict())
+        told = (f"{name} {evaluation.bits_per_token:.3f} bits/token" for name, evaluation in evaluations.items())
+        show_line(" · ".join([f"evaluation after step {place.num_steps_done:,}", *told]), progress=self.config.progress)
+        self._evaluated = place.num_steps_done, evaluations
+        return state, evaluations
+
+    def warm_up_evaluation(self, state: TrainState) -> TrainState:
+        """Evaluates on little and forgets it, since the first evaluation compiles small things."""
+        return self._evaluate(state, max_steps=1)[0]
+
+    def save(self, state: TrainState, place: Place, metric: float | None = None) -> None:
+        """Saves in the background; what was logged before is on disk by then."""
+        self.trackers.sync()
+        self.checkpoints.save(state, place, metric=metric)
+
+    def _evaluate(
+        self, state: TrainState, max_steps: int | None = None
+    ) -> tuple[TrainState, dict[str, Evaluation] | None]:
+        def must_stop(num_steps: int) -> bool:
+            self.tick()
+            return _is_interrupted_at(num_steps)
+
+        params, evaluations = evaluate(
+            self.eval_step,
+            state.params,
+            self.course.eval_plans,
+            self.data.evaluation,
+            self.eval_lengths,
+            must_stop=must_stop,
+            mesh=self.mesh,
+            max_steps=max_steps,
+            on_mismatch=self.config.on_mismatch,
+            verify=self.config.verify,
+        )
+        return state._replace(params=params), evaluations
+
+    def run(self, state: TrainState, place: Place) -> tuple[TrainState, Place]:
+        """Takes the steps that are left, or those before an interrupt."""
+        config, course = self.config, self.course
+        if place.num_steps_done == course.num_steps:
+            return state, place
+        batches = load(
+            course.plan_of_epoch,
+            self.data.train,
+            mesh=self.mesh,
+            epoch=place.epoch,
+            num_epochs=-(-course.num_steps // course.steps_per_epoch),
+            start_step=place.step,
+            num_workers=config.num_workers,
+            collate=pack_to_bucket if config.plan.pack else pad_to_bucket,
+            lengths=self.lengths,
+            on_mismatch=config.on_mismatch,
+            verify=config.verify,
+        )
+        steps_left = course.num_steps - place.num_steps_done
+        with (
+            contextlib.closing(batches),
+            StepDisplay(course.num_steps, place.num_steps_done, progress=config.progress) as display,
+            StepProfiler(self.run_dir / "profile", config.profile, steps_left=steps_left) as profiler,
+        ):
+            batch = next(batches)  # starting to read is no wait of a step
+            meter = StepMeter()
+            start = time.perf_counter() - place.train_s
+            data_wait_s, num_adjusted_before = place.data_wait_s, place.num_adjusted_done
+
+            def train_s() -> float:
+                return time.perf_counter() - start
+
+            def with_counts(place: Place) -> Place:
+                return dataclasses.replace(
+                    place,
+                    train_s=train_s(),
+                    data_wait_s=data_wait_s,
+                    num_adjusted_done=num_adjusted_before + batches.num_adjusted,
+                )
+
+            def finish(record: dict[str, Any], metrics: Metrics) -> None:
+                """Reads the metrics of a step, which waits for its end."""
+                nonlocal data_wait_s
+                weight = float(metrics.weight_sum)
+                record["loss"] = float(metrics.loss_sum) / weight if weight else 0.0
+                if not math.isfinite(record["loss"]):
+                    raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
+                record |= {"time_s": train_s()} | meter.end_step()
+                data_wait_s += record["data_wait_s"]
+                self.trackers.log(record)
+                display.update(record)
+
+            running: tuple[dict[str, Any], Metrics] | None = None
+            while True:
+                self.tick()  # before the computation that waits for all processes
+                record = course.record(place)
+                with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
+                    state, metrics = self.train_step(state, batch)
+                if running is not None:
+                    finish(*running)
+                running = record, metrics
+                place = course.next_place(place)
+                if place.num_steps_done == course.num_steps:  # its evaluation and its checkpoint come after the loop
+                    break
+                is_evaluated = self.is_evaluated_at(place)
+                # Where the best are kept, every evaluated state may be one of them.
+                is_saved = place.num_steps_done % config.checkpoint_every == 0 or (is_evaluated and config.keep_best)
+                if is_saved or is_evaluated:
+                    finish(*running)
+                    running = None
+                    place = with_counts(place)
+                    bits = None
+                    if is_evaluated:
+                        state, evaluations = self.evaluate(state, place)
+                        bits = None if evaluations is None else evaluations[HELD_OUT].bits_per_token
+                        start += train_s() - place.train_s
+                        meter.skip()
+                    if is_saved:
+                        self.save(state, place, bits)
+                if _is_interrupted_at(place.num_steps_done):
+                    break
+                batch = meter.next(batches)
+            if running is not None:
+                finish(*running)
+            place = with_counts(place)
+        return state, place
+
+
+def _is_interrupted_at(num_steps: int) -> bool:
+    """Whether work ends after so many steps: processes decide together, and so only now and then."""
+    every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
+    return num_steps % every == 0 and is_any_interrupted()

@@ -1,0 +1,57 @@
+"""W&B process: in come records as lines of JSON, out goes an offline run of Weights & Biases, in a process of its own.
+
+A program, not a module to import: `WandbTracker` starts it. Weights & Biases starts threads and a service, replaces
+`sys.exit` and hooks of the interpreter, and reads settings wherever it finds some; here all that stays away from
+training. When training ends, however it ends, standard input ends as well, and so do this process and its service.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+__all__: list[str] = []
+
+_END = "end"  # the last line of a run that was closed
+
+
+def _main(directory: str, run_id: str) -> None:
+    """Reads a line of settings, then a line of each record, {"step": …, "scalars": {…}}."""
+    # What the service inherits must not hold the ends of these pipes open when this process is gone.
+    messages, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    import wandb
+
+    run = wandb.init(
+        project="jvarlen",
+        dir=directory,
+        mode="offline",
+        id=run_id,
+        config=json.loads(messages.readline()),
+        settings=wandb.Settings(
+            console="off",
+            disable_git=True,
+            save_code=False,
+            silent=True,
+            x_disable_machine_info=True,
+            x_disable_meta=True,
+            x_disable_stats=True,
+            x_save_requirements=False,
+            x_transaction_log_flush_interval=1.0,  # seconds; what was not flushed is lost with the service
+        ),
+    )
+    print("ready", file=answers, flush=True)
+    for line in messages:
+        message = json.loads(line)
+        if message == _END:
+            run.finish()
+            return
+        run.log(message["scalars"], step=message["step"])
+    run.finish(exit_code=1)  # training was killed
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

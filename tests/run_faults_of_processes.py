@@ -1,0 +1,64 @@
+"""In go a folder, a number of reads, how many processes there are, a rank and a port; they train together: for tests.
+
+They go on with the run in the folder where there is one, until process 1 hangs after so many reads of its steps.
+"""
+
+import dataclasses
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from jvarlen import CompileOptions, fit
+from tests.run_fit import make_config, make_data
+
+HEARTBEAT_S = 8
+
+
+class Hanging:
+    """A dataset whose reading, at last, takes for ever."""
+
+    def __init__(self, dataset, num_reads):
+        self._dataset = dataset
+        self._reads_left = num_reads
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        self._reads_left -= 1
+        if self._reads_left == 0:
+            print("hangs", flush=True)
+            time.sleep(600)
+        return self._dataset[index]
+
+
+def with_short_heartbeat(initialize):
+    return lambda *args, **options: initialize(*args, **options | {"heartbeat_timeout_seconds": HEARTBEAT_S})
+
+
+def main():
+    folder, (num_reads, num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
+    jax.distributed.initialize = with_short_heartbeat(jax.distributed.initialize)
+    jax.config.update("jax_enable_compilation_cache", True)
+    begun = [path for path in folder.glob("*-*") if not path.is_symlink()]
+    config = dataclasses.replace(
+        make_config(folder),
+        compile=CompileOptions(cache_dir=folder / "compiled"),
+        checkpoint_every=4,
+        plan=dataclasses.replace(make_config(folder).plan, max_shapes=1),
+        max_steps=60,
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=num_processes,
+        process_id=rank,
+        resume=begun[0] if begun else None,
+    )
+    data = make_data()
+    # Lengths are read first, once each.
+    train = Hanging(data.train, len(data.train) + num_reads) if rank == 1 else data.train
+    fit(config, data._replace(train=train))
+
+
+if __name__ == "__main__":
+    main()

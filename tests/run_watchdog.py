@@ -1,0 +1,36 @@
+"""In go how many processes there are, a rank and a port; process 1 is slow at times, and then hangs: for tests."""
+
+import sys
+import time
+
+from jvarlen.processes import agree, initialize_processes
+from jvarlen.watchdog import ending_stalled_processes
+
+TIMEOUT_S = 2.5
+
+
+def read_from_a_disk_that_hangs():
+    time.sleep(600)
+
+
+def main():
+    num_processes, rank, port = map(int, sys.argv[1:])
+    initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    with ending_stalled_processes("practice", TIMEOUT_S, interval_s=0.1) as tick:
+        for _ in range(4):
+            tick()
+            agree("step", "")
+            if rank == 1:
+                time.sleep(TIMEOUT_S / 2)
+    print("slow is not stalled", flush=True)
+    with ending_stalled_processes("training", TIMEOUT_S, interval_s=0.1) as tick:
+        for step in range(9):
+            if step == 5 and rank == 1:
+                print(f"hangs at {time.time()}", flush=True)
+                read_from_a_disk_that_hangs()
+            tick()
+            agree("step", "")
+
+
+if __name__ == "__main__":
+    main()

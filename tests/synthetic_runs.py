@@ -1,0 +1,74 @@
+"""Directories of runs without training: in go a path and what is to differ, out come its files."""
+
+import json
+
+import numpy as np
+
+from jvarlen.buckets import Bucket
+from jvarlen.ledger import Ledger, LedgerRow
+
+BUCKETS = ((32, 16), (16, 32), (8, 64), (4, 128))
+MB = 1_000_000
+
+
+def records_of(num_steps, *, seed=0):
+    """Records of training steps as `fit` writes them, and an evaluation every fifth of them."""
+    rng = np.random.default_rng(seed)
+    steps = np.arange(num_steps)
+    rows, length = np.array(BUCKETS)[rng.integers(len(BUCKETS), size=num_steps)].T
+    num_tokens = rng.integers(300, rows * length + 1)
+    num_sequences = np.maximum(num_tokens // length, 1)
+    step_s = rng.uniform(0.01, 0.03, num_steps)
+    base = 1e-3 * np.minimum((steps + 1) / (0.1 * num_steps + 1), 1)
+    scale = np.sqrt(num_sequences / 16)
+    columns = {
+        "step": steps,
+        "epoch": steps // 100,
+        "loss": 1.5 + 4 * np.exp(-3 * steps / num_steps) + rng.normal(0, 0.15, num_steps),
+        "num_tokens": num_tokens,
+        "num_positions": rows * length,
+        "padding": 1 - num_tokens / (rows * length),
+        "num_sequences": num_sequences,
+        "bucket_rows": rows,
+        "bucket_length": length,
+        "base_learning_rate": base,
+        "learning_rate_scale": scale,
+        "learning_rate": base * scale,
+        "time_s": step_s.cumsum(),
+        "step_s": step_s,
+        "data_wait_s": step_s * rng.uniform(0, 0.05, num_steps),
+        "host_memory_bytes": 900 * MB + 1000 * steps,
+    }
+    names = list(columns)
+    records = []
+    for place, values in enumerate(zip(*(column.tolist() for column in columns.values()), strict=True)):
+        if place % max(num_steps // 5, 1) == 0:
+            records.append({"step": place, "evaluation": "held_out", "bits_per_token": 8 - 5 * place / num_steps})
+        records.append(dict(zip(names, values, strict=True)) | {"device_memory_bytes": None})
+    return records
+
+
+def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, without=(), settings=None):
+    """A directory of a run; `without` names fields that an older version did not write."""
+    records = records_of(num_steps, seed=seed) if records is None else records
+    path.mkdir(parents=True)
+    settings = {"seed": seed, "plan": {"max_tokens": 512, "order": "shuffle"}} | (settings or {})
+    (path / "config.json").write_text(json.dumps(settings))
+    kept = [{name: value for name, value in record.items() if name not in without} for record in records]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+    if has_ended:
+        summary = {
+            "num_steps": num_steps,
+            "held_out_bits_per_byte_before": 8.0,
+            "held_out_bits_per_byte_after": 3.25,
+            "compile_s": 12.5,
+            "interrupted": False,
+        }
+        (path / "summary.json").write_text(json.dumps(summary))
+        used = [record["bucket_rows"] for record in records if "loss" in record]
+        rows = [
+            LedgerRow(Bucket(*shape), 0.25 + k, 2.0 * k + 1, k % 2 == 0, 1e9, MB, MB, 0, MB, MB, used.count(shape[0]))
+            for k, shape in enumerate(BUCKETS)
+        ]
+        Ledger(rows).save(path / "ledger.json")
+    return path

@@ -1,0 +1,617 @@
+"""Untrusted files: whatever is in them, they are read whole, or refused by name; nothing in them is run."""
+
+import ast
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import tracemalloc
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jvarlen
+from jvarlen import compiled_file, plan_file
+from jvarlen.compiled_file import read_compiled, write_compiled
+from jvarlen.config import FitConfig, load_config, save_config
+from jvarlen.costs import CostModel
+from jvarlen.data_files import open_data_file
+from jvarlen.ledger import Ledger, LedgerRow
+from jvarlen.packing import pack_samples
+from jvarlen.plan import Plan, make_plan
+from jvarlen.report import read_metrics
+from jvarlen.shard_files import ShardFiles
+from jvarlen.sort_file import load_array
+
+bounded = settings(deadline=None, max_examples=80, derandomize=True)
+few = settings(bounded, max_examples=30)
+LENGTHS = [3, 1, 9, 4, 4, 2, 7, 8]
+
+
+def packed_plan():
+    packing = pack_samples(LENGTHS, 12)
+    return make_plan(packing, [(2, 12)], microbatches_per_step=2)
+
+
+PLANS = {
+    "plain": lambda: make_plan(LENGTHS, [(2, 4), (1, 9)], microbatches_per_step=2),
+    "pairs": lambda: make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 9, 9)], overlong="error"),
+    "packed": packed_plan,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("untrusted")
+
+
+def read_or_refused(read, path):
+    """What a reader makes of a file; None where it refuses it, by its name and with a message of some lines at most."""
+    try:
+        return read(path)
+    except (ValueError, FileNotFoundError) as error:
+        said = str(error)
+    assert path.name in said
+    assert len(said) < 4000
+    return None
+
+
+@contextlib.contextmanager
+def memory_below(num_bytes):
+    """A block that takes no more than that, whatever a file claims."""
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < num_bytes
+    finally:
+        tracemalloc.stop()
+
+
+@st.composite
+def damages(draw):
+    """A function that cuts, flips, repeats or inserts bytes at places given as shares of the length."""
+    kind = draw(st.sampled_from(["cut", "flip", "drop", "insert", "repeat"]))
+    begin, end = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
+    new = draw(st.binary(min_size=1, max_size=8))
+
+    def damage(content):
+        a, b = round(begin * len(content)), round(end * len(content))
+        if kind == "flip":
+            a = min(a, len(content) - 1)
+            return content[:a] + bytes([content[a] ^ (new[0] or 1)]) + content[a + 1 :]
+        middle = {"cut": b"", "drop": content[b:], "insert": new + content[a:], "repeat": content[a:b] + content[a:]}
+        return content[:a] + middle[kind]
+
+    return damage
+
+
+# Plans
+
+
+def check_is_whole(plan, path):
+    """A plan that was loaded holds together, and is the one that its file says."""
+    with np.load(path) as stored:
+        assert plan.digest == str(stored["digest"])
+    rows = [plan.rows(step) for step in range(plan.num_steps)]
+    ids = np.concatenate([ids_MxB[ids_MxB >= 0] for ids_MxB in rows])
+    assert sorted(ids.tolist()) == sorted(plan.sample_ids.tolist())
+    assert len(set(ids.tolist())) == plan.num_samples
+    positions = [plan.buckets[bucket].num_positions * plan.microbatches_per_step for bucket in plan.step_bucket]
+    assert all(n <= t <= p for n, t, p in zip(plan.num_sequences, plan.num_tokens, positions, strict=True))
+
+
+@few
+@given(st.binary(max_size=300))
+def test_any_bytes_are_no_plan(folder, content):
+    path = folder / "bytes.npz"
+    path.write_bytes(content)
+    assert read_or_refused(Plan.load, path) is None
+
+
+@bounded
+@given(kind=st.sampled_from(sorted(PLANS)), damage=damages())
+def test_a_damaged_plan_is_refused_or_the_same(folder, kind, damage):
+    path = folder / "damaged.npz"
+    plan = PLANS[kind]()
+    plan.save(path)
+    path.write_bytes(damage(path.read_bytes()))
+    loaded = read_or_refused(Plan.load, path)
+    if loaded is not None:
+        assert loaded.digest == plan.digest
+        assert loaded.num_tokens.tolist() == plan.num_tokens.tolist()
+
+
+extreme = st.sampled_from([-(2**63), -(2**62), -2, -1, 0, 1, 2, 3, 2**31, 2**32, 2**62, 2**63 - 1])
+
+
+@st.composite
+def changed_fields(draw):
+    """The fields of a plan, some with other values, dtypes or shapes."""
+    fields = dict(FIELDS[draw(st.sampled_from(sorted(FIELDS)))])
+    for name in draw(st.lists(st.sampled_from(sorted(fields)), min_size=1, max_size=3)):
+        value = fields[name].copy()
+        if value.dtype.kind != "i":
+            fields[name] = np.array(draw(st.sampled_from(["", "drop", "\ud800", "x" * 10_000])))
+            continue
+        for _ in range(draw(st.integers(1, 3))):
+            place = draw(st.integers(0, max(value.size - 1, 0)))
+            with contextlib.suppress(OverflowError, IndexError):
+                value.reshape(-1)[place] = draw(st.one_of(extreme, st.integers(-1, 12)))
+        dtype = draw(st.sampled_from([value.dtype] * 6 + ["<i4", ">i8", "<u8", "<f8", "?", "<U3", "<M8[s]", "V8"]))
+        change = draw(st.sampled_from([np.array] * 6 + [np.atleast_2d, np.ravel, lambda a: a[:0] if a.ndim else a]))
+        fields[name] = change(value.astype(dtype))
+    return fields
+
+
+def sealed(fields):
+    """With digest and checksum as if all were right; as they are where there are none for such values."""
+    with contextlib.suppress(Exception):
+        digest = np.array(
+            plan_file.plan_digest(
+                int(fields["microbatches_per_step"]),
+                [tuple(bucket) for bucket in fields["buckets"].tolist()],
+                *(fields[name] for name in ("step_bucket", "step_offsets", "sample_ids")),
+                fields.get("row_offsets"),
+            )
+        )
+        fields = fields | {"digest": digest}
+        return fields | {"checksum": np.array(plan_file._checksum(fields))}
+    return fields
+
+
+def fields_of(kind):
+    """All arrays of a plan's file."""
+    plan = PLANS[kind]()
+    values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
+    fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
+    fields |= {"digest": np.array(plan.digest), "format_version": np.array(1)}
+    return fields | {"checksum": np.array(plan_file._checksum(fields))}
+
+
+FIELDS = {kind: fields_of(kind) for kind in PLANS}
+
+
+@settings(bounded, max_examples=200)
+@given(fields=changed_fields())
+def test_a_plan_that_was_edited_and_sealed_holds_together_or_is_refused(folder, fields):
+    path = folder / "edited.npz"
+    np.savez(path, **sealed(fields))
+    loaded = read_or_refused(Plan.load, path)
+    if loaded is not None and loaded.microbatches_per_step < 1000:
+        check_is_whole(loaded, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "edited"),
+    [
+        (
+            "packed",
+            {"row_offsets": np.array([0, 2**61, 2**62, 2**63 - 1, -(2**63), -1, len(LENGTHS)])},
+        ),  # all differences wrap to > 0
+        ("plain", {"num_tokens": FIELDS["plain"]["num_tokens"] + 2**40}),
+        ("plain", {"num_tokens": FIELDS["plain"]["num_tokens"] * 0}),
+        ("plain", {"num_dropped": np.array(-1)}),
+        ("plain", {"sample_ids": FIELDS["plain"]["sample_ids"] * 0}),
+        ("plain", {"microbatches_per_step": np.array(2**63 - 1)}),
+    ],
+    ids=["wrapping rows", "many tokens", "no tokens", "fewer than none", "one sample", "wrapping capacity"],
+)
+def test_a_plan_that_cannot_be_is_refused_for_all_its_seals(tmp_path, kind, edited):
+    path = tmp_path / "edited.npz"
+    np.savez(path, **sealed(FIELDS[kind]))
+    assert Plan.load(path).digest == str(FIELDS[kind]["digest"])
+    np.savez(path, **sealed(FIELDS[kind] | edited))
+    assert read_or_refused(Plan.load, path) is None
+
+
+def test_numbers_of_the_other_byte_order_are_the_same_plan(tmp_path):
+    path = tmp_path / "plan.npz"
+    fields = FIELDS["plain"]
+    np.savez(path, **fields | {"sample_ids": fields["sample_ids"].astype(">i8")})
+    loaded = Plan.load(path)
+    assert loaded.sample_ids.dtype == np.int64
+    assert loaded.digest == str(fields["digest"])
+
+
+def npy(header, data=b""):
+    """The bytes of an array file with any header."""
+    text = header.encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': (268435456,), }", bytes(8)),
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000,), }", bytes(8)),
+        npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({10**40},), }}"),
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': (-1, -8), }", bytes(64)),
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': (0, -1), }"),
+        npy("{'descr': '<U0', 'fortran_order': False, 'shape': (1000000000000,), }"),
+        npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", b"cos\nsystem\n(S'true'\ntR."),
+        npy("{'descr': [('a', '<i8', (268435456,))], 'fortran_order': False, 'shape': (1,), }"),
+        npy(f"{{'descr': '<i8', 'fortran_order': False, 'shape': {'(' * 4000}1{')' * 4000}, }}"),
+        npy("{[]: 1}"),
+        npy("{1: 1, 'a': 2}"),
+        npy("__import__('os').abort()"),
+        npy("{'descr': '<i8', 'fortran_order': False, 'shape': ()}", bytes(7)),
+        b"\x93NUMPY\x09\x00",
+        b"\x93NUM",
+        b"",
+    ],
+    ids=[
+        "2 GB", "8 TB", "beyond integers", "negative", "nothing times unknown", "no bytes each", "pickle",
+        "2 GB in a field", "nested", "unhashable", "keys of two types", "program", "cut off", "version", "no header",
+        "empty",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["format_version", "sample_ids"])
+def test_a_header_that_lies_is_refused_and_takes_no_memory(tmp_path, name, content):
+    path = tmp_path / "plan.npz"
+    PLANS["plain"]().save(path)
+    rewrite(path, {f"{name}.npy": content})
+    with memory_below(4_000_000):
+        assert read_or_refused(Plan.load, path) is None
+
+
+def rewrite(path, members, compression=zipfile.ZIP_STORED):
+    """Gives a zip file other members."""
+    with zipfile.ZipFile(path) as archive:
+        content = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", compression, compresslevel=1) as archive:
+        for name, data in (content | members).items():
+            archive.writestr(name, data)
+
+
+def test_a_plan_that_would_unpack_to_much_more_is_refused_before(tmp_path):
+    path = tmp_path / "bomb.npz"
+    PLANS["plain"]().save(path)
+    num_bytes = 2**25
+    header = f"{{'descr': '<i8', 'fortran_order': False, 'shape': ({num_bytes // 8},), }}"
+    rewrite(path, {"sample_ids.npy": npy(header, bytes(num_bytes))}, zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < num_bytes / 50
+    with memory_below(4_000_000), pytest.raises(ValueError, match=f"{path.name}.*compressed"):
+        Plan.load(path)
+
+
+@given(st.permutations(sorted(FIELDS["plain"])))
+@few
+def test_arrays_that_changed_places_are_refused_or_the_same(folder, names):
+    path = folder / "exchanged.npz"
+    fields = FIELDS["plain"]
+    np.savez(path, **dict(zip(names, fields.values(), strict=True)))
+    loaded = read_or_refused(Plan.load, path)
+    assert loaded is None or loaded.digest == str(fields["digest"])
+
+
+def test_an_array_that_is_there_twice_is_refused(tmp_path):
+    path = tmp_path / "twice.npz"
+    PLANS["plain"]().save(path)
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("sample_ids.npy", archive.read("sample_ids.npy"))
+    assert read_or_refused(Plan.load, path) is None
+
+
+# Lines
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=20)),
+    lambda children: st.one_of(
+        st.lists(children, max_size=4), st.dictionaries(st.text(max_size=5) | st.just("text"), children, max_size=4)
+    ),
+    max_leaves=8,
+)
+lines = st.one_of(
+    st.binary(max_size=40),
+    json_values.map(lambda value: json.dumps(value).encode()),
+    st.text(max_size=10).map(lambda text: json.dumps({"text": text}).encode()),
+    st.sampled_from([b"[", b'{"text":', b'{"a":[']).flatmap(lambda part: st.sampled_from([10, 3000]).map(part.__mul__)),
+    st.sampled_from(
+        [
+            b'{"text": NaN}', b'{"text": "a", "text": 5}', b'{"text": "\\ud800"}', b'\xef\xbb\xbf{"text": "a"}',
+            b'{"text": "a"}\x00', b'{"n": ' + b"9" * 5000 + b', "text": "a"}', b'{"text": "\xe2\x80\xa8"}',
+        ]
+    ),
+)  # fmt: skip
+
+
+@few
+@given(contents=st.lists(lines, max_size=6), end=st.sampled_from([b"\n", b"\r\n"]))
+def test_any_lines_are_samples_or_refused_by_name(folder, contents, end):
+    path = folder / "lines.jsonl"
+    path.write_bytes(end.join(contents))
+    dataset = read_or_refused(lambda path: open_data_file(path, progress=False), path)
+    if dataset is not None:
+        samples = [dataset[i] for i in range(len(dataset))]
+        assert dataset.lengths.tolist() == list(map(len, samples))
+        assert all(sample.tobytes().decode() for sample in samples)  # whole UTF-8, none empty
+
+
+@few
+@given(content=st.binary(max_size=200), ending=st.sampled_from(["txt", "npz", "parquet", "arrow"]))
+def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
+    path = folder / f"data.{ending}"
+    path.write_bytes(content)
+    dataset = read_or_refused(lambda path: open_data_file(path, progress=False), path)
+    assert dataset is None or dataset.lengths.min() > 0
+
+
+# What runs leave behind
+
+
+def save_ledger(path):
+    row = LedgerRow(jvarlen.Bucket(2, 8), 0.1, 0.2, False, 3e6, 64, 8, 8, 16, 80, times_used=3)
+    Ledger([row, dataclasses.replace(row, bucket=jvarlen.Bucket(1, 16), planned_steps=4, padding=0.25)]).save(path)
+
+
+def save_metrics(path):
+    rows = [{"step": step, "loss": 2.5 - step, "bucket_rows": 4} for step in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_shards(path):
+    """Reads two shards of a directory of which `path` is a file."""
+    words, is_float = np.zeros(6, np.int64), np.zeros(6, bool)
+    shards = ShardFiles(
+        path.parent, words, is_float, shard_size=3, quantity="lengths", function=len, check=lambda words, _: words
+    )
+    missing = shards.read()
+    return shards, words.tolist(), missing
+
+
+def save_shards(path):
+    path.parent.mkdir(exist_ok=True)
+    for file in path.parent.iterdir():
+        file.unlink()
+    shards, _, missing = read_shards(path)
+    shards._words[:] = range(1, 7)
+    for samples in missing:
+        shards.add(samples)
+
+
+def read_shards_or_refused(path):
+    """The directory is what is named."""
+    try:
+        return read_shards(path)[1:]
+    except ValueError as error:
+        raise ValueError(f"{error} {path.name}" if str(path.parent) in str(error) else str(error)) from error
+
+
+FILES = {
+    "ledger.json": (save_ledger, Ledger.load),
+    "cost.json": (CostModel(1e-3, 1e-5, 1e-7, measured=((2, 8, 0.1),)).save, CostModel.load),
+    "config.json": (lambda path: save_config(FitConfig(), path), load_config),
+    "metrics.jsonl": (save_metrics, read_metrics),
+    "compiled.bin": (lambda path: write_compiled(path, {"buckets": [[2, 4]]}, [b"one", b"two" * 9]), read_compiled),
+    "shards/manifest.json": (save_shards, read_shards_or_refused),
+    "shards/0.npy": (save_shards, read_shards_or_refused),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@few
+@given(damage=damages())
+def test_a_damaged_file_is_read_or_refused_by_name(folder, name, damage):
+    path = folder / name
+    save, read = FILES[name]
+    save(path)
+    before = read_or_refused(read, path)
+    assert before is not None
+    path.write_bytes(damage(path.read_bytes()))
+    after = read_or_refused(read, path)
+    if name.startswith(("compiled", "shards")) and after is not None:
+        assert after == before
+
+
+@pytest.mark.parametrize("name", FILES)
+@few
+@given(
+    content=st.one_of(st.binary(max_size=60), json_values.filter(bool).map(lambda value: json.dumps(value).encode()))
+)
+def test_a_foreign_file_is_refused_by_name(folder, name, content):
+    path = folder / name
+    save, read = FILES[name]
+    save(path)
+    path.write_bytes(content)
+    assert read_or_refused(read, path) in (None, [])
+
+
+HUGE = "9" * 400
+ODD = [
+    "[" * 30_000,
+    '{"a":' * 30_000,
+    "9" * 5000,
+    HUGE,
+    f"-{HUGE}",
+    "1e999",
+    "NaN",
+    '"\\ud800"',
+    "[]",
+    "{}",
+    "null",
+    "true",
+]
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if "json" in name])
+@few
+@given(data=st.data())
+def test_odd_values_in_a_file_are_read_or_refused_by_name(folder, name, data):
+    path = folder / name
+    save, read = FILES[name]
+    save(path)
+    text = path.read_text()
+    places = [place for place, letter in enumerate(text) if letter in ":["]
+    place = data.draw(st.sampled_from([-1, *places]))
+    odd = data.draw(st.one_of(st.sampled_from(ODD), json_values.map(json.dumps)))
+    rest = data.draw(st.sampled_from([text[place + 1 :], text[place + 1 :].lstrip(" \n0123456789.e-nultrfas")]))
+    path.write_text(text[: place + 1] + odd + rest)
+    read_or_refused(read, path)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:6])
+@pytest.mark.parametrize("name", [name for name in FILES if "json" in name])
+def test_a_file_of_one_odd_value_is_refused_by_name(folder, name, odd):
+    path = folder / name
+    save, read = FILES[name]
+    save(path)
+    path.write_text(f"{odd}\n{odd}\n")
+    assert read_or_refused(read, path) is None
+
+
+# Nothing is run
+
+
+class Payload:
+    """Leaves a file when it is unpickled."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self._path),)
+
+
+@pytest.fixture
+def payload(tmp_path):
+    yield np.array([Payload(tmp_path / "was-run")], dtype=object)
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_the_payload_works(tmp_path):
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([Payload(tmp_path / "was-run")], dtype=object))
+    buffer.seek(0)
+    np.load(buffer, allow_pickle=True)
+    assert (tmp_path / "was-run").exists()
+
+
+def test_a_pickle_in_a_file_is_refused_and_not_run(tmp_path, payload):
+    plan, data, array = tmp_path / "plan.npz", tmp_path / "data.npz", tmp_path / "array.npy"
+    np.savez(plan, **FIELDS["plain"] | {"sample_ids": payload})
+    np.savez(data, tokens=payload, offsets=np.array([0, 1]))
+    np.save(array, payload)
+    for path, read in ((plan, Plan.load), (data, open_data_file), (array, lambda path: load_array(path, "lengths"))):
+        assert read_or_refused(read, path) is None
+    shard = tmp_path / "shards" / "0.npy"
+    save_shards(shard)
+    shards, *_ = read_shards(shard)
+    shard.write_bytes(array.read_bytes() + shards._seal("0.npy", array.read_bytes()))  # with the right seal
+    assert read_or_refused(read_shards_or_refused, shard) is None
+
+
+def test_a_shard_of_other_values_is_refused_for_all_its_seal(tmp_path):
+    shard = tmp_path / "shards" / "0.npy"
+    for values in (np.ones(1, np.int64), np.ones((3, 1), np.int64), np.ones(3, np.int32), np.ones(3, "<M8[s]")):
+        save_shards(shard)
+        shards, *_ = read_shards(shard)
+        body = io.BytesIO()
+        np.save(body, values)
+        shard.write_bytes(body.getvalue() + shards._seal("0.npy", body.getvalue()))
+        assert read_or_refused(read_shards_or_refused, shard) is None
+
+
+@pytest.fixture
+def compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
+    path = tmp_path / "compiled.bin"
+    write_compiled(path, {"buckets": [[2, 4]]}, [b"one", b"two"])
+    return path
+
+
+def test_programs_that_someone_else_signed_are_refused(tmp_path, monkeypatch, compiled):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "foreign"))
+    with pytest.raises(ValueError, match=f"{compiled} is not signed with the key of this user, .*foreign"):
+        read_compiled(compiled)
+    write_compiled(tmp_path / "other.bin", {}, [])  # makes a key
+    with pytest.raises(ValueError, match="not signed"):
+        read_compiled(compiled)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "own"))
+    assert read_compiled(compiled)[1] == [b"one", b"two"]
+
+
+def test_other_programs_under_a_signature_are_refused(tmp_path, compiled):
+    header, _ = read_compiled(compiled)
+    forged = {**header, "sha256": [compiled_file.hashlib.sha256(b"evil").hexdigest(), header["sha256"][1]]}
+    rewrite(compiled, {"0": b"evil", "header.json": json.dumps(forged)})
+    with pytest.raises(ValueError, match="not signed"):
+        read_compiled(compiled)
+
+
+def test_programs_without_a_signature_are_refused(compiled):
+    with zipfile.ZipFile(compiled) as archive:
+        content = {name: archive.read(name) for name in archive.namelist() if name != "signature"}
+    with zipfile.ZipFile(compiled, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(name, data)
+    with pytest.raises(ValueError, match="not signed"):
+        read_compiled(compiled)
+
+
+def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
+    (key,) = (tmp_path / "own" / "jvarlen").iterdir()
+    assert key.stat().st_mode & 0o777 == 0o600
+    content = key.read_bytes()
+    write_compiled(tmp_path / "other.bin", {}, [])
+    assert key.read_bytes() == content
+    key.chmod(0o622)
+    with pytest.raises(PermissionError, match="can be written by other users"):
+        read_compiled(compiled)
+    key.chmod(0o600)
+    key.write_bytes(b"")  # with which anybody could sign
+    with pytest.raises(ValueError, match="is no key of 32 bytes"):
+        read_compiled(compiled)
+
+
+def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    link = os.link
+
+    def late_link(part, path):
+        Path(path).write_bytes(b"k" * 32)  # another process was faster
+        Path(path).chmod(0o600)
+        link(part, path)
+
+    monkeypatch.setattr(os, "link", late_link)
+    write_compiled(tmp_path / "compiled.bin", {}, [b"one"])
+    assert [path.read_bytes() for path in (tmp_path / "jvarlen").iterdir()] == [b"k" * 32]
+    assert read_compiled(tmp_path / "compiled.bin")[1] == [b"one"]
+
+
+UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+# Bytes that a process itself pickled: for its own workers, and what they answer.
+MAY_PICKLE = {"sample_workers", "portable_errors"}
+
+
+def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
+    loads, runs, importers = [], [], {}
+    for path in sorted(Path(jvarlen.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+            for name in names:
+                importers.setdefault(name, set()).add(path.stem)
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                runs += [f"{path.name}: {called}"] if called in {"eval", "exec", "compile", "__import__"} else []
+                allowed = [ast.unparse(word.value) for word in node.keywords if word.arg == "allow_pickle"]
+                is_load = called in {"np.load", "np.lib.format.read_array", "np.lib.format.open_memmap"}
+                if set(allowed) - {"False"} or (is_load and not allowed):
+                    loads.append(f"{path.name}, line {node.lineno}")
+    assert not loads
+    assert not runs
+    for name in UNPICKLING & {name.split(".")[0] for name in importers}:
+        assert importers[name] <= MAY_PICKLE
+    # JAX unpickles programs: of files, only what `read_compiled` found to be signed.
+    assert importers["jax.experimental.serialize_executable"] == {"executables"}
+    assert (
+        importers["jvarlen.executables.deserialized"] == importers["jvarlen.compiled_file.read_compiled"] == {"compile"}
+    )
