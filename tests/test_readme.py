@@ -8,6 +8,7 @@ import pytest
 
 import jvarlen
 from jvarlen import datasets
+from jvarlen.cli import main
 from jvarlen.datasets import TokenDataset
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
@@ -64,6 +65,12 @@ def test_the_lines_of_the_compilation_guide_run(capsys, tmp_path, monkeypatch):
     assert names["step"].ledger.times_used == names["plan"].num_steps
 
 
+def test_the_lines_of_the_guide_to_mixtures_run(capsys):
+    names = run_guide("mixtures.md")
+    assert capsys.readouterr().out.splitlines() == ["[500 400 100]", "[200 160  40]", "[500 400 100]"]
+    assert len(names["mixture"]) == names["plan"].num_samples == 1000
+
+
 @pytest.mark.slow
 def test_the_lines_of_the_training_guide_run(capsys):
     names = run_guide("training.md")
@@ -84,6 +91,27 @@ def test_the_lines_of_the_testing_guide_run(capsys, tmp_path, monkeypatch):
     assert "1 is missing: id 3" in printed
     assert "step 0 differs: " in printed
     assert names["step"].ledger.times_used == 2 * len(names["plan"].buckets) + 2 * names["plan"].num_steps
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_data_guide_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = run_guide("data.md")
+    assert names["tokens"].lengths.sum() < names["saved"].lengths.sum()
+    assert names["tokens"].num_values <= 400
+    printed = capsys.readouterr().out
+    assert "500 b'line 499: " in printed
+    assert printed.count("corpus.jsonl.lengths-") == 2
+
+
+def test_the_settings_that_the_guides_name_exist(capsys):
+    """Flags of other programs stand in blocks of shell lines, which the tests of launching run."""
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out)) | {"--html", "--help"}
+    for name in ("runs.md", "data.md", "training.md", "compilation.md"):
+        text = re.sub(r"```.*?```", "", (README.parent / "docs" / name).read_text(), flags=re.DOTALL)
+        assert set(re.findall(r"`(--[\w.-]+)", text)) <= known, name
 
 
 def test_the_commands_it_names_exist():

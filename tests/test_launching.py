@@ -1,0 +1,285 @@
+"""The commands of docs/launching.md, run as they stand there: by mpirun, a Slurm batch script and torchrun."""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jvarlen.cli import main
+
+from .processes import ROOT
+
+NUM_STEPS = 120
+SECONDS = 120
+# What jax.distributed derives of the number of a Slurm job.
+FIRST_PORT, NUM_PORTS = 61440, 4096
+AS_ANY_USER = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # on one core as well
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # the same for Open MPI 5
+}
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian has it in openmpi-bin")
+
+SRUN = """#!/bin/bash
+# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes.
+export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2
+for id in 0 1; do
+  SLURM_PROCID=$id SLURM_LOCALID=$id "$@" &
+done
+code=0
+for task in $(jobs -p); do
+  wait "$task"
+  ended=$?
+  if [ $ended -gt $code ]; then code=$ended; fi
+done
+exit $code
+"""
+
+
+def block(language: str, containing: str) -> str:
+    """The one block of the page that is in a language and contains a text."""
+    page = (ROOT / "docs" / "launching.md").read_text()
+    (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if containing in text)
+    return found
+
+
+def small_settings(data: Path) -> list[str]:
+    """What makes a command of the page one of a few seconds."""
+    return [
+        "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
+        "--no-progress", "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
+        "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
+    ]  # fmt: skip
+
+
+class Place:
+    """A folder to start commands in, where `jvarlen` is a small run that says which processes it has."""
+
+    def __init__(self, folder: Path, data: Path):
+        self.folder = folder
+        (folder / "bin").mkdir()
+        python, settings = shlex.quote(sys.executable), shlex.join(small_settings(data))
+        self.write_program("jvarlen", f'#!/bin/sh\necho $$ >> tasks\nexec {python} -m jvarlen "$@" {settings}\n')
+
+    def write_program(self, name: str, text: str) -> None:
+        """Puts a program first on the path."""
+        path = self.folder / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    @contextlib.contextmanager
+    def started(self, script: str, **env: str) -> Iterator[subprocess.Popen]:
+        """A script of bash that runs while the block does, with what it starts."""
+        (self.folder / "tasks").write_text("")
+        path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        with (self.folder / "output").open("w") as output:
+            process = subprocess.Popen(
+                ["bash", "-c", script],
+                cwd=self.folder,
+                env=environment | {"OMP_NUM_THREADS": "1"} | env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    self._signal_tasks(signal.SIGKILL)
+                    os.killpg(process.pid, signal.SIGTERM)
+                    process.wait(20)
+
+    def run(self, script: str, **env: str) -> int:
+        """The exit code of a script of bash."""
+        with self.started(script, **env) as process:
+            return process.wait(SECONDS)
+
+    def run_terminated(self, script: str, **env: str) -> int:
+        """The same, where all the processes of `jvarlen` get a SIGTERM after their first steps."""
+        with self.started(script, **env) as process:
+            deadline = time.monotonic() + SECONDS
+            while not self.losses():
+                assert process.poll() is None, self.output
+                assert time.monotonic() < deadline, self.output
+                time.sleep(0.01)
+            self._signal_tasks(signal.SIGTERM)
+            return process.wait(SECONDS)
+
+    def _signal_tasks(self, signal_number: int) -> None:
+        for pid in (self.folder / "tasks").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal_number)
+
+    @property
+    def output(self) -> str:
+        """What the latest script has printed."""
+        return (self.folder / "output").read_text()
+
+    def losses(self) -> list[float]:
+        """Those in the log of the one run here, step by step."""
+        return losses_below(self.folder / "runs")
+
+
+def losses_below(runs: Path) -> list[float]:
+    logs = [path for path in runs.rglob("metrics.jsonl") if "latest" not in path.parts]
+    assert len(logs) <= 1
+    lines = logs[0].read_text().splitlines(keepends=True) if logs else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    rows = [row for row in rows if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    return [row["loss"] for row in rows]
+
+
+def free_port(ports: range) -> int:
+    for port in random.SystemRandom().sample(ports, len(ports)):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("", port))
+            return port
+    raise OSError(f"no port of {ports} is free")
+
+
+def with_free_port(command: str) -> str:
+    return command.replace(":29400", f":{free_port(range(20000, 30000))}")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of short lines."""
+    path = tmp_path_factory.mktemp("data") / "lines.txt"
+    rng = random.Random(0)
+    path.write_text("".join("".join(rng.choices("abcdef", k=rng.randint(3, 15))) + "\n" for _ in range(400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def losses_alone(data: Path) -> list[float]:
+    """Those of one process that nothing starts or stops."""
+    runs = data.parent / "runs"
+    assert main(["train", *small_settings(data), "--plan.microbatches-per-step", "8", "--runs-dir", str(runs)]) == 0
+    return losses_below(runs)
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: Path) -> Place:
+    return Place(tmp_path, data)
+
+
+def test_the_commands_given_by_hand_make_one_run_of_two_processes(monkeypatch):
+    configs = []
+
+    def fit(config):
+        configs.append(config)
+        return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
+
+    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", fit)
+    for command in block("bash", "--process-id 0").splitlines():
+        assert main(shlex.split(command)[1:]) == 0
+    first, second = configs
+    assert first.process_id == 0
+    assert first.has_processes
+    assert second == dataclasses.replace(first, process_id=1)
+    assert first.num_processes == len(configs)
+    assert first.plan.microbatches_per_step % first.num_processes == 0
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@needs_mpirun
+def test_mpirun_starts_and_stops_a_run_that_one_process_finishes(place, losses_alone):
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    detected = block("bash", "mpirun -n 2 --bind-to none jvarlen")
+    command = detected if "(Open MPI) 4." in version else with_free_port(block("bash", "OMPI_COMM_WORLD_RANK"))
+    assert place.run_terminated(command, **AS_ANY_USER) == 143, place.output
+    num_done = len(place.losses())
+    assert 0 < num_done < NUM_STEPS
+    assert f"{num_done} steps are saved" in place.output
+
+    assert main(["train", "--resume", str(place.folder / "runs" / "latest")]) == 0
+    np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+@pytest.mark.multiprocess
+@needs_mpirun
+def test_mpirun_passes_the_rank_on_where_nothing_detects_it(place):
+    place.write_program("jvarlen", '#!/bin/sh\necho "$@"\n')
+    assert place.run(block("bash", "OMPI_COMM_WORLD_RANK"), **AS_ANY_USER) == 0, place.output
+    coordinator = f"--coordinator {socket.gethostname()}:29400 --num-processes 2 --process-id"
+    assert sorted(re.findall("--coordinator.*", place.output)) == [f"{coordinator} 0", f"{coordinator} 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
+    """Slurm's commands are stand-ins here: its time is over once, and what it is asked to requeue starts again."""
+    place.write_program("srun", SRUN)
+    place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
+    script = block("bash", "#SBATCH")
+    job = free_port(range(FIRST_PORT, FIRST_PORT + NUM_PORTS)) - FIRST_PORT + 7 * NUM_PORTS
+    assert place.run_terminated(script, SLURM_JOB_ID=str(job)) == 143, place.output
+    num_done = len(place.losses())
+    assert 0 < num_done < NUM_STEPS
+    assert (place.folder / "requeued").read_text() == f"requeue {job}\n"
+
+    assert place.run(script, SLURM_JOB_ID=str(job)) == 0, place.output
+    assert "Resumed" in place.output
+    assert (place.folder / "requeued").read_text() == f"requeue {job}\n"
+    np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(monkeypatch):
+    configs = []
+
+    def fit(config):
+        configs.append(config)
+        return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
+
+    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", fit)
+    (command,) = re.findall(r"ExecStart=(.*)", block("ini", "ExecStart"))
+    assert main(shlex.split(command)[1:]) == 0
+    assert configs[0].run_dir == Path("/srv/training/run")
+    assert not configs[0].progress
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_torchrun_starts_the_program_and_its_replicas_read_every_sample_once(tmp_path):
+    program = tmp_path / "train_torch.py"
+    program.write_text(block("python", "torch_ref.load"))
+    command = shlex.split(block("bash", "torchrun"))
+    assert command[0] == "torchrun"
+    assert command[-1] == program.name
+    # As the page has it, but beside other torchruns, by an interpreter that is not on the path, and recorded.
+    own = ["--master-addr=127.0.0.1", f"--master-port={free_port(range(20000, 30000))}"]
+    recorder = [str(ROOT / "tests" / "run_launched.py"), str(tmp_path), str(program)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1:-1], *own, *recorder],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"},
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"\d+ steps, loss \d\.\d", ended.stdout)
+    read = [np.load(tmp_path / f"ids_{rank}.npy") for rank in range(2)]
+    assert min(map(len, read)) > 0
+    assert np.sort(np.concatenate(read)).tolist() == list(range(200))
