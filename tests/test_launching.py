@@ -183,7 +183,9 @@ def place(tmp_path: Path, data: Path) -> Place:
     return Place(tmp_path, data)
 
 
-def test_the_commands_given_by_hand_make_one_run_of_two_processes(monkeypatch):
+@pytest.fixture
+def parse(monkeypatch):
+    """Gives the settings that a command would train with."""
     configs = []
 
     def fit(config):
@@ -191,9 +193,16 @@ def test_the_commands_given_by_hand_make_one_run_of_two_processes(monkeypatch):
         return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
 
     monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", fit)
-    for command in block("bash", "--process-id 0").splitlines():
+
+    def parsed(command):
         assert main(shlex.split(command)[1:]) == 0
-    first, second = configs
+        return configs.pop()
+
+    return parsed
+
+
+def test_the_commands_given_by_hand_make_one_run_of_two_processes(parse):
+    first, second = configs = [parse(command) for command in block("bash", "--process-id 0").splitlines()]
     assert first.process_id == 0
     assert first.has_processes
     assert second == dataclasses.replace(first, process_id=1)
@@ -245,18 +254,11 @@ def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
 
 
-def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(monkeypatch):
-    configs = []
-
-    def fit(config):
-        configs.append(config)
-        return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
-
-    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", fit)
+def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(parse):
     (command,) = re.findall(r"ExecStart=(.*)", block("ini", "ExecStart"))
-    assert main(shlex.split(command)[1:]) == 0
-    assert configs[0].run_dir == Path("/srv/training/run")
-    assert not configs[0].progress
+    config = parse(command)
+    assert config.run_dir == Path("/srv/training/run")
+    assert not config.progress
 
 
 @pytest.mark.slow
