@@ -9,7 +9,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: $(VENV)/installed-dev lint
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

@@ -1,5 +1,6 @@
 """What all tests share: four host devices, small data, and marks that follow from the machine."""
 
+import collections
 import os
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
@@ -14,6 +15,11 @@ from jvarlen.datasets import Split, TokenDataset
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files of slow tests first: at the end, one process of tests would be left alone with them.
+    slow = collections.Counter(
+        item.path for item in items if any(map(item.get_closest_marker, ("slow", "multiprocess")))
+    )
+    items.sort(key=lambda item: -slow[item.path])
     if all(device.platform != "gpu" for device in jax.devices()):
         for item in items:
             if item.get_closest_marker("gpu"):
