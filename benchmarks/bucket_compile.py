@@ -3,7 +3,7 @@
 The built-in corpus up to 1,024 bytes and the built-in model, 8,192 tokens a microbatch, in JAX and in PyTorch. Run
 `python benchmarks/bucket_compile.py [--quick]`, about half an hour on a machine that does nothing else. Prints tables
 and writes them, with versions, hardware and a plot, to `benchmarks/results/`. Each start, cold or warm, has a process
-of its own: `bucket_compile_worker.py`, or `bucket_compile_torch.py`. Needs the extras `torch` and `dev`.
+of its own: `bucket_compile_worker.py` or `bucket_compile_torch.py`, in `support/`. Needs the extras `torch` and `dev`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bucket_compile_plans import Sizes, Strategy, by_shape, cost_shapes, make_strategies, measured_cost, quarter_shapes
-from bucket_compile_tables import TORCH_WAYS, Measured, Start, make_report
-from bucket_compile_worker import corpus
-from timing import RESULTS, report
+from support.bucket_compile_plans import (
+    Sizes,
+    Strategy,
+    by_shape,
+    cost_shapes,
+    make_strategies,
+    measured_cost,
+    quarter_shapes,
+)
+from support.bucket_compile_tables import TORCH_WAYS, Measured, Start, make_report
+from support.bucket_compile_worker import corpus
+from support.timing import RESULTS, report
 
 import jvarlen
 
@@ -93,7 +101,7 @@ def ask(
     }
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
-        command = [sys.executable, str(FOLDER / program), json.dumps(questions), str(answer)]
+        command = [sys.executable, str(FOLDER / "support" / program), json.dumps(questions), str(answer)]
         subprocess.run(command, check=True, timeout=limit_s, env=environment | {k: str(v) for k, v in env.items()})
         return json.loads(answer.read_text())
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import report, table, versions_and_hardware
+from support.timing import report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints

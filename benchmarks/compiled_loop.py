@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
+from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.kernels import close_by_budget

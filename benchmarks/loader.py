@@ -16,7 +16,7 @@ import time
 from typing import Any, NamedTuple
 
 import jax
-from timing import report, table, versions_and_hardware
+from support.timing import report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.config import FitConfig, PlanConfig

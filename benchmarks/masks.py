@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import optax
-from timing import digits, report, table, versions_and_hardware
+from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.buckets import Bucket

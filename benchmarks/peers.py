@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
+from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import best_seconds, digits, report, table, versions_and_hardware
+from support.timing import best_seconds, digits, report, table, versions_and_hardware
 
 from jvarlen.distributed import divide_processor
 from jvarlen.pipeline import (

@@ -13,7 +13,7 @@ import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
-from timing import REPEATS, best_seconds, report, table, versions_and_hardware
+from support.timing import REPEATS, best_seconds, report, table, versions_and_hardware
 
 import jvarlen
 

@@ -2,7 +2,7 @@
 
 Run `python benchmarks/sorting.py [--num-keys 8000000] [--quick]`, a few minutes on a machine that does nothing else.
 Prints tables and writes them, with versions, hardware and a plot, to `benchmarks/results/`. Every number of devices has
-a process of its own, `sort_worker.py`; `sort_peers.py` does without JAX. Needs the extras `torch` and `dev`.
+a process of its own, in `support/`; `sort_peers.py` does without JAX. Needs the extras `torch` and `dev`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import sort_tables
-from sort_tables import KINDS, Sizes
-from timing import RESULTS, report, table, versions_and_hardware
+from support import sort_tables
+from support.sort_tables import KINDS, Sizes
+from support.timing import RESULTS, report, table, versions_and_hardware
 from tqdm import tqdm
 
 from tests import processes
@@ -116,7 +116,7 @@ def run(job: Job) -> Any:
     """What the job's process has to say, or a list of what each of several has."""
     with tempfile.TemporaryDirectory() as folder:
         processes.run(
-            FOLDER / job.program,
+            FOLDER / "support" / job.program,
             job.num_processes,
             job.question,
             folder,

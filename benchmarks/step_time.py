@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import optax
-from timing import report, table, versions_and_hardware
+from support.timing import report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.buckets import Bucket

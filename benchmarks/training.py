@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import optax
-from timing import report, table, versions_and_hardware
+from support.timing import report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.config import FitConfig, PlanConfig

@@ -13,11 +13,6 @@ import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-# What the benchmarks import or start, no benchmark itself.
-SHARED = {
-    "timing", "sort_peers", "sort_tables", "sort_worker",
-    "bucket_compile_plans", "bucket_compile_tables", "bucket_compile_torch", "bucket_compile_worker",
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -29,13 +24,13 @@ def peers(monkeypatch):
 @pytest.fixture
 def sort_tables(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("sort_tables")
+    return importlib.import_module("support.sort_tables")
 
 
 @pytest.fixture
 def sort_worker(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("sort_worker")
+    return importlib.import_module("support.sort_worker")
 
 
 def cells(line):
@@ -43,9 +38,7 @@ def cells(line):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "path", sorted(path for path in BENCHMARKS.glob("*.py") if path.stem not in SHARED), ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("path", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.stem)
 def test_a_benchmark_prints_its_table(path):
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent), "JAX_ENABLE_COMPILATION_CACHE": "true"}
     run = subprocess.run([sys.executable, path, "--quick"], capture_output=True, text=True, check=True, env=environment)
@@ -143,17 +136,17 @@ def test_what_is_said_of_a_gpu_follows_from_its_seconds(sort_tables, seconds, sa
 @pytest.fixture
 def plans(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return importlib.import_module("bucket_compile_plans")
+    return importlib.import_module("support.bucket_compile_plans")
 
 
 @pytest.fixture
 def bucket_tables(plans):
-    return importlib.import_module("bucket_compile_tables")
+    return importlib.import_module("support.bucket_compile_tables")
 
 
 @pytest.fixture
 def bucket_worker(plans):
-    return importlib.import_module("bucket_compile_worker")
+    return importlib.import_module("support.bucket_compile_worker")
 
 
 def test_costs_lie_on_lines_between_measured_lengths(plans):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from timing import digits, table
+from support.timing import digits, table
 
 KINDS = (
     "uniform", "constant", "90 % duplicates", "sorted", "reversed", "two values", "Zipf, exponent 1.3",

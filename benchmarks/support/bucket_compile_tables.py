@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
-from bucket_compile_plans import PACKED_LENGTH_MULTIPLE, MeasuredCost, Shape, Sizes, Strategy, by_time
 from matplotlib.figure import Figure
-from timing import digits, table, versions_and_hardware
+from support.bucket_compile_plans import PACKED_LENGTH_MULTIPLE, MeasuredCost, Shape, Sizes, Strategy, by_time
+from support.timing import digits, table, versions_and_hardware
 
 import jvarlen
 
