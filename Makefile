@@ -1,20 +1,48 @@
 # `make train`: the main job on the built-in corpus. `make test`: everything that CI runs. Both set .venv up.
 PYTHON ?= python3
+PLATFORM ?= gpu
 VENV := .venv
+LOWEST := .venv-lowest
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+UV := $(VENV)/bin/python -m uv --quiet
+# What of the tests tells most of the packages that are used, in a minute or two.
+LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,plan costs loader checkpoint train models compile compiled_file \
+  cli run_dir config data_files arrow_files trackers streams fit_options))
 
-.PHONY: train test lint clean
+.PHONY: train test lint docs lowest suite bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
 
-test: $(VENV)/installed-dev lint
+test: lint docs lowest suite
+
+suite: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site, in docs/_build; a warning is an error.
+docs: $(VENV)/installed-dev
+	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build
+
+# The wheel in an environment of the lowest versions that pyproject.toml allows; warnings of old packages are their own.
+lowest: $(VENV)/installed-dev
+	rm -rf $(LOWEST)
+	$(UV) venv --python $(VENV)/bin/python $(LOWEST)
+	$(UV) pip install --python $(LOWEST)/bin/python --resolution lowest-direct '.[data,fast,tensorboard,wandb]'
+	$(UV) pip install --python $(LOWEST)/bin/python pytest beartype hypothesis
+	$(LOWEST)/bin/python -m pytest -q -o addopts= -o filterwarnings= -m 'not slow and not multiprocess and not gpu' $(LOWEST_TESTS)
+
+# Every benchmark in its quick form, and one report of all in benchmarks/results.
+bench: $(VENV)/installed-dev
+	$(VENV)/bin/python benchmarks/run.py --quick $(ARGS)
+
+# On a machine with a GPU, with that machine's own Python and packages; PLATFORM=cpu tries the same on a processor.
+gpu:
+	PYTHONPATH=. $(PYTHON) -m tests.gpu --platform $(PLATFORM) $(ARGS)
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed: make PYTHON=python3.11 ...")'
@@ -29,4 +57,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(LOWEST) docs/_build

@@ -1,0 +1,94 @@
+"""Packaging: the wheel that users install is whole, and stands without the checkout."""
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jvarlen
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ["LICENSE", "README.md", "jvarlen", "pyproject.toml", "torch_ref"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy of what it is made of, so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        path = ROOT / name
+        copy = shutil.copytree if path.is_dir() else shutil.copy2
+        copy(path, folder / name)
+    subprocess.run(
+        [sys.executable, "-m", "uv", "build", "--quiet", "--wheel", folder], check=True, capture_output=True, text=True
+    )
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel alone; what it depends on comes from this environment."""
+    folder = tmp_path_factory.mktemp("site")
+    uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps"]
+    command = [*uv, "--python", sys.executable, "--target", folder, wheel]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return folder
+
+
+def run(installed, folder, *args):
+    """What a command prints in a folder that is not the checkout."""
+    environment = os.environ | {"PYTHONPATH": str(installed)}
+    command = subprocess.run(args, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert command.returncode == 0, command.stderr
+    return command.stdout.strip()
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_both_packages_whole_and_typed(wheel):
+    files = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        str(path.relative_to(ROOT))
+        for package in ("jvarlen", "torch_ref")
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert files == expected
+    assert {"jvarlen/py.typed", "torch_ref/py.typed"} <= files
+
+
+@pytest.mark.slow
+def test_outside_the_checkout_the_command_is_what_was_installed(installed, tmp_path):
+    told = run(installed, tmp_path, sys.executable, "-c", "import jvarlen, torch_ref; print(jvarlen.__file__)")
+    assert Path(told) == installed / "jvarlen" / "__init__.py"
+    np.save(tmp_path / "lengths.npy", np.arange(1, 101))
+    module = [sys.executable, "-m", "jvarlen"]
+    for command in (module, [sys.executable, installed / "bin" / "jvarlen"]):
+        assert run(installed, tmp_path, *command, "--version") == f"jvarlen {jvarlen.__version__}"
+        printed = run(installed, tmp_path, *command, "plan", "lengths.npy", "--max-tokens", "400", "--max-shapes", "4")
+        assert re.search(r"^digest [0-9a-f]{64}$", printed, re.MULTILINE)
+
+
+def test_every_lower_bound_is_stated_and_met_here():
+    """Where the lowest versions themselves are installed, `make lowest` runs the tests."""
+    from packaging.requirements import Requirement
+
+    requirements = [Requirement(line) for line in importlib.metadata.requires("jvarlen")]
+    others = [requirement for requirement in requirements if requirement.name != "jvarlen"]
+    assert {requirement.name for requirement in others} >= {"jax", "flax", "optax", "numpy"}
+    unbounded = [str(requirement) for requirement in others if ">=" not in str(requirement.specifier)]
+    assert not unbounded
+    wanting = [
+        f"{requirement} but {importlib.metadata.version(requirement.name)}"
+        for requirement in others
+        if requirement.marker is None
+        and not requirement.specifier.contains(importlib.metadata.version(requirement.name))
+    ]
+    assert not wanting
