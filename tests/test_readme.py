@@ -1,13 +1,18 @@
-"""The README's script runs as it stands, on less data."""
+"""The lines of the README and of the guides run as they stand, and print what the guides say that they print."""
 
+import inspect
+import itertools
+import operator
 import re
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import datasets
+import torch_ref
+from jvarlen import data_files, datasets
 from jvarlen.cli import main
 from jvarlen.datasets import TokenDataset
 
@@ -27,12 +32,84 @@ def test_the_script_trains_on_every_sample(monkeypatch):
     assert 0 < float(names["metrics"].loss) < 8
 
 
+def blocks(name, language):
+    """The blocks of a guide in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", (README.parent / "docs" / name).read_text(), re.DOTALL)
+
+
 def run_guide(name):
     """What the lines of a guide leave behind."""
     names: dict = {}
-    for script in re.findall(r"```python\n(.*?)```", (README.parent / "docs" / name).read_text(), re.DOTALL):
+    for script in blocks(name, "python"):
         exec(script, names)
     return names
+
+
+def assert_prints_what_it_shows(name, capsys):
+    """Runs a guide, whose blocks of text must be what it prints, in order; what it leaves behind."""
+    names = run_guide(name)
+    printed = iter(capsys.readouterr().out.splitlines())
+    for shown in itertools.chain.from_iterable(block.splitlines() for block in blocks(name, "text")):
+        assert shown in printed, f"{name} shows what it does not print there: {shown}"
+    return names
+
+
+@pytest.mark.slow
+def test_the_quick_start_trains_and_prints_what_it_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = assert_prints_what_it_shows("quick_start.md", capsys)
+    assert names["step"].ledger.times_used == names["plan"].num_steps == len(names["losses"])
+
+
+def test_the_guide_to_the_order_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("curriculum.md", capsys)
+    assert names["plan"].num_samples == 1000
+
+
+def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("learning_rate.md", capsys)
+    assert names["state"].params["embed"].shape == (8, 4)
+
+
+@pytest.mark.slow
+def test_the_guide_to_resuming_prints_what_it_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = assert_prints_what_it_shows("resuming.md", capsys)
+    assert int(names["resumed"].opt_state[0].count) == 30
+
+
+@pytest.mark.slow
+def test_the_guide_to_exactness_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("exactness.md", capsys)
+    assert names["batch"].tokens.shape[0] == 4
+
+
+def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):
+    names = run_guide("coming_from.md")
+    padded = (names["packs"].num_sequences * names["longest"]).max()
+    assert f"up to {padded:,} under a sum of 4,096" in capsys.readouterr().out
+    assert padded > 4_096
+
+
+def test_what_it_names_as_ours_exists():
+    """Functions and arguments of the second column; arguments that stand alone are those of any public function."""
+    text = (README.parent / "docs" / "coming_from.md").read_text()
+    cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
+    ours = types.SimpleNamespace(**vars(data_files) | vars(jvarlen) | {"torch_ref": torch_ref})
+    functions = [value for name in jvarlen.__all__ if inspect.isroutine(value := getattr(jvarlen, name))]
+    arguments = set().union(*(inspect.signature(function).parameters for function in functions))
+
+    num_calls = 0
+    for span in itertools.chain.from_iterable(re.findall(r"`([^`]+)`", cell) for cell in cells):
+        given = set(re.findall(r"(\w+)=", span))
+        if call := re.fullmatch(r"([\w.]+)\(.*\)", span):
+            num_calls += 1
+            assert given <= inspect.signature(operator.attrgetter(call[1])(ours)).parameters.keys(), span
+        elif re.fullmatch(r"[a-z]\w*", span):
+            assert span in arguments or hasattr(ours, span), span
+        else:
+            assert given <= arguments, span
+    assert num_calls > 25
 
 
 def test_the_lines_of_the_planning_guide_run(capsys):
@@ -78,7 +155,6 @@ def test_the_lines_of_the_training_guide_run(capsys):
     assert "0.2" in printed
     assert "{'float32'}" in printed
     assert names["metrics"].loss < 6
-    assert len(names["rates"]) == names["plan"].num_steps
     assert names["step"].collectives(names["plan"].buckets[0])["all-reduce"].in_loops == 0
 
 
@@ -109,7 +185,15 @@ def test_the_settings_that_the_guides_name_exist(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out)) | {"--html", "--help"}
-    for name in ("runs.md", "data.md", "training.md", "compilation.md"):
+    for name in (
+        "runs.md",
+        "resuming.md",
+        "data.md",
+        "training.md",
+        "curriculum.md",
+        "learning_rate.md",
+        "compilation.md",
+    ):
         text = re.sub(r"```.*?```", "", (README.parent / "docs" / name).read_text(), flags=re.DOTALL)
         assert set(re.findall(r"`(--[\w.-]+)", text)) <= known, name
 

@@ -1,0 +1,223 @@
+"""Pictures: in go lengths of samples, out come the drawings of "How a plan is made" as SVG files.
+
+`python docs/pictures.py` writes them all. Those of the example are drawn here, to the last byte the same everywhere;
+those of the built-in corpus come from the library, and change with the Python whose standard library the corpus is.
+Letters: N samples, M microbatches a step, B rows, T length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+import jvarlen
+from jvarlen.datasets import known_lengths, stdlib_functions
+from jvarlen.plan_figures import draw_plan
+from jvarlen.svg_figures import COLOURS, drawing_settings, new_figure, to_svg
+
+__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "to_file"]
+
+FOLDER = Path(__file__).parent / "pictures"
+
+LIGHT = {
+    "page": "#ffffff",
+    "ink": "#1d232b",
+    "muted": "#5a6573",
+    "line": "#d6dbe2",
+    "first": "#2a6ebb",
+    "second": "#c8590a",
+    "third": "#1d8348",
+    "fourth": "#8e44ad",
+    "fifth": "#c2255c",
+    "sixth": "#0b7f8c",
+}
+DARK = {
+    "page": "#131416",
+    "ink": "#e7eaef",
+    "muted": "#9ea9b6",
+    "line": "#38404b",
+    "first": "#74b0f0",
+    "second": "#f5a25d",
+    "third": "#6fce93",
+    "fourth": "#c9a2f2",
+    "fifth": "#f78fb3",
+    "sixth": "#5fd3dc",
+}
+OF_BUCKET = ("first", "third", "fourth", "sixth")
+
+EXAMPLE = [5, 3, 12, 7, 4, 9, 21, 6, 3, 14, 8, 5, 30, 4, 11, 6, 2, 17, 9, 4, 7, 26, 5, 10]
+EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "microbatches_per_step": 2}
+
+_WIDTH = 480  # pixels, of what Matplotlib draws
+_TOKEN = 8  # pixels, in pictures of steps
+_ROW = 17
+
+
+def draw_example() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of each picture of the 24 samples."""
+    lengths = np.array(EXAMPLE)
+    buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS)
+    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=2)
+    yield "lengths", _order_picture(lengths, jvarlen.sample_order(lengths))
+    yield "buckets", _strategies_picture(lengths, ("pad_to_max", "powers_of_two", "quantile", "optimal"))
+    yield "steps", _steps_picture(plan, lengths)
+
+
+def draw_corpus() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of each picture of the built-in corpus."""
+    lengths = known_lengths(stdlib_functions())
+    settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "microbatches_per_step": 8}
+    buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
+    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8, overlong="truncate")
+    library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}
+    for name in ("lengths", "positions"):
+        yield f"corpus-{name}", library[name]
+    yield "corpus-padding", _padding_picture(lengths, settings)
+
+
+def to_file(svg: str) -> str:
+    """A picture that stands alone: with a size, and with a palette for light and one for dark surroundings."""
+    light, dark = (";".join(f"--{name}:{value}" for name, value in each.items()) for each in (LIGHT, DARK))
+    style = f"svg{{{light};background:var(--page)}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    width = "" if " width=" in svg.partition(">")[0] else f'width="{_WIDTH}" '
+    svg = svg.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" {width}', 1)
+    return svg.replace(">", f"><style>{style}</style>", 1)
+
+
+def _order_picture(lengths: np.ndarray, order: np.ndarray) -> str:
+    """Bars of the lengths, as the samples lie in the dataset and in order of length."""
+    shapes = []
+    for top, title, ids in ((20, "dataset", np.arange(len(lengths))), (190, "length", order)):
+        shapes.append(_text(0, top - 6, f'order="{title}"', anchor="start"))
+        base = top + 4 * lengths.max()
+        for place, i in enumerate(ids):
+            height = 4 * lengths[i]
+            shapes.append(_rect(26 * place + 2, base - height, 22, height, "first"))
+            shapes.append(_text(26 * place + 13, base + 13, i, colour="muted"))
+    return _svg(26 * len(lengths), 330, shapes)
+
+
+def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
+    """For each strategy the samples in order of length, and what they are padded to."""
+    shapes: list[str] = []
+    ordered = np.sort(lengths)
+    for place, strategy in enumerate(strategies):
+        left, top = 330 * (place % 2), 180 * (place // 2) + 36
+        buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS, strategy=strategy)
+        padding = jvarlen.make_plan(lengths, buckets, microbatches_per_step=2).padding
+        edges = np.array([bucket.length for bucket in buckets])
+        shapes.append(_text(left, top - 20, strategy, anchor="start", weight="bold"))
+        says = f"{' '.join(map(str, buckets))}: {padding:.1%} padding"
+        shapes.append(_text(left, top - 5, says, anchor="start", colour="muted"))
+        base = top + 4 * lengths.max()
+        for j, length in enumerate(ordered):
+            bucket = int(np.searchsorted(edges, length))
+            x, edge = left + 13 * j, edges[bucket]
+            shapes.append(_padding(x, base - 4 * edge, 11, 4 * (edge - length)))
+            shapes.append(_rect(x, base - 4 * length, 11, 4 * length, OF_BUCKET[bucket % len(OF_BUCKET)]))
+    return _svg(330 + 13 * len(lengths), 346, shapes)
+
+
+def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
+    """The steps as rectangles of B × T, a microbatch beside the other."""
+    shapes = []
+    left, gap = 108, 28
+    right = left + plan.microbatches_per_step * (int(lengths.max()) * _TOKEN + gap)
+    for m in range(plan.microbatches_per_step):
+        x = left + m * (int(lengths.max()) * _TOKEN + gap)
+        shapes.append(_text(x, 12, f"microbatch {m}", anchor="start", colour="muted"))
+    top = 22
+    for step in range(plan.num_steps):
+        bucket = plan.buckets[plan.step_bucket[step]]
+        colour = OF_BUCKET[plan.step_bucket[step]]
+        shapes.append(_text(0, top + 12, f"step {step}: {bucket}", anchor="start"))
+        for m, ids in enumerate(plan.rows(step)):
+            x = left + m * (int(lengths.max()) * _TOKEN + gap)
+            for b, i in enumerate(ids):
+                y = top + _ROW * b
+                length = int(lengths[i]) if i >= 0 else 0
+                shapes.append(_padding(x + _TOKEN * length, y, _TOKEN * (bucket.length - length), _ROW - 2))
+                if i >= 0:
+                    shapes.append(_rect(x, y, _TOKEN * length, _ROW - 2, colour))
+                    shapes.append(_text(x + _TOKEN * length / 2, y + 11, i, colour="page", size=10))
+                else:
+                    middle = x + _TOKEN * bucket.length / 2
+                    shapes.append(_text(middle, y + 11, "dummy", colour="muted", size=10))
+        top += _ROW * bucket.rows + 14
+    return _svg(right, top, shapes)
+
+
+def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
+    """Padding by the number of shapes, for strategies that are told how many."""
+    with drawing_settings():
+        figure, (axis,) = new_figure()
+        numbers = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+        for colour, strategy in (("second", "geometric"), ("fourth", "quantile"), ("first", "optimal")):
+            padding = [_padding_of(lengths, settings, strategy, number) for number in numbers]
+            axis.plot(numbers, padding, ".-", color=COLOURS[colour], label=strategy)
+        powers = _padding_of(lengths, settings, "powers_of_two", 1)
+        num_powers = len(jvarlen.make_buckets(lengths, **settings, strategy="powers_of_two"))
+        axis.plot([num_powers], [powers], "x", color=COLOURS["third"], label="powers_of_two")
+        axis.set(xlabel="most shapes", ylabel="padding in %", xscale="log", ylim=(0, None))
+        axis.set_xticks(numbers, map(str, numbers))
+        axis.minorticks_off()
+        axis.legend(frameon=False, labelcolor=COLOURS["ink"])
+        return to_svg(figure, "corpus-padding")
+
+
+def _padding_of(lengths: np.ndarray, settings: dict[str, Any], strategy: Any, number: int) -> float:
+    buckets = jvarlen.make_buckets(lengths, **settings, strategy=strategy, max_shapes=number)
+    num_microbatches = settings["microbatches_per_step"]
+    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=num_microbatches, overlong="truncate")
+    return 100 * plan.padding
+
+
+def _svg(width: float, height: float, shapes: Iterable[str]) -> str:
+    return (
+        f'<svg width="{width + 8}" viewBox="-4 0 {width + 8} {height}" role="img">\n' + "\n".join(shapes) + "\n</svg>"
+    )
+
+
+def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="var(--{colour})"/>'
+
+
+def _padding(x: float, y: float, width: float, height: float) -> str:
+    """What holds no token; nothing where nothing is padded."""
+    if not width or not height:
+        return ""
+    return (
+        f'<rect x="{x + 0.5}" y="{y + 0.5}" width="{width - 1}" height="{height - 1}" fill="var(--line)" '
+        'fill-opacity="0.45" stroke="var(--muted)" stroke-width="0.7" stroke-dasharray="3 2"/>'
+    )
+
+
+def _text(
+    x: float,
+    y: float,
+    what: Any,
+    *,
+    anchor: str = "middle",
+    colour: str = "ink",
+    size: int = 12,
+    weight: str = "normal",
+) -> str:
+    return (
+        f'<text x="{x}" y="{y}" fill="var(--{colour})" text-anchor="{anchor}" font-size="{size}" '
+        f'font-weight="{weight}" font-family="system-ui, sans-serif">{escape(str(what))}</text>'
+    )
+
+
+def main() -> None:
+    """Writes all pictures."""
+    FOLDER.mkdir(exist_ok=True)
+    for name, svg in [*draw_example(), *draw_corpus()]:
+        (FOLDER / f"{name}.svg").write_text(to_file(svg) + "\n")
+
+
+if __name__ == "__main__":
+    main()
