@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
+from jvarlen.checks import list_first, list_offenders
 from jvarlen.datasets import TokenDataset, check_tokens
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import list_first, list_offenders
 
 __all__ = ["ColumnDataset", "saved_shards"]
 

@@ -7,19 +7,20 @@ N samples, n of them in the order, b batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int32, Int64
 
+from jvarlen.checks import check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.curriculum import sample_order
 from jvarlen.kernels import close_by_budget, close_by_capacity
-from jvarlen.lengths import check_at_least_one, check_lengths, ends_to_offsets, is_integer, list_offenders
+from jvarlen.lengths import check_lengths, ends_to_offsets
 
-__all__ = ["Batches", "Budget", "batch_by_tokens"]
+__all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
 
-Budget = Literal["padded", "sum"]
+BatchBudget = Literal["padded", "sum"]
 
 _NO_LIMIT = np.iinfo(np.int64).max
 
@@ -53,7 +54,7 @@ def batch_by_tokens(
     max_tokens: int,
     *,
     order: str | npt.ArrayLike = "dataset",
-    budget: Budget = "padded",
+    budget: BatchBudget = "padded",
     max_sequences: int | None = None,
     sequence_multiple: int = 1,
     shapes: Sequence[tuple[int, int]] | None = None,
@@ -149,8 +150,7 @@ def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"],
 
 
 def _check_options(max_tokens: int, budget: str, max_sequences: int | None, sequence_multiple: int) -> None:
-    if budget not in get_args(Budget):
-        raise ValueError(f'budget must be "padded" or "sum", not {budget!r}')
+    check_choices(budget=(budget, BatchBudget))
     check_at_least_one(
         max_tokens=max_tokens,
         max_sequences=1 if max_sequences is None else max_sequences,

@@ -16,17 +16,9 @@ import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
 from jvarlen.budget import Budget, CostFn, make_budget, round_up
+from jvarlen.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
 from jvarlen.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, least_rows_when_packed, optimal_edges
-from jvarlen.lengths import (
-    Overlong,
-    check_at_least_one,
-    check_lengths,
-    check_overlong,
-    is_integer,
-    is_number,
-    list_offenders,
-    offenders_where,
-)
+from jvarlen.lengths import Overlong, check_lengths, check_overlong
 
 __all__ = [
     "AnyBucket",
@@ -106,8 +98,8 @@ def make_buckets(
 
     Args:
       lengths: integers[N], tokens a sample.
-      counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
         bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
         `"quantile"`: equal samples a bucket. `"equal_tokens"`: equal tokens a bucket. Or the lengths themselves,
@@ -225,7 +217,7 @@ def choose_row_lengths(
     budget = _checked_budget(
         max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
     )
-    check_at_least_one(length_multiple=length_multiple)
+    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
     counted = _Counted(lengths, max_length, overlong, length_multiple)
     rounded = counted.histogram.rounded
     caps = counted.checked_caps(budget, rounded)
@@ -309,7 +301,6 @@ class _Counted:
         counts: npt.ArrayLike | None = None,
     ):
         check_overlong(overlong)
-        check_at_least_one(max_length=1 if max_length is None else max_length)
         self._lengths = counted = check_lengths(lengths)
         self._max_length = max_length
         self._drops = overlong == "drop"

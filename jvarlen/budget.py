@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import check_at_least_one, is_number
+from jvarlen.checks import check_at_least_one, is_number
 
 __all__ = ["Budget", "CostFn", "checked_cost", "make_budget", "round_up"]
 
 CostFn = Callable[..., npt.ArrayLike]
 
 
-class Limit(NamedTuple):
+class _Limit(NamedTuple):
     """The most that a function of rows and length may give, and the names of both."""
 
     name: str
@@ -42,7 +42,7 @@ class Budget(NamedTuple):
     max_tokens: int
     microbatches_per_step: int = 1
     row_multiple: int = 1
-    limits: tuple[Limit, ...] = ()
+    limits: tuple[_Limit, ...] = ()
 
     def row_caps(self, length: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
         """The most rows that a microbatch of each length may have; 0 where not even one fits.
@@ -139,7 +139,7 @@ def make_budget(
             raise ValueError(f"{name} ({limit!r}) needs {source}, a function of rows and length")
         if not is_number(limit) or not 0 < limit < math.inf:
             raise ValueError(f"{name} must be finite and above 0, not {limit!r}")
-        limits.append(Limit(name, float(limit), source, function))
+        limits.append(_Limit(name, float(limit), source, function))
     return Budget(int(max_tokens), int(microbatches_per_step), int(row_multiple), tuple(limits))
 
 
@@ -160,7 +160,7 @@ def round_up(values: Any, multiple: int) -> Any:
 
 
 def _most_rows_within(
-    limit: Limit, length: Int64[np.ndarray, " n"], most: Int64[np.ndarray, " n"]
+    limit: _Limit, length: Int64[np.ndarray, " n"], most: Int64[np.ndarray, " n"]
 ) -> Int64[np.ndarray, " n"]:
     """The largest number of rows, at most `most`, whose cost is within the limit: bisection for all lengths at once."""
     low, high = np.zeros_like(most), most

@@ -26,6 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jvarlen.files import move_into_place, write_atomically
+from jvarlen.leaves import describe, leaves_by_name
 from jvarlen.manifest import check_manifest, write_manifest
 from jvarlen.processes import agree
 
@@ -153,6 +154,9 @@ class Checkpoints:
         Args:
           state: a state of the same structure, shapes and dtypes, laid out over devices as the result is to be.
 
+        Returns:
+          The state and its place.
+
         Raises:
           FileNotFoundError: no checkpoint is there.
           ValueError: the checkpoint is damaged, or of another run: the files are named, and what can be done; or it is
@@ -163,7 +167,14 @@ class Checkpoints:
         return self._restore(self.steps[-1], state)
 
     def restore_best(self, state: Any) -> tuple[Any, Place]:
-        """State and place of `best_step`; else as `restore_latest`."""
+        """State and place of `best_step`; else as `restore_latest`.
+
+        Args:
+          state: as in `restore_latest`.
+
+        Returns:
+          The state and its place.
+        """
         if self.best_step is None:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint with a metric")
         return self._restore(self.best_step, state)
@@ -264,6 +275,9 @@ def open_checkpoints(
       keep_best: how many of the lowest metrics are kept besides.
       config: settings of the run, as JSON has them, to be kept in every checkpoint.
 
+    Yields:
+      `Checkpoints`.
+
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
       OSError: the directory or the last checkpoint cannot be written; a warning says the latter where the block raised.
@@ -357,7 +371,4 @@ def _listed(steps: Collection[int]) -> str:
 
 def _describe(state: Any) -> dict[str, str]:
     """Type and shape of every leaf, by its path."""
-    return {
-        jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-        for path, leaf in jax.tree.leaves_with_path(state)
-    }
+    return {name: describe(leaf) for name, leaf in leaves_by_name(state).items()}

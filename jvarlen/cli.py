@@ -1,6 +1,6 @@
-"""Command line: parses and calls. `jvarlen plan`, `sort`, `train`, `report` and `measure`.
+"""Command line: in go the words of a command, out come what it prints, the files it writes and an exit code.
 
-Settings are the fields of dataclasses.
+It only parses and calls: `plan`, `sort`, `train`, `report` and `measure`. Settings are the fields of dataclasses.
 """
 
 from __future__ import annotations

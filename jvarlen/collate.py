@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen.buckets import AnyBucket, Bucket, PairBucket
-from jvarlen.lengths import list_offenders
+from jvarlen.checks import list_offenders
 
 __all__ = [
     "Batch",
@@ -219,7 +219,15 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
 
 
 def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
-    """The shapes and dtypes of what `pack_to_bucket` makes: a `PackedBatch` of `jax.ShapeDtypeStruct`."""
+    """The shapes and dtypes of what `pack_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `PackedBatch` of `jax.ShapeDtypeStruct`.
+    """
     shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
     integers = jax.ShapeDtypeStruct(shape_MxBxT, np.int32)
     weights = jax.ShapeDtypeStruct(shape_MxBxT, np.float32)
@@ -227,7 +235,15 @@ def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch
 
 
 def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
-    """The shapes and dtypes of what `pad_pairs_to_bucket` makes: a `PairBatch` of `jax.ShapeDtypeStruct`."""
+    """The shapes and dtypes of what `pad_pairs_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `PairBatch` of `jax.ShapeDtypeStruct`.
+    """
     shape_MxB = (microbatches_per_step, bucket.rows)
     lengths = jax.ShapeDtypeStruct(shape_MxB, np.int32)
     source, target = (jax.ShapeDtypeStruct((*shape_MxB, length), np.int32) for length in bucket.lengths)

@@ -17,15 +17,9 @@ from jaxtyping import Float64, Int64
 from jvarlen.batching import batch_by_tokens
 from jvarlen.buckets import Bucket, choose_row_lengths, make_buckets
 from jvarlen.budget import Budget, CostFn, checked_cost, make_budget, round_up
+from jvarlen.checks import check_at_least_one, list_offenders, offenders_where
 from jvarlen.edges import Strategy
-from jvarlen.lengths import (
-    Overlong,
-    check_at_least_one,
-    check_lengths,
-    check_overlong,
-    list_offenders,
-    offenders_where,
-)
+from jvarlen.lengths import Overlong, check_lengths, check_overlong
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import make_plan
 
@@ -171,6 +165,12 @@ def compare_strategies(
 
 def best_of(figures: Sequence[StrategyFigures]) -> StrategyFigures:
     """The one with the least seconds, or positions, of those that are plans; the first of several.
+
+    Args:
+      figures: as from `compare_strategies`.
+
+    Returns:
+      One of the figures.
 
     Raises:
       ValueError: none is a plan that can be made.

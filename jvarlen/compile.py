@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.checks import check_at_least_one
 from jvarlen.collate import token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache, without_compilation_cache
 from jvarlen.compile_options import CompileOptions
@@ -30,7 +31,6 @@ from jvarlen.distributed import devices_of
 from jvarlen.executables import Executables, deserialized
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.ledger import LedgerRow, row_of
-from jvarlen.lengths import check_at_least_one
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.processes import agree, together
 from jvarlen.progress import progress_bar

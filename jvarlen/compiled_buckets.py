@@ -1,6 +1,6 @@
-"""Compiled buckets: in goes a batch, its bucket's executable runs; what was not planned is refused.
+"""Compiled buckets: in go a state and a batch, out come the next state and metrics, by the executable of its bucket.
 
-`compile_buckets` makes them.
+What was not planned is refused. `compile_buckets` makes them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 
 from jvarlen import recompiles
 from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.checks import check_at_least_one
 from jvarlen.collectives import Collectives, count_collectives
 from jvarlen.compilation_cache import without_compilation_cache
 from jvarlen.compile_options import CompileOptions
@@ -26,7 +27,6 @@ from jvarlen.compiled_file import write_compiled
 from jvarlen.executables import Executables, serialized
 from jvarlen.interrupts import raise_if_interrupted
 from jvarlen.ledger import Ledger, LedgerRow
-from jvarlen.lengths import check_at_least_one
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.progress import progress_bar
 from jvarlen.recipe import Recipe
@@ -227,6 +227,9 @@ class CompiledBuckets:
 
         On CPUs, those that came from the persistent cache are compiled anew for it. Of several processes, each writes a
         file of its own. It is signed with a key of this user, which is made at the first time.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
 
         Raises:
           ValueError: executables were released, or the backend cannot turn them into bytes.

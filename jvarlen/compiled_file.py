@@ -54,8 +54,11 @@ def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
 
 def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raises ValueError that lists what differs."""
-    differing = [f"{name}: {saved.get(name)} there, {here.get(name)} here" for name in {**here, **saved}
-                 if saved.get(name) != here.get(name)]  # fmt: skip
+    differing = [
+        f"{name}: {saved.get(name)} there, {here.get(name)} here"
+        for name in {**here, **saved}
+        if saved.get(name) != here.get(name)
+    ]
     if differing:
         raise ValueError(f"{path} was compiled for something else: {'; '.join(differing)}")
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import scipy.optimize
 from jaxtyping import Float64
 
+from jvarlen.checks import is_integer
 from jvarlen.files import write_atomically
-from jvarlen.lengths import is_integer
 
 __all__ = ["CostModel", "fit_cost_model"]
 
@@ -62,13 +62,26 @@ class CostModel:
         return self.constant + rows * length * (self.linear + self.quadratic * length)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the model as JSON, in one piece or not at all."""
+        """Writes the model as JSON, in one piece or not at all.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: it cannot be written; what was there stays.
+        """
         with write_atomically(Path(path)) as file:
             file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
         """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+
+        Returns:
+          An equal model.
 
         Raises:
           FileNotFoundError: there is no such file.

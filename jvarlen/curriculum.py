@@ -13,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped, UInt64
 
-from jvarlen.lengths import check_at_least_one, check_lengths, is_integer, list_offenders
+from jvarlen.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen.lengths import check_lengths
 
 __all__ = [
+    "CHUNK",
     "Order",
     "PackedKeys",
     "check_difficulty",
-    "check_order_array",
     "check_seed",
-    "CHUNK",
     "pack_with_index",
     "random_key_chunks",
     "random_keys",
@@ -31,8 +31,8 @@ __all__ = [
 
 Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
-_VALUES_PER_PHILOX_BLOCK = 4
 CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
+_VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
 
@@ -82,7 +82,7 @@ def sample_order(
         return _shuffle_within_blocks(ids, len(lengths), block_size, is_shuffle, seed, epoch)
     num_samples = len(lengths)
     if not isinstance(order, str):
-        return check_order_array(order, num_samples)
+        return _check_order_array(order, num_samples)
     by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
     if order == "dataset":
         return np.arange(num_samples, dtype=np.int64)
@@ -237,7 +237,7 @@ def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.n
     return array
 
 
-def check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarray, " n"]:
+def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarray, " n"]:
     """Checks an order given as ids: 1-D, unique, in [0, num_samples); raises ValueError that lists the offenders."""
     ids = np.asarray(order)
     if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):

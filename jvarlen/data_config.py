@@ -7,7 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-from jvarlen.lengths import list_first
+from jvarlen.checks import list_first
 from jvarlen.setting_checks import check_at_least, check_setting
 
 __all__ = ["HELD_OUT", "DataConfig"]

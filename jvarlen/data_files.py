@@ -88,13 +88,11 @@ def open_data(
 ) -> StoredDataset:
     r"""Opens a file of samples by the ending of its name, or a directory that Hugging Face datasets were saved to.
 
-    | ending | a sample | its tokens |
-    |---|---|---|
-    | .txt | a line | its bytes, without the end of the line |
-    | .jsonl | an object a line | the UTF-8 bytes of the string in `field` |
-    | .npz | `tokens[offsets[i]:offsets[i+1]]` | integers[total], beside offsets[N+1] |
-    | .parquet, .arrow, .feather | a row of the column `field` | the bytes of a string, or the integers of a list |
-    | a directory with `state.json` | a row of the column `field`, over all its Arrow files | likewise |
+    - `.txt`: a sample is a line; its tokens are its bytes, without the end of the line.
+    - `.jsonl`: an object a line; the UTF-8 bytes of the string in `field`.
+    - `.npz`: `tokens[offsets[i]:offsets[i+1]]`, from integers[total] and offsets[N+1].
+    - `.parquet`, `.arrow`, `.feather`: a row of the column `field`; the bytes of a string, or the integers of a list.
+    - A directory with `state.json`: likewise, over all its Arrow files.
 
     With a tokenizer, what is text there becomes the ids of its tokens; see `TokenizedDataset`.
 

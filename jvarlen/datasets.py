@@ -6,24 +6,23 @@ long-tailed distribution of lengths that is present on every machine, so nothing
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64, Integer
 
+from jvarlen.checks import list_offenders
 from jvarlen.files import default_cache_dir, write_atomically
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import DataSource, check_lengths, list_offenders
+from jvarlen.lengths import DataSource, check_lengths
 from jvarlen.measure_samples import measure_lengths
-from jvarlen.progress import progress_bar
+from jvarlen.source_texts import read_functions
 
 __all__ = [
     "Split",
@@ -40,7 +39,6 @@ __all__ = [
 
 _CACHE_VERSION = 1
 _HASH_BITS = 62
-_NOT_CORPUS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class TokenDataset:
@@ -79,7 +77,14 @@ class TokenDataset:
 
     @classmethod
     def from_bytes(cls, samples: list[bytes]) -> TokenDataset:
-        """Joins byte strings into one dataset."""
+        """Joins byte strings into one dataset.
+
+        Args:
+          samples: the bytes of each.
+
+        Returns:
+          A dataset of uint8 tokens.
+        """
         lengths = np.fromiter(map(len, samples), np.int64, len(samples))
         tokens = np.frombuffer(b"".join(samples), np.uint8)
         return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
@@ -296,7 +301,7 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
                 return TokenDataset(stored["tokens"], stored["offsets"])
         except Exception as error:  # whatever it is, the scan makes the file anew
             warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)
-    dataset = TokenDataset.from_bytes(_scan(root, progress))
+    dataset = TokenDataset.from_bytes(read_functions(root, progress))
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(cache) as out:
@@ -332,6 +337,12 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
 def sample_hash(sample: Any) -> int:
     """A hash of the tokens of a sample, whatever holds them: the first 62 bits of SHA-256 of bytes, or of int64.
 
+    Args:
+      sample: as `to_tokens` takes it.
+
+    Returns:
+      0 ≤ hash < 2**62.
+
     Example:
       >>> sample_hash("ab") == sample_hash(b"ab") == sample_hash(np.array([97, 98], np.uint8)) != sample_hash([97, 98])
       True
@@ -350,35 +361,3 @@ def _hashes_of(dataset: DataSource) -> Int64[np.ndarray, " N"]:
         raise_if_interrupted()
         hashes[sample_id] = sample_hash(dataset[sample_id])
     return hashes
-
-
-def _scan(root: Path, progress: bool) -> list[bytes]:
-    files = []
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = [name for name in subdirectories if name not in _NOT_CORPUS]
-        files += [Path(directory, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
-    samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
-    for path in progress_bar(sorted(files), desc="corpus", unit="file", progress=progress):
-        raise_if_interrupted()
-        source = path.read_bytes()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old sources hold invalid escapes
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError):
-            continue  # templates and deliberately broken files
-        lines = source.splitlines(keepends=True)
-        for function in _outermost_functions(tree):
-            samples[b"".join(lines[function.lineno - 1 : function.end_lineno])] = None
-    samples.pop(b"", None)
-    return list(samples)
-
-
-def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
-            yield from _outermost_functions(node)

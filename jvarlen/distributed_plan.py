@@ -18,22 +18,15 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen.buckets import Bucket, check_buckets
+from jvarlen.buckets import AnyBucket, Bucket, check_buckets
+from jvarlen.checks import check_at_least_one, check_choices, list_offenders
 from jvarlen.curriculum import check_seed, random_keys
-from jvarlen.distributed import num_shards_of, own_microbatches, own_shards
+from jvarlen.distributed import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.emission import canonical_steps, emitted_steps
 from jvarlen.grouping import Ordering
-from jvarlen.lengths import (
-    Overlong,
-    check_at_least_one,
-    check_choices,
-    check_lengths,
-    check_overlong,
-    ends_to_offsets,
-    list_offenders,
-)
+from jvarlen.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
 from jvarlen.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
-from jvarlen.plan_places import make_places, sort_to_places
+from jvarlen.plan_places import Places, make_places, sort_to_places
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.processes import agree, gather_arrays, together
 from jvarlen.sharded_rows import spread_local_rows
@@ -170,15 +163,9 @@ def plan_distributed(
         check_at_least_one(microbatches_per_step=microbatches_per_step)
         check_overlong(overlong)
         check_seed(seed, epoch)
-        checked = check_buckets(buckets)
-        if not isinstance(checked[0], Bucket):
-            raise ValueError("a distributed plan is of samples of one length, not of pairs")
+        checked = _checked_buckets(buckets)
         num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
-        if num_microbatches % num_shards:
-            raise ValueError(
-                f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
-                f"{axis_name!r}: the shards must divide microbatches_per_step"
-            )
+        check_shards_divide(num_microbatches, mesh, axis_name)
     decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, overlong)
     agree("the arguments of plan_distributed", repr(decided))
     rows, edges = np.array(checked, np.int64).T
@@ -211,8 +198,7 @@ def plan_distributed(
     microbatches = own_microbatches(mesh, num_microbatches, axis_name)
     offset_of_step = np.empty(len(emitted), np.int64)
     offset_of_step[emitted] = step_offsets[:-1]
-    first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows[steps.bucket])
-    positions = (first_of_row + np.arange(places.num_rows) * num_microbatches)[:, None] + microbatches
+    positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)
     chunk_digests = _chunk_digests(positions[row_ids >= 0], row_ids[row_ids >= 0], int(step_offsets[-1]))
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
@@ -230,6 +216,13 @@ def plan_distributed(
         own_num_tokens=own_num_tokens[emitted],
         row_ids=row_ids,
     )
+
+
+def _checked_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[AnyBucket, ...]:
+    checked = check_buckets(buckets)
+    if not isinstance(checked[0], Bucket):
+        raise ValueError("a distributed plan is of samples of one length, not of pairs")
+    return checked
 
 
 def _checked_or_empty(lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
@@ -297,6 +290,18 @@ def _length_of_key(keys: jax.Array, payload: jax.Array | None) -> jax.Array:
 def _length_of_descending_key(keys: jax.Array, payload: jax.Array | None) -> jax.Array:
     """int64, lengths from keys whose lower half falls with them."""
     return (_LONGEST - (keys & _LONGEST)).astype(jnp.int64)
+
+
+def _positions_of_rows(
+    places: Places,
+    offset_of_step: Int64[np.ndarray, " S"],
+    rows_of_step: Int64[np.ndarray, " S"],
+    microbatches: Int64[np.ndarray, " m"],
+) -> Int64[np.ndarray, "U m"]:
+    """Where the rows of these microbatches lie among the sample ids of the plan; steps are canonical ones."""
+    num_microbatches = places.num_microbatches
+    first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows_of_step)
+    return (first_of_row + np.arange(places.num_rows) * num_microbatches)[:, None] + microbatches
 
 
 def _chunk_digests(

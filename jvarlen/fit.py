@@ -16,17 +16,20 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Int64
 
-from jvarlen.checkpoint import open_checkpoints
+from jvarlen.checkpoint import Place, open_checkpoints
 from jvarlen.collate import packed_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets
+from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.config import FitConfig, flat_settings, saved_settings
 from jvarlen.course import Course
 from jvarlen.data_config import HELD_OUT
 from jvarlen.datasets import Split, known_lengths
 from jvarlen.distributed import batch_shardings, replicate
 from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
+from jvarlen.ledger import Ledger
 from jvarlen.models import init_params, make_loss_fn
 from jvarlen.plan import Plan
 from jvarlen.processes import agree, gather_texts, is_any_interrupted, naming_lost_processes, together
@@ -35,7 +38,7 @@ from jvarlen.report import length_histogram
 from jvarlen.run_dir import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.summary import Summary, write_summary
 from jvarlen.trackers import Tracker, open_trackers
-from jvarlen.train import TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.train import LossFn, TrainState, init_train_state, make_eval_step, make_train_step
 from jvarlen.training_data import TrainingData, open_training_data
 from jvarlen.training_loop import TrainingLoop
 from jvarlen.watchdog import ending_stalled_processes
@@ -131,11 +134,12 @@ def _fit(
 ) -> FitResult:
     _check_mesh(config, mesh)
     with together("plan the training"):
-        data, course, lengths, eval_lengths = _plan(config, given)
+        planned = _plan(config, given)
+    course = planned.course
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
-    run_dir = _open_run_dir(config, first_plan, data, held)
-    model = dataclasses.replace(config.model, vocab_size=data.vocab_size)
+    run_dir = _open_run_dir(config, first_plan, planned.data, held)
+    model = dataclasses.replace(config.model, vocab_size=planned.data.vocab_size)
 
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
@@ -165,6 +169,46 @@ def _fit(
         )
     )
 
+    compiled = _compile(config, course, loss_fn, state, place, mesh)
+    loop = TrainingLoop(
+        config=config,
+        course=course,
+        data=planned.data,
+        lengths=planned.lengths,
+        eval_lengths=planned.eval_lengths,
+        mesh=mesh,
+        train_step=compiled.train_step,
+        eval_step=compiled.eval_step,
+        checkpoints=checkpoints,
+        trackers=all_trackers,
+        tick=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
+        run_dir=run_dir,
+    )
+    with naming_lost_processes("training"):
+        trained = _train(loop, state, place)
+    ledger = compiled.train_step.ledger.with_plan(first_plan)
+    summary = _summary_of(trained, compiled, ledger)
+    with together("write the summary"):
+        if _is_main():
+            write_summary(run_dir, summary, ledger)
+            _say("Ledger", ledger.table())
+            _say("Summary", str(summary))
+            print(run_dir, flush=True)
+    return FitResult(summary, run_dir, trained.state)
+
+
+class _Compiled(NamedTuple):
+    """The steps of training and evaluation, and the seconds until both were compiled."""
+
+    train_step: CompiledBuckets
+    eval_step: CompiledBuckets
+    seconds: float
+
+
+def _compile(
+    config: FitConfig, course: Course, loss_fn: LossFn, state: TrainState, place: Place, mesh: Mesh | None
+) -> _Compiled:
+    """Compiles the steps for the buckets that are used from a place on."""
     compile_for = functools.partial(
         compile_buckets,
         microbatches_per_step=config.plan.microbatches_per_step,
@@ -173,59 +217,68 @@ def _fit(
         progress=config.progress,
         options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
     )
-    compile_start = time.perf_counter()
+    start = time.perf_counter()
     steps_left = course.steps_left(place)
     buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
     train_step = compile_for(make_train_step(loss_fn, course.optimizer, mesh=mesh), state, buckets)
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
     eval_step = compile_for(make_eval_step(loss_fn, mesh=mesh), state.params, course.eval_buckets)
-    compile_s = time.perf_counter() - compile_start
+    return _Compiled(train_step, eval_step, time.perf_counter() - start)
 
-    loop = TrainingLoop(
-        config=config,
-        course=course,
-        data=data,
-        lengths=lengths,
-        eval_lengths=eval_lengths,
-        mesh=mesh,
-        train_step=train_step,
-        eval_step=eval_step,
-        checkpoints=checkpoints,
-        trackers=all_trackers,
-        tick=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
-        run_dir=run_dir,
-    )
-    with naming_lost_processes("training"):
-        # The first evaluation, save and exchange come before the guard: all compile small things once.
-        _raise_if_any_interrupted()
-        if loop.is_evaluated_at(place):
+
+class _Trained(NamedTuple):
+    """What training came to.
+
+    Attributes:
+      state: after the last step that was taken.
+      place: likewise.
+      bits_per_token: of each evaluation after the last step of training; empty where it was interrupted.
+      num_compilations: programs that were compiled after the first step.
+      was_interrupted: whether steps, or that evaluation, are left.
+    """
+
+    state: TrainState
+    place: Place
+    bits_per_token: dict[str, float]
+    num_compilations: int
+    was_interrupted: bool
+
+
+def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
+    """Evaluates, takes the steps that are left, evaluates, and saves."""
+    # The first evaluation, save and exchange come before the guard: all compile small things once.
+    _raise_if_any_interrupted()
+    if loop.is_evaluated_at(place):
+        state, evaluations = loop.evaluate(state, place)
+        if place.held_out_bits_per_byte_before is None and evaluations is not None:
+            place = dataclasses.replace(place, held_out_bits_per_byte_before=evaluations[HELD_OUT].bits_per_token)
+    else:
+        state = loop.warm_up_evaluation(state)
+    _raise_if_any_interrupted()
+    loop.save(state, place)
+    if _is_main() and loop.config.run_dir is None:
+        point_latest_to(loop.run_dir)
+
+    after: dict[str, float] = {}
+    with no_recompiles() as compilations:
+        state, place = loop.run(state, place)
+        was_interrupted = True
+        if place.num_steps_done == loop.course.num_steps:
             state, evaluations = loop.evaluate(state, place)
-            if place.held_out_bits_per_byte_before is None and evaluations is not None:
-                place = dataclasses.replace(place, held_out_bits_per_byte_before=evaluations[HELD_OUT].bits_per_token)
-        else:
-            state = loop.warm_up_evaluation(state)
-        _raise_if_any_interrupted()
-        loop.save(state, place)
-        if _is_main() and config.run_dir is None:
-            point_latest_to(run_dir)
+            if evaluations is not None:
+                was_interrupted = False
+                after = {name: evaluation.bits_per_token for name, evaluation in evaluations.items()}
+        loop.save(state, place, after.get(HELD_OUT))
+        if was_interrupted:
+            loop.checkpoints.wait()
+            saved = f"{place.num_steps_done:,} steps are saved"
+            _say("Interrupted", saved, f"jvarlen train --resume {loop.run_dir}")
+    return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 
-        after: dict[str, float] = {}
-        with no_recompiles() as compilations:
-            state, place = loop.run(state, place)
-            was_interrupted = True
-            if place.num_steps_done == course.num_steps:
-                state, evaluations = loop.evaluate(state, place)
-                if evaluations is not None:
-                    was_interrupted = False
-                    after = {name: evaluation.bits_per_token for name, evaluation in evaluations.items()}
-            loop.save(state, place, after.get(HELD_OUT))
-            if was_interrupted:
-                checkpoints.wait()
-                _say("Interrupted", f"{place.num_steps_done:,} steps are saved", f"jvarlen train --resume {run_dir}")
 
-    ledger = train_step.ledger.with_plan(first_plan)
-    rows = (*ledger, *eval_step.ledger)
-    summary = Summary(
+def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger) -> Summary:
+    place, after = trained.place, trained.bits_per_token
+    return Summary(
         held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
         held_out_bits_per_byte_after=after.get(HELD_OUT),
         evaluations=after,
@@ -234,21 +287,14 @@ def _fit(
         real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
         padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
         num_shapes=len(ledger),
-        compile_s=compile_s,
-        num_cache_hits=sum(row.cache_hit for row in rows),
+        compile_s=compiled.seconds,
+        num_cache_hits=sum(row.cache_hit for row in (*ledger, *compiled.eval_step.ledger)),
         train_s=place.train_s,
         data_wait=place.data_wait_s / max(place.train_s, 1e-9),
         num_adjusted=place.num_adjusted_done,
-        compilations_after_first_step=compilations.num_compilations,
-        interrupted=was_interrupted,
+        compilations_after_first_step=trained.num_compilations,
+        interrupted=trained.was_interrupted,
     )
-    with together("write the summary"):
-        if _is_main():
-            write_summary(run_dir, summary, ledger)
-            _say("Ledger", ledger.table())
-            _say("Summary", str(summary))
-            print(run_dir, flush=True)
-    return FitResult(summary, run_dir, state)
 
 
 def _is_main() -> bool:
@@ -273,8 +319,16 @@ def _raise_if_any_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def _plan(config: FitConfig, given: Split | None) -> tuple[TrainingData, Course, np.ndarray, dict[str, np.ndarray]]:
-    """What is trained on, its steps, and the lengths of samples to train and to evaluate on."""
+class _Planned(NamedTuple):
+    """What is trained on, its steps, and the lengths of samples to train on and of each set to evaluate on."""
+
+    data: TrainingData
+    course: Course
+    lengths: Int64[np.ndarray, " N"]
+    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
+
+
+def _plan(config: FitConfig, given: Split | None) -> _Planned:
     data = open_training_data(config, given)
     lengths = known_lengths(data.train, progress=config.progress)
     held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
@@ -286,7 +340,7 @@ def _plan(config: FitConfig, given: Split | None) -> tuple[TrainingData, Course,
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
     _say("Plan", report, f"training takes {course.num_steps:,} steps")
     raise_if_interrupted()
-    return data, course, lengths, eval_lengths
+    return _Planned(data, course, lengths, eval_lengths)
 
 
 def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: contextlib.ExitStack) -> Path:

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
+from jvarlen.checks import list_offenders
 from jvarlen.curriculum import CHUNK, pack_with_index, random_key_chunks, sample_order
-from jvarlen.lengths import Overlong, check_overlong, list_offenders
+from jvarlen.lengths import Overlong, check_overlong
 from jvarlen.threads import in_parts
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]

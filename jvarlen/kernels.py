@@ -1,4 +1,4 @@
-"""Kernels: sequential loops over samples that NumPy cannot express, compiled by numba where it is installed.
+"""Kernels: in go arrays of samples, out comes what only a loop over the samples gives; numba compiles it where it can.
 
 A greedy batch begins where the one before it ended, so every sample waits for the one before: 10 million take seconds
 as a Python loop, tens of milliseconds compiled. Without numba the same functions run as they stand.
@@ -17,15 +17,22 @@ try:
 except ImportError:
     numba = None  # type: ignore[assignment]
 
-__all__ = ["close_by_budget", "close_by_capacity", "paced_arrival", "take_segments", "take_segments_with_sums"]
+__all__ = [
+    "close_by_budget",
+    "close_by_capacity",
+    "paced_arrival",
+    "scaled_key",
+    "take_segments",
+    "take_segments_with_sums",
+]
 
 
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiles on the first call, for the next process as well."""
     return function if numba is None else numba.njit(cache=True, nogil=True)(function)
 
 
-@compiled
+@_compiled
 def close_by_budget(
     lengths: Int64[np.ndarray, " n"], max_tokens: int, max_sequences: int, multiple: int, is_padded: bool
 ) -> Int64[np.ndarray, " b"]:
@@ -83,7 +90,7 @@ def close_by_budget(
     return ends[:num_batches].copy()
 
 
-@compiled
+@_compiled
 def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " b"]:
     """Where greedy batches end that take samples while their count is at most the least capacity among them.
 
@@ -109,7 +116,7 @@ def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " 
     return ends[: num_batches + 1].copy()
 
 
-@compiled
+@_compiled
 def take_segments(
     values: Int64[np.ndarray, " n"],
     offsets: Int64[np.ndarray, " S_plus_1"],
@@ -133,7 +140,7 @@ def take_segments(
     return joined
 
 
-@compiled
+@_compiled
 def take_segments_with_sums(
     ids: Int64[np.ndarray, " n"],
     values: Integer[np.ndarray, " N"],
@@ -160,7 +167,7 @@ def take_segments_with_sums(
         sums[i] = values[ids_of_segment].astype(np.int64).sum()
 
 
-@compiled
+@_compiled
 def paced_arrival(
     bucket_of_rank: Integer[np.ndarray, " n"],
     samples_per_step: Int64[np.ndarray, " K"],
@@ -200,7 +207,7 @@ def paced_arrival(
     return pool
 
 
-@compiled
+@_compiled
 def scaled_key(key: np.uint64, width: int) -> np.int64:
     """⌊key · width / 2**32⌋: an integer in [0, width) from a key below 2**32; 1 ≤ width ≤ 2**32."""
     # Unsigned, for the product can need all 64 bits, and all of one type, for numba makes a float of mixed signs.

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, overload
 import dacite
 
 from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.checks import is_number
 from jvarlen.files import write_atomically
-from jvarlen.lengths import is_number
 from jvarlen.plan_table import bucket_figures
 from jvarlen.planned_steps import PlannedSteps
 
@@ -278,13 +278,26 @@ class Ledger(Sequence[LedgerRow]):
         return json.dumps(self._document(), indent=2, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_json` to a file, in one piece or not at all."""
+        """Writes `to_json` to a file, in one piece or not at all.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: it cannot be written; what was there stays.
+        """
         with write_atomically(Path(path)) as file:
             file.write(self.to_json().encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Reads what `save` wrote: an equal ledger.
+        """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+
+        Returns:
+          An equal ledger.
 
         Raises:
           FileNotFoundError: there is no such file.

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
+from jvarlen.checks import list_first
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import list_first
 
 __all__ = ["LineDataset"]
 

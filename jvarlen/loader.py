@@ -241,12 +241,12 @@ def load_stream(
       >>> from jvarlen.streams import stream_batches
       >>> samples = [np.arange(length) for length in (3, 1, 4)]
       >>> stream = stream_batches(map(len, samples), [(2, 4)])
-      >>> [batch.lengths.tolist() for batch in load_stream(stream, samples)]
-      [[[3, 1]], [[4, 0]]]
+      >>> [(batch.lengths.tolist(), float(batch.num_sequences)) for batch in load_stream(stream, samples)]
+      [([[3, 1]], 2.0), ([[4, 0]], 1.0)]
     """
     for step in stream:
         samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
-        num_tokens, num_sequences = int(step.lengths.sum()), len(step.lengths)
+        num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
         yield _put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
 
 

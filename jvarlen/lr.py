@@ -15,11 +15,11 @@ import numpy as np
 import optax
 from jaxtyping import Float64
 
-from jvarlen.lengths import list_first
+from jvarlen.checks import check_choices, list_first
 from jvarlen.lr_table import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
 from jvarlen.planned_steps import PlannedSteps
 
-__all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size"]
+__all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size", "table_schedule"]
 
 _EXTRA_ARGUMENTS = {"sequences": "batch_size", "tokens": "num_tokens"}
 
@@ -131,8 +131,7 @@ def scale_by_batch_size(
     References:
       As for `lr_scale`.
     """
-    if unit not in _EXTRA_ARGUMENTS:
-        raise ValueError(f'unit must be "sequences" or "tokens", not {unit!r}')
+    check_choices(unit=(unit, BatchSizeUnit))
     lr_scale(base_batch_size, base_batch_size, rule)  # what it refuses is refused here
     name = _EXTRA_ARGUMENTS[unit]
 
@@ -152,6 +151,5 @@ def _check_planned(counts: np.ndarray, num_steps: int) -> None:
     if len(wrong):
         raise ValueError(
             f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for "
-            f"{list_first(wrong.tolist())}: "
-            "give the plans of all epochs"
+            f"{list_first(wrong.tolist())}: give the plans of all epochs"
         )

@@ -15,10 +15,21 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import list_offenders
+from jvarlen.checks import check_choices, list_offenders
 from jvarlen.planned_steps import PlannedSteps
 
-__all__ = ["BaseSchedule", "BatchSizeUnit", "Rule", "ScheduleUnit", "lr_scale", "lr_sequence"]
+__all__ = [
+    "BaseSchedule",
+    "BatchSizeUnit",
+    "Rule",
+    "ScheduleUnit",
+    "apply_rule",
+    "base_rates",
+    "before_each",
+    "lr_scale",
+    "lr_sequence",
+    "step_sizes",
+]
 
 Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
 BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
@@ -103,8 +114,7 @@ def lr_sequence(
       A schedule over samples instead of steps: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch
       Size".
     """
-    _check_named("unit", unit, BatchSizeUnit)
-    _check_named("counted_in", counted_in, ScheduleUnit)
+    check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
     if counted_in != "steps" and not callable(base_schedule) and np.ndim(base_schedule):
         raise ValueError(
             f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
@@ -161,8 +171,3 @@ def _check_not_negative(what: str, values: Float64[np.ndarray, " *shape"]) -> No
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(wrong):
         raise ValueError(f"{what} must be finite and at least 0: {list_offenders(wrong, values.ravel()[wrong], 0)}")
-
-
-def _check_named(name: str, value: Any, names: Any) -> None:
-    if value not in get_args(names):
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(names)))}, not {value!r}")

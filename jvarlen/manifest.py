@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from jvarlen.checks import list_first
 from jvarlen.files import write_atomically
-from jvarlen.lengths import list_first
 
 __all__ = ["MANIFEST", "check_manifest", "write_manifest"]
 

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
+from jvarlen.checks import check_at_least_one
 from jvarlen.collate import full_batch, packed_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import without_compilation_cache
 from jvarlen.compile import compile_buckets
@@ -25,7 +26,6 @@ from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.costs import CostModel, fit_cost_model
 from jvarlen.edges import check_edges
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import check_at_least_one
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.progress import progress_bar
 from jvarlen.train import init_train_state, make_train_step

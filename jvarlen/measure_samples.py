@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from jvarlen.checks import check_at_least_one, is_integer, is_number, list_offenders
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.lengths import DataSource, check_at_least_one, check_lengths, is_integer, is_number, list_offenders
+from jvarlen.lengths import DataSource, check_lengths
 from jvarlen.progress import progress_bar
 from jvarlen.sample_workers import IsFloat, Words, Work, measure_ranges
 from jvarlen.shard_files import Check, ShardFiles, Values

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen.checks import check_at_least_one, is_number, list_first
 from jvarlen.curriculum import check_seed, random_keys, stable_argsort
-from jvarlen.lengths import DataSource, check_at_least_one, is_number, list_first
+from jvarlen.lengths import DataSource
 
 __all__ = ["Mixture", "mixture_counts"]
 

@@ -28,9 +28,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped, UInt
 from tqdm import tqdm
 
+from jvarlen.checks import check_choices, is_integer, list_offenders
 from jvarlen.files import check_place, move_into_place
 from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
-from jvarlen.lengths import check_choices, is_integer, list_offenders
 from jvarlen.processes import agree, gather_texts, together
 from jvarlen.progress import progress_bar
 from jvarlen.sort import Layout

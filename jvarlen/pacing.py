@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen.lengths import check_at_least_one, is_number
+from jvarlen.checks import check_at_least_one, is_number
 
 __all__ = ["Pacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing"]
 

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
+from jvarlen.checks import is_integer, list_offenders
 from jvarlen.curriculum import sample_order, stable_argsort
 from jvarlen.edges import check_edges
-from jvarlen.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets, is_integer, list_offenders
+from jvarlen.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
 
 __all__ = ["Packing", "pack_samples"]
 

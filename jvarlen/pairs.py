@@ -7,7 +7,7 @@ two sides, K buckets, M microbatches a step.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ from jaxtyping import Int64
 
 from jvarlen.buckets import PairBucket, make_buckets
 from jvarlen.budget import Budget, make_budget, round_up
-from jvarlen.lengths import check_at_least_one, check_pair_lengths, list_offenders, offenders_where
+from jvarlen.checks import check_at_least_one, check_choices, list_offenders, offenders_where
+from jvarlen.lengths import check_pair_lengths
 
 __all__ = ["PairBudget", "make_pair_buckets"]
 
@@ -67,8 +68,7 @@ def make_pair_buckets(
     References:
       Two-dimensional buckets for translation: those of Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
-    if budget not in get_args(PairBudget):
-        raise ValueError(f'budget must be "sum" or "larger", not {budget!r}')
+    check_choices(budget=(budget, PairBudget))
     check_at_least_one(max_shapes=max_shapes, max_candidates=max_candidates, length_multiple=length_multiple)
     rule = make_budget(max_tokens, microbatches_per_step=microbatches_per_step, row_multiple=row_multiple)
     lengths = check_pair_lengths(lengths)

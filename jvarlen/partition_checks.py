@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jvarlen.checks import list_first
 from jvarlen.distributed import batch_shardings, data_mesh
-from jvarlen.lengths import list_first
-from jvarlen.plan_checks import leaves_by_name
+from jvarlen.leaves import leaves_by_name
 from jvarlen.train import LossFn, init_train_state, make_train_step
 
 __all__ = ["Split", "assert_partition_invariant"]

@@ -16,8 +16,9 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jvarlen.checks import check_at_least_one, list_first
 from jvarlen.distributed import DATA_AXIS, check_shards_divide, num_shards_of
-from jvarlen.lengths import check_at_least_one, list_first
+from jvarlen.leaves import leaves_by_name
 from jvarlen.train import LossFn, StepFn, make_eval_step, make_train_step, microbatches_of
 
 __all__ = [
@@ -330,8 +331,8 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
     num_shards_of(mesh, DATA_AXIS)
     num_stages = num_shards_of(mesh, STAGE_AXIS)
     wrong = [
-        f"{jax.tree_util.keystr(path)} {np.shape(leaf)}"
-        for path, leaf in jax.tree.leaves_with_path(params.stages)
+        f"{name} {np.shape(leaf)}"
+        for name, leaf in leaves_by_name(params.stages).items()
         if np.shape(leaf)[:1] != (num_stages,)
     ]
     if wrong:

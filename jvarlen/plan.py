@@ -17,20 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen.buckets import check_buckets
+from jvarlen.buckets import AnyBucket, check_buckets
+from jvarlen.checks import check_at_least_one, list_offenders, offenders_where
 from jvarlen.curriculum import check_difficulty, check_seed
 from jvarlen.emission import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
 from jvarlen.grouping import GroupedSamples, Ordering, group_by_bucket
 from jvarlen.kernels import take_segments, take_segments_with_sums
-from jvarlen.lengths import (
-    Overlong,
-    check_at_least_one,
-    check_lengths,
-    check_pair_lengths,
-    ends_to_offsets,
-    list_offenders,
-    offenders_where,
-)
+from jvarlen.lengths import Overlong, check_lengths, check_pair_lengths, ends_to_offsets
 from jvarlen.pacing import Pacing
 from jvarlen.packing import Packing
 from jvarlen.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -215,14 +208,8 @@ def make_plan(
     ):
         raise ValueError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(lengths, Packing):
-        if overlong != "error":
-            raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-        num_tokens, longest = lengths.num_tokens, buckets[-1].lengths[0]
-        if num_tokens.max() > longest:
-            offenders = list_offenders(*offenders_where(num_tokens > longest, num_tokens), longest)
-            raise ValueError(f"packed rows longer than the longest bucket; of the rows, {offenders}")
         plan_of_rows = make_plan(
-            num_tokens,
+            _lengths_of_rows(lengths, buckets, overlong),
             buckets,
             microbatches_per_step=microbatches_per_step,
             order=order,
@@ -235,13 +222,8 @@ def make_plan(
             longest_first=longest_first,
         )
         return _with_samples(plan_of_rows, lengths)
-    is_pairs = len(buckets[0]) == 3
-    if is_pairs != (np.ndim(lengths) == 2):
-        what = (
-            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
-        )
-        raise ValueError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
-    lengths = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+    lengths = _checked_lengths(lengths, buckets)
+    is_pairs = lengths.ndim == 2
     if difficulty is not None and np.array_equal(
         check_difficulty(difficulty, len(lengths)), lengths.sum(axis=1) if is_pairs else lengths
     ):
@@ -260,13 +242,7 @@ def make_plan(
     emitted = emitted_steps(
         steps, ordering, samples.place, len(lengths), shuffle_steps, edges.sum(axis=1) if longest_first else None
     )
-    is_canonical = bool((np.diff(emitted) == 1).all())
-    offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
-    if samples.lengths is None:
-        ids, num_tokens = _gathered(samples, steps, emitted, offsets)
-    else:
-        ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
-        num_tokens = sum_segments(samples.lengths, steps.offsets)[emitted]
+    offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
     return Plan(
         buckets=buckets,
         microbatches_per_step=int(microbatches_per_step),
@@ -280,13 +256,49 @@ def make_plan(
     )
 
 
+def _checked_lengths(
+    lengths: npt.ArrayLike, buckets: Sequence[tuple[int, ...]]
+) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
+    """Checked lengths of samples, or of pairs where the buckets are for pairs."""
+    is_pairs = len(buckets[0]) == 3
+    if is_pairs != (np.ndim(lengths) == 2):
+        what = (
+            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
+        )
+        raise ValueError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+    return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+
+
+def _lengths_of_rows(packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong) -> Int64[np.ndarray, " R"]:
+    """The tokens of packed rows; raises ValueError where the longest bucket does not hold them."""
+    if overlong != "error":
+        raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+    num_tokens, longest = packing.num_tokens, buckets[-1].lengths[0]
+    if num_tokens.max() > longest:
+        offenders = list_offenders(*offenders_where(num_tokens > longest, num_tokens), longest)
+        raise ValueError(f"packed rows longer than the longest bucket; of the rows, {offenders}")
+    return num_tokens
+
+
+def _in_emitted_order(
+    samples: GroupedSamples, steps: CanonicalSteps, emitted: Int64[np.ndarray, " S"]
+) -> tuple[Int64[np.ndarray, " S_plus_1"], Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
+    """The steps as emitted: where each begins and ends, the sample ids of all, and the tokens of each."""
+    is_canonical = bool((np.diff(emitted) == 1).all())
+    offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+    if samples.lengths is None:
+        return offsets, *_gathered(samples, steps, emitted, offsets)
+    ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
+    return offsets, ids, sum_segments(samples.lengths, steps.offsets)[emitted]
+
+
 def _gathered(
     samples: GroupedSamples,
     steps: CanonicalSteps,
     emitted: Int64[np.ndarray, " S"],
     offsets: Int64[np.ndarray, " S_plus_1"],
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
-    """The sample ids of the steps as emitted, and the tokens of each."""
+    """The sample ids of the steps as emitted, and the tokens of each, by id and so in one pass."""
     ids, num_tokens = np.empty(offsets[-1], np.int64), np.empty(len(emitted), np.int64)
 
     def gather(start: int, end: int) -> None:

@@ -9,13 +9,13 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen.lengths import list_first, list_offenders, offenders_where
+from jvarlen.checks import list_first, list_offenders, offenders_where
+from jvarlen.leaves import leaves_by_name
 
-__all__ = ["assert_exactly_once", "assert_same_batches", "leaves_by_name"]
+__all__ = ["assert_exactly_once", "assert_same_batches"]
 
 
 def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: npt.ArrayLike | None = None) -> None:
@@ -103,11 +103,6 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
             f"all {num_same} steps are the same, but the digests differ, as buckets that no step uses do: "
             f"{list_first(map(tuple, plan_a.buckets), ', ')}, and {list_first(map(tuple, plan_b.buckets), ', ')}"
         )
-
-
-def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by where they are, such as `.tokens`."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def _is_plan(plan: Any) -> bool:

@@ -124,7 +124,14 @@ class PlanConfig:
         return _load_model(self.memory_model, "bytes")
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
-        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have."""
+        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have.
+
+        Args:
+          lengths: int64[N], tokens a sample.
+
+        Returns:
+          A tuple of `Bucket`.
+        """
         limits: dict[str, Any] = {
             "microbatches_per_step": self.microbatches_per_step,
             "row_multiple": self.row_multiple,
@@ -151,7 +158,17 @@ class PlanConfig:
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
     ) -> Plan:
-        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random."""
+        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random.
+
+        Args:
+          lengths: int64[N], tokens a sample.
+          buckets: from `make_buckets`.
+          seed: 0 ≤ seed < 2**63.
+          epoch: 0 ≤ epoch < 2**63.
+
+        Returns:
+          A `Plan`.
+        """
         return make_plan(
             self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
             buckets,
@@ -167,7 +184,15 @@ class PlanConfig:
         )
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
-        """A plan of samples that are not trained on, in the same buckets, in order of length."""
+        """A plan of samples that are not trained on, in the same buckets, in order of length.
+
+        Args:
+          lengths: int64[H], tokens a sample.
+          buckets: those that are trained in.
+
+        Returns:
+          A `Plan`.
+        """
         return make_plan(
             self._rows(lengths, buckets, "dataset", 0, 0),
             buckets,

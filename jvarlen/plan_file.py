@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
 from jvarlen.buckets import check_buckets
+from jvarlen.checks import list_first
 from jvarlen.files import write_atomically
-from jvarlen.lengths import Overlong, list_first
+from jvarlen.lengths import Overlong
 
 __all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "read_plan_file", "write_plan_file"]
 

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
+from jvarlen.checks import check_choices, list_first
 from jvarlen.collate import StepSamples, pad_to_bucket
 from jvarlen.distributed_plan import DistributedPlan
 from jvarlen.ids_digest import own_rows
-from jvarlen.lengths import DataSource, check_choices, check_lengths, check_pair_lengths, list_first
+from jvarlen.lengths import DataSource, check_lengths, check_pair_lengths
 from jvarlen.plan import Plan
 from jvarlen.portable_errors import portable_error
 
@@ -110,7 +111,7 @@ class PlanSource:
         plan = self._plan
         ids_MxB = own_rows(plan, step, self._microbatches)
         read_ids: list[int] = []
-        samples = [self._read_row(ids_B[ids_B >= 0].tolist(), read_ids) for ids_B in ids_MxB]
+        samples = [self._read_microbatch(ids_B[ids_B >= 0].tolist(), read_ids) for ids_B in ids_MxB]
         ids = np.array(read_ids, np.int64)
         num_tokens: int | None = int(plan.num_tokens[step])
         if isinstance(plan, DistributedPlan):
@@ -131,7 +132,7 @@ class PlanSource:
         )
         return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)
 
-    def _read_row(self, ids: list[int], read_ids: list[int]) -> list[Any]:
+    def _read_microbatch(self, ids: list[int], read_ids: list[int]) -> list[Any]:
         """The samples of a microbatch; `read_ids` takes the id of each as soon as it was read."""
         samples = []
         for i in ids:

@@ -1,6 +1,7 @@
-"""Planned steps: the shape, size and place of every step of an epoch, without the samples that are in it.
+"""Planned steps: in go buckets and the sizes of steps, out come the shape, size and padding of every step of an epoch.
 
-NumPy only. Letters: n samples in the plan, S steps, K buckets, M microbatches a step.
+Which samples are in a step is for `Plan` and `DistributedPlan` to add. NumPy only. Letters: n samples in the plan, S
+steps, K buckets, M microbatches a step.
 """
 
 from __future__ import annotations
@@ -79,7 +80,15 @@ class PlannedSteps:
         return _fixed((self.microbatches_per_step * num_positions)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
-        """How many steps are of each bucket, from `start_step` on and before `end_step`; of some there may be none."""
+        """How many steps are of each bucket; of some there may be none.
+
+        Args:
+          start_step: the first that counts.
+          end_step: the first that does not any more; None: all from `start_step` on count.
+
+        Returns:
+          The number for every bucket.
+        """
         counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
         return dict(zip(self.buckets, counts.tolist(), strict=True))
 

@@ -23,8 +23,8 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
+from jvarlen.checks import list_first
 from jvarlen.interrupts import interrupt_signal, take_interrupt
-from jvarlen.lengths import list_first
 
 __all__ = [
     "ProcessesError",

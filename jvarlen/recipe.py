@@ -14,9 +14,9 @@ from jvarlen.buckets import AnyBucket
 from jvarlen.compile_options import CompileOptions, check_compiler_options
 from jvarlen.compiled_file import environment_of
 from jvarlen.distributed import batch_shardings, devices_of
+from jvarlen.leaves import describe, have_same_containers, leaves_by_name
 from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.recompiles import counting_in_thread
-from jvarlen.unplanned import describe, have_same_containers
 
 __all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
 
@@ -135,7 +135,7 @@ class Recipe:
         if not (isinstance(outputs, tuple) and len(outputs) == 2):
             raise ValueError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
         given, returned = (
-            {jax.tree_util.keystr(path): describe(jax.typeof(leaf)) for path, leaf in jax.tree.leaves_with_path(state)}
+            {name: describe(jax.typeof(leaf)) for name, leaf in leaves_by_name(state).items()}
             for state in (self.state_spec, outputs[0])
         )
         changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]

@@ -1,26 +1,25 @@
 """Recompilations: in go a region of code, out comes every program that was compiled in it, why, and near which bucket.
 
-That something was compiled, and whether it came from the persistent cache, is what JAX reports to listeners. Types and
-differences are read from its log, whose wording is no contract: what is not understood there is left out.
+That something was compiled, and whether it came from the persistent cache, is what JAX reports to listeners; types and
+differences are what `compile_log` reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
-import re
 import sys
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 
+from jvarlen import compile_log
 from jvarlen.buckets import AnyBucket
+from jvarlen.checks import check_choices, list_first
 
 __all__ = [
     "Recompilation",
@@ -31,19 +30,10 @@ __all__ = [
     "no_recompiles",
 ]
 
+Action = Literal["raise", "warn", "count"]
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
-
-_LOWERING_LOG = "jax._src.interpreters.pxla"
-_TRACING_LOG = "jax._src.interpreters.partial_eval"
-_CACHE_LOGS = ("jax._src.compiler", "jax._src.compilation_cache")
-_EXPLAIN = "jax_explain_cache_misses"
-_TRACING_MESSAGE = "TRACING CACHE MISS"
-# What the loggers of the persistent cache say as a warning where cache misses are explained, and else for debugging.
-_CACHE_MESSAGES = ("PERSISTENT COMPILATION CACHE MISS", "Not writing persistent cache", "Writing %s to persistent")
-
-_MAX_LISTED = 6  # differing leaves and further programs that a message names before it only counts
-_MAX_CHARS = 200  # of one leaf: the static part of a pytree can be a whole model
 
 
 class RecompileError(RuntimeError):
@@ -106,7 +96,7 @@ class RecompileCount:
 
 
 @contextlib.contextmanager
-def no_recompiles(action: Literal["raise", "warn", "count"] = "raise") -> Iterator[RecompileCount]:
+def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
     A program that comes from the persistent cache counts as well: whether it is there is chance, that it was not
@@ -131,8 +121,7 @@ def no_recompiles(action: Literal["raise", "warn", "count"] = "raise") -> Iterat
       >>> count.recompilations[-1].arguments
       'float32[7]'
     """
-    if action not in ("raise", "warn", "count"):
-        raise ValueError(f'action must be "raise", "warn" or "count", not {action!r}')
+    check_choices(action=(action, Action))
     with _explaining(), _counting(_Guard(RecompileCount(), action, None)) as count:
         yield count
     if action == "raise" and count.recompilations:
@@ -171,7 +160,7 @@ _last_bucket: AnyBucket | None = None
 @dataclasses.dataclass(eq=False)
 class _Guard:
     count: RecompileCount
-    action: str
+    action: Action
     thread: int | None  # None: all threads, since a data thread that compiles delays the step as well
 
 
@@ -179,38 +168,13 @@ _guards: list[_Guard] = []
 _lock = threading.RLock()  # reentrant: collecting garbage may run code that compiles
 
 
-class _Notes(threading.local):
-    """What a thread has told of a program before the event that it is compiled.
+class _CacheHit(threading.local):
+    """Whether the program that a thread is busy with came from the persistent cache."""
 
-    Attributes:
-      cache_hit: whether the program that the thread is busy with came from the persistent cache.
-      differences: by function, why it was traced; in the order of tracing.
-      lowerings: by function, types and difference of the program that was lowered and not yet compiled; None where
-        there are several, since it is not told which one is compiled.
-    """
-
-    def __init__(self) -> None:
-        self.cache_hit = False
-        self.differences: dict[str, str] = {}
-        self.lowerings: dict[str, tuple[str, str] | None] = {}
-
-    def traced(self, function: str, difference: str) -> None:
-        self.differences.pop(function, None)
-        self.differences[function] = difference
-
-    def lowered(self, function: str, arguments: str) -> None:
-        difference = self.differences.get(function, "")
-        if difference:
-            traced = list(self.differences)
-            for part in traced[traced.index(function) :]:  # what came after it was traced as a part of it
-                del self.differences[part]
-        self.lowerings[function] = None if function in self.lowerings else (arguments, difference)
-
-    def compiled(self, function: str) -> tuple[str, str]:
-        return self.lowerings.pop(function, None) or ("", "")
+    is_hit = False
 
 
-_notes = _Notes()
+_cache_hit = _CacheHit()
 
 
 class _WhileUsed:
@@ -238,8 +202,9 @@ class _WhileUsed:
 
 @contextlib.contextmanager
 def _listeners() -> Iterator[None]:
-    global _notes
-    _notes = _Notes()  # a thread may have been in the middle of a program when the last guard left
+    global _cache_hit
+    _cache_hit = _CacheHit()
+    compile_log.forget()
     jax.monitoring.register_event_duration_secs_listener(_on_duration)
     jax.monitoring.register_event_listener(_on_event)
     try:
@@ -249,44 +214,8 @@ def _listeners() -> Iterator[None]:
         jax.monitoring.unregister_event_listener(_on_event)
 
 
-@contextlib.contextmanager
-def _explanations() -> Iterator[None]:
-    explained_before = getattr(jax.config, _EXPLAIN)
-    lowering_log = logging.getLogger(_LOWERING_LOG)
-    level_before = lowering_log.level
-
-    def hear(record: logging.LogRecord) -> bool:
-        with contextlib.suppress(Exception):  # the log is no contract, and must not break what is compiled
-            _note_record(record)
-        if record.name == _LOWERING_LOG:
-            parent = lowering_log.parent
-            return record.levelno >= (level_before or (parent.getEffectiveLevel() if parent else logging.WARNING))
-        if explained_before or not isinstance(record.msg, str):
-            return True
-        if record.msg.startswith(_CACHE_MESSAGES):
-            record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
-            return logging.getLogger(record.name).isEnabledFor(logging.DEBUG)
-        return not record.msg.startswith(_TRACING_MESSAGE)
-
-    loggers = [lowering_log, *map(logging.getLogger, (_TRACING_LOG, *_CACHE_LOGS))]
-    for logger in loggers:
-        logger.addFilter(hear)
-    if not lowering_log.isEnabledFor(logging.DEBUG):
-        lowering_log.setLevel(logging.DEBUG)
-    if not explained_before:
-        jax.config.update(_EXPLAIN, True)
-    try:
-        yield
-    finally:
-        if not explained_before:
-            jax.config.update(_EXPLAIN, False)
-        lowering_log.setLevel(level_before)
-        for logger in loggers:
-            logger.removeFilter(hear)
-
-
 _listening = _WhileUsed(_listeners)
-_explaining = _WhileUsed(_explanations)
+_explaining = _WhileUsed(compile_log.explaining)
 
 
 @contextlib.contextmanager
@@ -303,18 +232,18 @@ def _counting(guard: _Guard) -> Iterator[RecompileCount]:
 
 def _on_event(event: str, **details: Any) -> None:
     if event == _CACHE_HIT_EVENT:
-        _notes.cache_hit = True
+        _cache_hit.is_hit = True
 
 
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event != _COMPILE_EVENT:
         return
-    function = _plain_name(str(details.get("fun_name", "an unnamed function")))
-    cache_hit, _notes.cache_hit = _notes.cache_hit, False
+    function = compile_log.plain_name(str(details.get("fun_name", "an unnamed function")))
+    is_hit, _cache_hit.is_hit = _cache_hit.is_hit, False
     bucket = None if _last_bucket is None else str(_last_bucket)
     thread = threading.current_thread()
     recompilation = Recompilation(
-        function, *_notes.compiled(function), bucket, cache_hit, thread.name, float(duration_secs)
+        function, *compile_log.told_of(function), bucket, is_hit, thread.name, float(duration_secs)
     )
     with _lock:
         guards = [guard for guard in _guards if guard.thread in (None, thread.ident)]
@@ -350,53 +279,5 @@ def _explain(recompilations: list[Recompilation]) -> str:
         text += f"; in thread {first.thread}"
     if others:
         names = dict.fromkeys(other.function for other in others)
-        text += f". Compiled after it: {len(others)} more, of {_listed(names)}"
+        text += f". Compiled after it: {len(others)} more, of {list_first(names)}"
     return text
-
-
-def _listed(items: Iterable[str], separator: str = ", ") -> str:
-    items = list(items)
-    more = [f"and {len(items) - _MAX_LISTED} more"] if len(items) > _MAX_LISTED else []
-    return separator.join(items[:_MAX_LISTED] + more)
-
-
-def _plain_name(name: str) -> str:
-    """`cumsum` of `jit(cumsum)`."""
-    match = re.fullmatch(r"jit\((.*)\)", name)
-    return match[1] if match else name
-
-
-def _note_record(record: logging.LogRecord) -> None:
-    if record.name == _LOWERING_LOG and str(record.msg).startswith("Compiling"):
-        match record.args:
-            case (str(name), [*avals], *_):
-                _notes.lowered(_plain_name(name), _types(avals))
-    elif record.name == _TRACING_LOG and str(record.msg).startswith(_TRACING_MESSAGE):
-        _note_explanation(record.getMessage().splitlines()[1:])
-
-
-def _types(avals: list[Any]) -> str:
-    types = Counter(
-        f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval) for aval in avals
-    )
-    return ", ".join(f"{number} × {name}" if number > 1 else name for name, number in types.items())
-
-
-def _note_explanation(lines: list[str]) -> None:
-    """Notes what follows the headline: the function, then that it is new, or how its closest earlier call differs."""
-    if lines[0].strip().startswith("never seen function"):
-        function = lines[1].split(" id=")[0].strip()
-        again = any("another function defined on the same line" in line for line in lines)
-        _notes.traced(function, "the function is new" + ", though another of that line was seen before" * again)
-    elif match := re.fullmatch(r"\s*for (.+?)(?: defined at .*)?", lines[0]):
-        rest = [line.strip() for line in lines[2:]]
-        leaves = [line.removeprefix("* ") for line in rest if line.startswith("* ")]
-        _notes.traced(match[1], _listed(map(_short_difference, leaves or rest), "; "))
-
-
-def _short_difference(line: str) -> str:
-    """`x: now f32[2,5], before f32[2,4]` of `at x, now f32[2,5] and before f32[2,4]`; other lines as they are."""
-    line = re.sub(r"https?://\S*$", "", line)  # a hint to the documentation, without a line of its own
-    match = re.fullmatch(r"at (?:input path )?(.+?), now (.+?) and before (.+)", line)
-    text = f"{match[1]}: now {match[2]}, before {match[3]}" if match else line
-    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 1] + "…"

@@ -16,23 +16,23 @@ from jvarlen.ledger import Ledger
 
 __all__ = ["iterate_metrics", "length_histogram", "plot_curves", "plot_ledger", "read_metrics", "smoothed"]
 
+_MOST_BINS = 14
 _BAR = 40  # characters of the longest bar
 _AXES = ("loss, bits a token", "learning rate", "sequences a step", "bucket length")
 _SMOOTHING = 0.95  # of the loss curve, a step
 _MOST_LABELS = 24  # of buckets side by side
 
 
-def length_histogram(lengths: Int64[np.ndarray, " N"], num_bins: int = 14) -> str:
+def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
     """A histogram of lengths as text, the bins growing by equal ratios.
 
     Args:
       lengths: int64[N], each ≥ 1.
-      num_bins: the most bins.
 
     Returns:
       A line a bin: its range, how many samples, their share of all tokens, a bar; then a line of figures.
     """
-    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, num_bins + 1).round().astype(np.int64))
+    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, _MOST_BINS + 1).round().astype(np.int64))
     bin_of_sample = np.searchsorted(edges, lengths, side="right") - 1
     samples = np.bincount(bin_of_sample, minlength=len(edges) - 1)
     tokens = np.bincount(bin_of_sample, lengths, len(edges) - 1)
@@ -49,6 +49,12 @@ def length_histogram(lengths: Int64[np.ndarray, " N"], num_bins: int = 14) -> st
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`, in order; a last line that was cut off is left out.
+
+    Args:
+      path: the file.
+
+    Returns:
+      A record a line.
 
     Raises:
       ValueError: another line is no JSON object with a step; it is named.
@@ -74,7 +80,12 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
-    """Draws loss, learning rate, batch size and bucket length over steps into a PNG file."""
+    """Draws loss, learning rate, batch size and bucket length over steps into a PNG file.
+
+    Args:
+      metrics: records of steps, as `read_metrics` gives them.
+      path: the file, whose directory exists; a file of that name is replaced.
+    """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 
     rows = [row for row in metrics if "loss" in row]  # evaluations have lines of their own
@@ -104,6 +115,10 @@ def plot_ledger(ledger: Ledger, path: Path) -> None:
 
     Buckets stand in the order of their lengths. What is not known of a bucket is left blank, and said where it is not
     known of any.
+
+    Args:
+      ledger: of compiled buckets.
+      path: the file, whose directory exists; a file of that name is replaced.
     """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 

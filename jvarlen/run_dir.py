@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jvarlen.checks import list_first
 from jvarlen.config import FitConfig, differing_settings, load_config, save_config
 from jvarlen.files import write_atomically
-from jvarlen.lengths import list_first
 from jvarlen.plan import Plan
 from jvarlen.plan_config import PlanConfig
 

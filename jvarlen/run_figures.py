@@ -1,7 +1,6 @@
 """Figures of runs: in go records of one or several runs, out come pictures in which they lie over each other.
 
-A long run is drawn by neighbouring steps taken together, so that the size of a picture does not depend on their number.
-Letters: S steps of one run.
+How a run is drawn is for `run_lines`. Letters: S steps of one run.
 """
 
 from __future__ import annotations
@@ -13,35 +12,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from jvarlen.run_lines import (
+    MOST_POINTS,
+    colour_of,
+    draw_curve,
+    draw_line,
+    draw_steps,
+    finish_steps,
+    how_drawn,
+    is_long,
+    look_of,
+    range_starts,
+    where_known,
+)
 from jvarlen.run_records import BucketUse, Run, bucket_uses
 from jvarlen.svg_figures import COLOURS, count_ticks, drawing_settings, new_figure, to_svg
 
-__all__ = ["Look", "RunFigure", "draw_runs", "look_of", "runs_legend"]
+__all__ = ["RunFigure", "draw_runs", "runs_legend"]
 
-_COLOUR_NAMES = ("first", "second", "third", "fourth", "fifth", "sixth")
-# In points: what is drawn, and what is not, along a line. The second half of the runs looks different from the first.
-_DASHES = ((), (5.0, 2.0), (1.0, 1.5), (5.0, 1.5, 1.0, 1.5))
 _MARKERS = "osD^v*PXph<>"  # of kinds of evaluations
-_MOST_POINTS = 500  # steps that are drawn one by one, of all runs together
-_MOST_RANGES = 300  # of steps that are drawn together, where it is one run
-_POINT_SIZE = 3.0
-_MOST_BANDS = 2  # more of them hide each other
-_FEW_RANGES = 50  # where it is several, and of a short run
 _MOST_BUCKETS = 96
 _MOST_LABELS = 16
+_SHAPES = {"bucket length": "bucket_length", "rows": "bucket_rows"}  # fields by what they are called
 _BITS = 1 / math.log(2)  # a nat
-
-
-class Look(NamedTuple):
-    """How a run is drawn.
-
-    Attributes:
-      colour: a name of `COLOURS`.
-      dashes: points drawn and left out in turn; none for a whole line.
-    """
-
-    colour: str
-    dashes: tuple[float, ...]
 
 
 class RunFigure(NamedTuple):
@@ -60,17 +53,6 @@ class RunFigure(NamedTuple):
     caption: str
     svg: str
     runs: tuple[int, ...]
-
-
-def look_of(place: int) -> Look:
-    """How the run at a place of the list is drawn; as many look different as there are colours times dashes.
-
-    Example:
-      >>> look_of(0), look_of(7)
-      (Look(colour='first', dashes=()), Look(colour='second', dashes=(5.0, 2.0)))
-    """
-    dashes, colour = divmod(place, len(_COLOUR_NAMES))
-    return Look(_COLOUR_NAMES[colour], _DASHES[dashes % len(_DASHES)])
 
 
 def runs_legend(names: Sequence[str], places: Sequence[int], text: Callable[[str], str]) -> str:
@@ -102,16 +84,20 @@ def draw_runs(runs: Sequence[Run]) -> list[RunFigure]:
       A list of `RunFigure`.
     """
     with drawing_settings():
-        return list(_figures(runs))
+        return [*_of_training(runs), *_of_steps(runs), *_of_buckets(runs), *_of_memory(runs)]
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[RunFigure]:
-    tokens, seconds = [run.tokens_so_far for run in runs], [run.seconds for run in runs]
+def _of_training(runs: Sequence[Run]) -> Iterator[RunFigure]:
+    tokens = [run.tokens_so_far for run in runs]
     yield _loss(runs, "loss-tokens", "Loss against real tokens", "real tokens", tokens)
     yield _loss(runs, "loss-time", "Loss against time", "seconds of training", [run.steps["time_s"] for run in runs])
     if any(run.evaluations for run in runs):
         yield _evaluations(runs, tokens)
     yield _learning_rates(runs)
+
+
+def _of_steps(runs: Sequence[Run]) -> Iterator[RunFigure]:
+    seconds = [run.seconds for run in runs]
     yield _over_steps(
         runs,
         "shapes",
@@ -147,6 +133,9 @@ def _figures(runs: Sequence[Run]) -> Iterator[RunFigure]:
         {"padding in %": padding},
         weights=[run.steps["num_positions"] for run in runs],
     )
+
+
+def _of_buckets(runs: Sequence[Run]) -> Iterator[RunFigure]:
     uses = [bucket_uses(run) for run in runs]
     yield _per_bucket(
         "bucket-padding",
@@ -169,6 +158,9 @@ def _figures(runs: Sequence[Run]) -> Iterator[RunFigure]:
         [{use.shape: _compile_s(use) for use in of_run} for of_run in uses],
         "Lowering, and compiling or reading what was compiled before; known at the end of a run.",
     )
+
+
+def _of_memory(runs: Sequence[Run]) -> Iterator[RunFigure]:
     memory = {
         label: [run.steps[name] / 1e6 for run in runs]
         for label, name in (("host, MB", "host_memory_bytes"), ("device, MB", "device_memory_bytes"))
@@ -176,9 +168,6 @@ def _figures(runs: Sequence[Run]) -> Iterator[RunFigure]:
     }
     if memory:
         yield _over_steps(runs, "memory", "Memory over the steps", memory, more="MB: 10⁶ bytes.")
-
-
-_SHAPES = {"bucket length": "bucket_length", "rows": "bucket_rows"}
 
 
 def _loss(
@@ -193,17 +182,12 @@ def _loss(
         if not len(y):
             continue
         drawn.append(place)
-        if _is_long(runs):
-            _draw_ranges(axis, x, y, place, runs)
-        else:
-            axis.plot(x, y, color=_colour(place), alpha=0.35, linewidth=0.8)
-            starts = _starts(len(y), _FEW_RANGES)
-            _line(axis, _means(x, starts), _means(y, starts), place)
+        draw_curve(axis, x, y, place, runs)
     axis.set(xlabel=label, ylabel="loss, bits a token")
     count_ticks(axis.xaxis, integer=False)
     count_ticks(axis.yaxis, integer=False)
     caption = (
-        _how_drawn(runs) if _is_long(runs) else "Strong line: the mean of neighbouring steps; faint line: the steps."
+        how_drawn(runs) if is_long(runs) else "Strong line: the mean of neighbouring steps; faint line: the steps."
     )
     return _finished(figure, name, title, caption, drawn)
 
@@ -217,12 +201,12 @@ def _evaluations(runs: Sequence[Run], tokens: Sequence[Float64[np.ndarray, " _"]
             before_all = 0.0 * so_far[0] if len(so_far) else 0.0  # NaN where tokens are not known
             x = np.append(before_all, so_far)[np.searchsorted(run.steps["step"], step)]
             is_known = np.flatnonzero(np.isfinite(x) & np.isfinite(bits))
-            every = math.ceil(len(is_known) / _MOST_POINTS) or 1
+            every = math.ceil(len(is_known) / MOST_POINTS) or 1
             shown = is_known[::-1][::every][::-1]  # the last one in any case
             if len(shown):
                 drawn.append(place)
                 marker = _MARKERS[kinds.index(name) % len(_MARKERS)]
-                _line(axis, x[shown], bits[shown], place, marker=marker, markersize=4 if len(shown) < 50 else 2)
+                draw_line(axis, x[shown], bits[shown], place, marker=marker, markersize=4 if len(shown) < 50 else 2)
     axis.set(xlabel="real tokens", ylabel="bits a token")
     count_ticks(axis.xaxis, integer=False)
     count_ticks(axis.yaxis, integer=False)
@@ -235,17 +219,17 @@ def _learning_rates(runs: Sequence[Run]) -> RunFigure:
     figure, (axis,) = new_figure()
     drawn = []
     for place, run in enumerate(runs):
-        in_force = _draw_steps(axis, run.steps["step"], run.steps["learning_rate"], place, runs)
-        step, base = _known(run.steps["step"], run.steps["base_learning_rate"])
+        in_force = draw_steps(axis, run.steps["step"], run.steps["learning_rate"], place, runs)
+        step, base = where_known(run.steps["step"], run.steps["base_learning_rate"])
         if len(base):
-            shown = np.append(_starts(len(base), _MOST_POINTS), len(base) - 1)
-            colour = COLOURS["second"] if len(runs) == 1 else _colour(place)
+            shown = np.append(range_starts(len(base), MOST_POINTS), len(base) - 1)
+            colour = COLOURS["second"] if len(runs) == 1 else colour_of(place)
             axis.plot(step[shown], base[shown], color=COLOURS["ink"], linewidth=2.6, alpha=0.25)
             axis.plot(step[shown], base[shown], color=colour, linewidth=1.4)
         if in_force or len(base):
             drawn.append(place)
-    _finish_steps(axis, "learning rate")
-    base_lines, how = "Orange" if len(runs) == 1 else "Lines with a shade", _how_drawn(runs)
+    finish_steps(axis, "learning rate")
+    base_lines, how = "Orange" if len(runs) == 1 else "Lines with a shade", how_drawn(runs)
     caption = f"{base_lines}: the base rate. The rate in force: {how[0].lower()}{how[1:]}"
     return _finished(figure, "learning-rate", "Learning rate", caption, drawn)
 
@@ -264,12 +248,12 @@ def _over_steps(
     drawn = set()
     for axis, (label, of_runs) in zip(axes, values.items(), strict=True):
         for place, (run, y) in enumerate(zip(runs, of_runs, strict=True)):
-            if _draw_steps(axis, run.steps["step"], y, place, runs, None if weights is None else weights[place]):
+            if draw_steps(axis, run.steps["step"], y, place, runs, None if weights is None else weights[place]):
                 drawn.add(place)
-        _finish_steps(axis, label)
+        finish_steps(axis, label)
     for axis in axes[:-1]:
         axis.set_xlabel("")
-    return _finished(figure, name, title, f"{_how_drawn(runs)} {more}".strip(), sorted(drawn))
+    return _finished(figure, name, title, f"{how_drawn(runs)} {more}".strip(), sorted(drawn))
 
 
 def _per_bucket(
@@ -290,7 +274,7 @@ def _per_bucket(
     for slot, place in enumerate(drawn):
         heights = [known[place].get(shape, 0.0) for shape in shapes]
         offsets = np.arange(len(shapes)) + (slot - (len(drawn) - 1) / 2) * width
-        axis.bar(offsets, heights, width, color=_colour(place), alpha=0.75)
+        axis.bar(offsets, heights, width, color=colour_of(place), alpha=0.75)
     shown = np.arange(0, len(shapes), math.ceil(len(shapes) / _MOST_LABELS) or 1)
     labels = [f"{shapes[k][0]}×{'+'.join(map(str, shapes[k][1:]))}" for k in shown]
     axis.set_xticks(shown, labels, rotation=90 if len(shown) > 4 else 0)
@@ -302,114 +286,8 @@ def _per_bucket(
     return _finished(figure, name, title, caption, drawn)
 
 
-def _draw_steps(
-    axis: Any,
-    x: Float64[np.ndarray, " S"],
-    y: Float64[np.ndarray, " S"],
-    place: int,
-    runs: Sequence[Run],
-    weights: Float64[np.ndarray, " S"] | None = None,
-) -> bool:
-    """A point a step where they are few, else ranges; whether there was anything to draw."""
-    if weights is None:
-        weights = np.ones(len(y))
-    x, y, weights = _known(x, y, weights)
-    if not len(y):
-        return False
-    if _is_long(runs):
-        _draw_ranges(axis, x, y, place, runs, weights)
-    else:
-        _draw_points(axis, x, y, place)
-    return True
-
-
-def _draw_ranges(
-    axis: Any,
-    x: Float64[np.ndarray, " S"],
-    y: Float64[np.ndarray, " S"],
-    place: int,
-    runs: Sequence[Run],
-    weights: Float64[np.ndarray, " S"] | None = None,
-) -> None:
-    """The mean of neighbouring steps and, where runs are few, their least and their most."""
-    starts = _starts(len(y), _most_ranges(runs))
-    centres = _means(x, starts)
-    if len(runs) <= _MOST_BANDS:
-        low, high = np.minimum.reduceat(y, starts), np.maximum.reduceat(y, starts)
-        axis.fill_between(centres, low, high, color=_colour(place), alpha=0.25, linewidth=0)
-    _line(axis, centres, _means(y, starts, weights), place)
-
-
-def _means(
-    values: Float64[np.ndarray, " S"], starts: np.ndarray, weights: Float64[np.ndarray, " S"] | None = None
-) -> np.ndarray:
-    """float64[ranges], NaN where all weights of a range are 0."""
-    if weights is None:
-        weights = np.ones(len(values))
-    of_range = np.add.reduceat(weights, starts)
-    return np.add.reduceat(values * weights, starts) / np.where(of_range > 0, of_range, np.nan)
-
-
-def _draw_points(axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], place: int) -> None:
-    """Lines of no length with round ends: a tenth of the text that as many markers are in SVG."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    twice = np.repeat(np.stack([x, y], axis=1), 2, axis=0)
-    path = Path(twice, np.tile([Path.MOVETO, Path.LINETO], len(x)))
-    path.should_simplify = False  # which would leave out what has no length
-    axis.add_patch(
-        PathPatch(path, fill=False, edgecolor=_colour(place), alpha=0.75, linewidth=_POINT_SIZE, capstyle="round")
-    )
-    axis.autoscale_view()
-
-
-def _line(axis: Any, x: np.ndarray, y: np.ndarray, place: int, **options: Any) -> None:
-    style: Any = (0, look_of(place).dashes) if look_of(place).dashes else "-"
-    axis.plot(x, y, color=_colour(place), linestyle=style, linewidth=1.6, **options)
-
-
-def _known(*values: Float64[np.ndarray, " S"]) -> list[Float64[np.ndarray, " n"]]:
-    """Where all are known."""
-    is_known = np.isfinite(np.stack(values)).all(axis=0)
-    return [each[is_known] for each in values]
-
-
-def _starts(num_steps: int, most: int) -> np.ndarray:
-    return np.linspace(0, num_steps, min(num_steps, most), endpoint=False).astype(np.int64)
-
-
-def _is_long(runs: Sequence[Run]) -> bool:
-    """Whether steps are drawn together: of all runs, which are to be compared."""
-    return max(run.num_steps for run in runs) > max(_MOST_POINTS // len(runs), _FEW_RANGES)
-
-
-def _most_ranges(runs: Sequence[Run]) -> int:
-    return _MOST_RANGES if len(runs) == 1 else _FEW_RANGES
-
-
-def _finish_steps(axis: Any, label: str) -> None:
-    axis.set(xlabel="step", ylabel=label)
-    highest = axis.dataLim.y1
-    axis.set_ylim(0, 1.05 * highest if highest > 0 and np.isfinite(highest) else 1)
-    count_ticks(axis.xaxis)
-    count_ticks(axis.yaxis, integer=False)
-
-
-def _how_drawn(runs: Sequence[Run]) -> str:
-    if not _is_long(runs):
-        return "A point a step."
-    together = math.ceil(max(run.num_steps for run in runs) / _most_ranges(runs))
-    mean = f"Line: the mean of up to {together:,} neighbouring steps"
-    return f"{mean}; band: their least to most." if len(runs) <= _MOST_BANDS else f"{mean}."
-
-
 def _finished(figure: Any, name: str, title: str, caption: str, drawn: Sequence[int]) -> RunFigure:
     return RunFigure(name, title, caption, to_svg(figure, name) if drawn else "", tuple(drawn))
-
-
-def _colour(place: int) -> str:
-    return COLOURS[look_of(place).colour]
 
 
 def _compile_s(use: BucketUse) -> float | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from jvarlen.checks import list_first
 from jvarlen.files import write_atomically
 
 __all__ = ["Check", "ShardFiles", "Values"]
@@ -26,7 +27,6 @@ Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
 _FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _SEAL_BYTES = hashlib.sha256().digest_size
-_MAX_LISTED = 5
 
 
 class ShardFiles:
@@ -91,12 +91,12 @@ class ShardFiles:
         present = {path.name for path in self._directory.glob("*.npy")}
         self._check_manifest(present)
         if foreign := present.difference(map(self._name, range(len(self._shards)))):
-            raise self._refusal(f"holds files that are no shards of this measuring: {_list_names(foreign)}")
+            raise self._refusal(f"holds files that are no shards of this measuring: {list_first(sorted(foreign))}")
         damaged = {name for name in present if not self._read_shard(name)}
         if damaged:
             raise self._refusal(
                 f"holds shards that are damaged or of another measuring, to be measured again once they are deleted: "
-                f"{_list_names(damaged)}"
+                f"{list_first(sorted(damaged))}"
             )
         return [shard for shard, num_missing in zip(self._shards, self._num_missing, strict=True) if num_missing]
 
@@ -148,7 +148,7 @@ class ShardFiles:
         path = self._directory / _MANIFEST
         if not path.exists():
             if present:
-                raise self._refusal(f"holds {_list_names(present)}, but no {_MANIFEST}")
+                raise self._refusal(f"holds {list_first(sorted(present))}, but no {_MANIFEST}")
             with write_atomically(path) as file:
                 file.write(self._written_manifest)
             return
@@ -172,11 +172,6 @@ class ShardFiles:
 
     def _refusal(self, reason: str) -> ValueError:
         return ValueError(f"{self._directory} {reason}. To start anew, delete it or take another directory")
-
-
-def _list_names(names: set[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED:,} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(sorted(names)[:_MAX_LISTED]) + more
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:

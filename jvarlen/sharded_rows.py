@@ -15,8 +15,8 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
+from jvarlen.checks import list_offenders, offenders_where
 from jvarlen.distributed import NO_MESH, num_shards_of, own_shards
-from jvarlen.lengths import list_offenders, offenders_where
 from jvarlen.processes import agree, gather_arrays, together
 
 __all__ = ["ShardedRows", "shard_local_rows", "shard_rows", "spread_local_rows"]

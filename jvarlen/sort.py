@@ -19,14 +19,14 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jvarlen.checks import check_at_least_one, check_choices
 from jvarlen.distributed import NO_MESH, num_shards_of
-from jvarlen.lengths import check_at_least_one, check_choices
 from jvarlen.processes import agree, together
 from jvarlen.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
 from jvarlen.sharded_rows import ShardedRows, shard_rows
 from jvarlen.sortable_words import Words, from_words, index_dtype
 
-__all__ = ["Layout", "local_sort", "sample_sort"]
+__all__ = ["Layout", "local_sort", "sample_sort", "sort_shard"]
 
 Layout = Literal["interleaved", "block"]
 Transform = Literal["shard_map", "pmap"]
@@ -217,7 +217,7 @@ def _program(mesh: Mesh, shards: Shards, layout: Layout | None, num_out: int, tr
     """A function of sharded keys, sharded payload and the sizes of the shards; without a layout, each sorts its own."""
     body = functools.partial(_sort_own_rows, shards=shards)
     if layout is not None:
-        body = functools.partial(_sort_shard, shards=shards, layout=layout, num_out=num_out)
+        body = functools.partial(sort_shard, shards=shards, layout=layout, num_out=num_out)
     return (_with_pmap if transform == "pmap" else _with_shard_map)(body, mesh, shards.axis_name)
 
 
@@ -255,10 +255,22 @@ def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Progr
     return program
 
 
-def _sort_shard(
+def sort_shard(
     keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, layout: Layout, num_out: int
 ) -> Sorted:
-    """What one shard does: of all rows, those whose place in the layout is on this shard."""
+    """What one shard does of a sort, inside `shard_map` or `pmap`, where the traffic of the sort can be counted.
+
+    Args:
+      keys: the rows of this shard, one dimension.
+      payload: a pytree of arrays that go with the keys, along their first axis; None for none.
+      sizes: int[p], the rows that each shard holds; what follows in `keys` is no row.
+      shards: the axis and how it exchanges.
+      layout: which ranks each shard is to hold.
+      num_out: rows that this shard gets, padding included.
+
+    Returns:
+      Of all rows, those whose place in the layout is on this shard: keys, indices, payload, and which keys are NaN.
+    """
     if num_out == 0:
         nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
         return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)

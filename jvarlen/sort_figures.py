@@ -16,8 +16,8 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float64, Int64, Integer, Shaped
 
+from jvarlen.checks import check_at_least_one, check_choices, is_integer
 from jvarlen.distributed import NO_MESH
-from jvarlen.lengths import check_at_least_one, check_choices, is_integer
 from jvarlen.shard_sort import num_rounds, send_capacity
 from jvarlen.sort import Layout
 from jvarlen.sortable_words import index_dtype, word_dtypes

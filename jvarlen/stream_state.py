@@ -10,7 +10,8 @@ from typing import Any
 import dacite
 
 from jvarlen.buckets import Bucket, check_buckets
-from jvarlen.lengths import Overlong, check_at_least_one
+from jvarlen.checks import check_at_least_one
+from jvarlen.lengths import Overlong
 
 __all__ = ["STATE_VERSION", "StreamState", "check_single_buckets", "read_state"]
 

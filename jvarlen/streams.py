@@ -32,7 +32,8 @@ from jaxtyping import Int64
 
 from jvarlen.buckets import Bucket, make_buckets
 from jvarlen.budget import make_budget, round_up
-from jvarlen.lengths import Overlong, check_at_least_one, check_overlong, is_integer, list_offenders
+from jvarlen.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen.lengths import Overlong, check_overlong
 from jvarlen.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]

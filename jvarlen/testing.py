@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jvarlen.checks import list_first
 from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.lengths import list_first
+from jvarlen.leaves import describe, leaves_by_name
 from jvarlen.partition_checks import Split, assert_partition_invariant
-from jvarlen.plan_checks import assert_exactly_once, assert_same_batches, leaves_by_name
+from jvarlen.plan_checks import assert_exactly_once, assert_same_batches
 from jvarlen.recompiles import Recompilation, no_recompiles
-from jvarlen.unplanned import describe
 
 __all__ = ["Split", "assert_exactly_once", "assert_no_recompiles", "assert_partition_invariant", "assert_same_batches"]
 

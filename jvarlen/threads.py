@@ -1,6 +1,6 @@
-"""Threads: in goes work on a range of samples, done in parts, one a thread; no result depends on their number.
+"""Threads: in goes work on a range of samples, out comes the same, done in parts, one a thread.
 
-NumPy and the compiled kernels release the interpreter while they work.
+No result depends on their number. NumPy and the compiled kernels release the interpreter while they work.
 """
 
 from __future__ import annotations

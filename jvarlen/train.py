@@ -18,7 +18,16 @@ from jax.sharding import Mesh, PartitionSpec
 from jvarlen.collate import count_tokens
 from jvarlen.distributed import check_shards_divide
 
-__all__ = ["LossFn", "Metrics", "StepFn", "TrainState", "init_train_state", "make_eval_step", "make_train_step"]
+__all__ = [
+    "LossFn",
+    "Metrics",
+    "StepFn",
+    "TrainState",
+    "init_train_state",
+    "make_eval_step",
+    "make_train_step",
+    "microbatches_of",
+]
 
 LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
 StepFn = Callable[[Any, Any], tuple[Any, "Metrics"]]
@@ -52,7 +61,7 @@ class Metrics(NamedTuple):
     @property
     def loss(self) -> jax.Array:
         """Σ loss / Σ weight, and 0 where Σ weight is 0."""
-        return divide_once(self.loss_sum, self.weight_sum)
+        return _divide_once(self.loss_sum, self.weight_sum)
 
 
 def init_train_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
@@ -93,7 +102,7 @@ def make_train_step(
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         metrics, grads = _sums(jax.value_and_grad(loss_fn, has_aux=True), state.params, batch, mesh, axis_name)
         grads = jax.tree.map(
-            lambda grad, param: divide_once(grad, metrics.weight_sum).astype(param.dtype), grads, state.params
+            lambda grad, param: _divide_once(grad, metrics.weight_sum).astype(param.dtype), grads, state.params
         )
         counts = {"batch_size": batch.num_sequences}
         if metrics.num_tokens is not None:
@@ -135,7 +144,7 @@ def microbatches_of(batch: Any) -> int:
     return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
 
 
-def divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
+def _divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
     """Total / weight_sum, and 0 where the weight is 0."""
     return jnp.where(weight_sum > 0, total / jnp.where(weight_sum > 0, weight_sum, 1), 0).astype(total.dtype)
 

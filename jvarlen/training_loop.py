@@ -25,7 +25,7 @@ from jvarlen.config import FitConfig
 from jvarlen.course import Course
 from jvarlen.data_config import HELD_OUT
 from jvarlen.evaluation import Evaluation, evaluate
-from jvarlen.loader import load
+from jvarlen.loader import BatchIterator, load
 from jvarlen.processes import is_any_interrupted
 from jvarlen.profiling import StepMeter, StepProfiler
 from jvarlen.progress import StepDisplay, show_line
@@ -147,33 +147,7 @@ class TrainingLoop:
             StepProfiler(self.run_dir / "profile", config.profile, steps_left=steps_left) as profiler,
         ):
             batch = next(batches)  # starting to read is no wait of a step
-            meter = StepMeter()
-            start = time.perf_counter() - place.train_s
-            data_wait_s, num_adjusted_before = place.data_wait_s, place.num_adjusted_done
-
-            def train_s() -> float:
-                return time.perf_counter() - start
-
-            def with_counts(place: Place) -> Place:
-                return dataclasses.replace(
-                    place,
-                    train_s=train_s(),
-                    data_wait_s=data_wait_s,
-                    num_adjusted_done=num_adjusted_before + batches.num_adjusted,
-                )
-
-            def finish(record: dict[str, Any], metrics: Metrics) -> None:
-                """Reads the metrics of a step, which waits for its end."""
-                nonlocal data_wait_s
-                weight = float(metrics.weight_sum)
-                record["loss"] = float(metrics.loss_sum) / weight if weight else 0.0
-                if not math.isfinite(record["loss"]):
-                    raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
-                record |= {"time_s": train_s()} | meter.end_step()
-                data_wait_s += record["data_wait_s"]
-                self.trackers.log(record)
-                display.update(record)
-
+            account = _Account(place, batches, self.trackers, display)
             running: tuple[dict[str, Any], Metrics] | None = None
             while True:
                 self.tick()  # before the computation that waits for all processes
@@ -181,7 +155,7 @@ class TrainingLoop:
                 with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
                     state, metrics = self.train_step(state, batch)
                 if running is not None:
-                    finish(*running)
+                    account.finish(*running)
                 running = record, metrics
                 place = course.next_place(place)
                 if place.num_steps_done == course.num_steps:  # its evaluation and its checkpoint come after the loop
@@ -190,24 +164,79 @@ class TrainingLoop:
                 # Where the best are kept, every evaluated state may be one of them.
                 is_saved = place.num_steps_done % config.checkpoint_every == 0 or (is_evaluated and config.keep_best)
                 if is_saved or is_evaluated:
-                    finish(*running)
+                    account.finish(*running)
                     running = None
-                    place = with_counts(place)
+                    place = account.with_counts(place)
                     bits = None
                     if is_evaluated:
                         state, evaluations = self.evaluate(state, place)
                         bits = None if evaluations is None else evaluations[HELD_OUT].bits_per_token
-                        start += train_s() - place.train_s
-                        meter.skip()
+                        account.skip_since(place)
                     if is_saved:
                         self.save(state, place, bits)
                 if _is_interrupted_at(place.num_steps_done):
                     break
-                batch = meter.next(batches)
+                batch = account.next_batch()
             if running is not None:
-                finish(*running)
-            place = with_counts(place)
+                account.finish(*running)
+            place = account.with_counts(place)
         return state, place
+
+
+class _Account:
+    """What is measured of the steps, and told of each once its metrics are read.
+
+    Args:
+      place: where training goes on; times and counts go on from there as well.
+      batches: what the steps take.
+      trackers: take a record of every step.
+      display: shows it.
+    """
+
+    def __init__(self, place: Place, batches: BatchIterator, trackers: Trackers, display: StepDisplay):
+        self._batches = batches
+        self._trackers = trackers
+        self._display = display
+        self._meter = StepMeter()
+        self._start = time.perf_counter() - place.train_s
+        self._data_wait_s = place.data_wait_s
+        self._num_adjusted_before = place.num_adjusted_done
+
+    def next_batch(self) -> Any:
+        """The next batch; how long that takes counts as a wait for data."""
+        return self._meter.next(self._batches)
+
+    def finish(self, record: dict[str, Any], metrics: Metrics) -> None:
+        """Reads the metrics of a step, which waits for its end, and tells of it.
+
+        Raises:
+          FloatingPointError: the loss is no number.
+        """
+        weight = float(metrics.weight_sum)
+        record["loss"] = float(metrics.loss_sum) / weight if weight else 0.0
+        if not math.isfinite(record["loss"]):
+            raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
+        record |= {"time_s": self._train_s()} | self._meter.end_step()
+        self._data_wait_s += record["data_wait_s"]
+        self._trackers.log(record)
+        self._display.update(record)
+
+    def with_counts(self, place: Place) -> Place:
+        """The place with what was measured until now."""
+        return dataclasses.replace(
+            place,
+            train_s=self._train_s(),
+            data_wait_s=self._data_wait_s,
+            num_adjusted_done=self._num_adjusted_before + self._batches.num_adjusted,
+        )
+
+    def skip_since(self, place: Place) -> None:
+        """What has passed since `with_counts` gave this place is no training, such as an evaluation."""
+        self._start += self._train_s() - place.train_s
+        self._meter.skip()
+
+    def _train_s(self) -> float:
+        return time.perf_counter() - self._start
 
 
 def _is_interrupted_at(num_steps: int) -> bool:

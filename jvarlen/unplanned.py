@@ -15,13 +15,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jvarlen.buckets import AnyBucket
+from jvarlen.leaves import describe, have_same_containers, leaves_by_name
 
 __all__ = [
     "UnplannedShapeError",
-    "describe",
     "explain_unplanned",
     "explain_unplanned_state",
-    "have_same_containers",
     "nearest_larger",
     "pad_to_spec",
     "signature",
@@ -46,12 +45,6 @@ def signature(batch: Any) -> Hashable:
     return structure, *map(_shape_and_dtype, leaves)
 
 
-def have_same_containers(one: Any, other: Any) -> bool:
-    """Whether two pytrees differ in their leaves alone."""
-    structures: list[object] = [jax.tree.structure(tree) for tree in (one, other)]
-    return structures[0] == structures[1]
-
-
 def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
     """Every leaf that differs from the bucket whose axes are nearest, by ratio.
 
@@ -63,8 +56,8 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.De
     Returns:
       A text; None where the batch is as planned.
     """
-    given = _leaves_by_name(batch)
-    planned_by_bucket = {bucket: _leaves_by_name(spec) for bucket, spec in specs.items()}
+    given = leaves_by_name(batch)
+    planned_by_bucket = {bucket: leaves_by_name(spec) for bucket, spec in specs.items()}
 
     def distance(bucket: AnyBucket) -> float:
         planned = planned_by_bucket[bucket]
@@ -82,7 +75,7 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.De
 
 def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
     """Every leaf of the state that differs from what was compiled for; None where nothing does."""
-    differing = _differences(_leaves_by_name(state), _leaves_by_name(spec), device)
+    differing = _differences(leaves_by_name(state), leaves_by_name(spec), device)
     if not differing and have_same_containers(state, spec):
         return None
     how = "; ".join(differing) or _OTHER_CONTAINERS
@@ -138,10 +131,6 @@ def _fits(leaf: Any, planned: jax.ShapeDtypeStruct) -> bool:
     )
 
 
-def _leaves_by_name(tree: Any) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
 def _differences(given: Mapping[str, Any], planned: Mapping[str, Any], device: jax.Device | None) -> list[str]:
     """A line for each leaf whose shape, dtype or sharding differs."""
     differences = []
@@ -160,15 +149,6 @@ def _distance(planned: Any, given: Any) -> float:
     if planned is None or given is None or len(planned_shape) != len(given_shape):
         return 1.0
     return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
-
-
-def describe(leaf: Any) -> str:
-    """Dtype and shape of a leaf: `float32[2,3]`."""
-    if leaf is None:
-        return "absent"
-    if not hasattr(leaf, "shape"):
-        return f"a Python {type(leaf).__name__}"
-    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _describe_shardings(given: Any, planned: Any, device: jax.Device | None) -> list[str]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from jvarlen.lengths import list_first
+from jvarlen.checks import list_first
 from jvarlen.processes import key_value_store
 
 __all__ = ["ending_stalled_processes"]

@@ -17,6 +17,7 @@ from jvarlen.datasets import (
     stdlib_functions,
     to_tokens,
 )
+from jvarlen.source_texts import read_functions
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +50,14 @@ def test_every_sample_is_one_function(corpus):
 @pytest.mark.slow
 def test_the_second_call_reads_the_cache(corpus, monkeypatch):
     dataset, cache = corpus
-    monkeypatch.setattr(datasets, "_scan", lambda root, progress: pytest.fail("scanned again"))
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: pytest.fail("scanned again"))
     again = stdlib_functions(cache_dir=cache, progress=False)
     assert (again.tokens == dataset.tokens).all()
     assert (again.offsets == dataset.offsets).all()
 
 
 def test_a_damaged_cache_is_named_and_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_scan", lambda root, progress: [b"def f(): ..."])
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
     stdlib_functions(cache_dir=tmp_path, progress=False)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-30])
@@ -73,13 +74,13 @@ def test_only_outermost_functions_count(tmp_path):
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "t.py").write_text("def never(): pass\n")
     (tmp_path / "broken.py").write_text("def (:\n")
-    names = sorted(sample.split(b"(")[0].strip() for sample in datasets._scan(tmp_path, progress=False))
+    names = sorted(sample.split(b"(")[0].strip() for sample in read_functions(tmp_path, progress=False))
     assert names == [b"async def k", b"def f", b"def f", b"def h", b"def n"]
 
 
 def test_no_sources_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no source files"):
-        datasets._scan(tmp_path, progress=False)
+        read_functions(tmp_path, progress=False)
 
 
 def test_held_out_samples_are_chosen_by_content():
@@ -142,7 +143,7 @@ def test_known_lengths_are_checked():
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_scan", lambda root, progress: [b"def f(): ..."])
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="not kept for the next time"):
         assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1

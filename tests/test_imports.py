@@ -13,21 +13,27 @@ ROOT = Path(jvarlen.__file__).parent
 
 # In the order in which data flows; a module imports only modules above it.
 LAYERS = [
-    "files", "threads", "interrupts", "progress", "portable_errors", "lengths", "manifest", "sample_workers",
-    "shard_files", "measure_samples", "curriculum", "pacing", "costs", "budget", "edges", "buckets", "stream_state",
-    "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission", "plan_file", "plan_table",
-    "planned_steps", "plan", "compare", "distributed", "processes", "watchdog", "sortable_words", "shard_sort",
-    "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places", "distributed_plan", "ids_digest",
-    "sort_file", "collate", "masks", "attention", "plan_source", "read_ahead", "loader", "collectives",
-    "recompiles", "compilation_cache", "compile_options", "ledger", "step_clock", "unplanned", "row_search",
-    "compiled_file", "recipe", "executables", "compiled_buckets", "compile", "lr_table", "lr", "train", "pipeline",
-    "checkpoint", "datasets", "mixtures", "content_key", "length_cache", "line_files", "tokenized", "arrow_files",
-    "data_files", "models", "measure", "report", "wandb_process", "trackers", "setting_checks", "plan_config",
-    "data_config", "config", "training_data", "course", "svg_figures", "html_page", "plan_figures", "html_report",
-    "run_records", "run_figures", "run_report", "run_dir", "summary", "evaluation", "profiling", "training_loop",
+    "files", "threads", "interrupts", "progress", "portable_errors", "checks", "lengths", "manifest",
+    "sample_workers", "shard_files", "measure_samples", "curriculum", "pacing", "costs", "budget", "edges",
+    "buckets", "stream_state", "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission",
+    "plan_file", "plan_table", "planned_steps", "plan", "compare", "leaves", "distributed", "processes", "watchdog",
+    "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
+    "distributed_plan", "ids_digest", "sort_file", "collate", "masks", "attention", "plan_source", "read_ahead",
+    "loader", "collectives", "compile_log", "recompiles", "compilation_cache", "compile_options", "ledger",
+    "step_clock", "unplanned", "row_search", "compiled_file", "recipe", "executables", "compiled_buckets",
+    "compile", "lr_table", "lr", "train", "pipeline", "checkpoint", "source_texts", "datasets", "mixtures",
+    "content_key", "length_cache", "line_files", "tokenized", "arrow_files", "data_files", "models", "measure",
+    "report", "wandb_process", "charts", "trackers", "setting_checks", "plan_config", "data_config", "config",
+    "training_data", "course", "svg_figures", "html_page", "plan_figures", "html_report", "run_records",
+    "run_lines", "run_figures", "run_report", "run_dir", "summary", "evaluation", "profiling", "training_loop",
     "fit", "plan_checks", "partition_checks", "testing", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
+TORCH_LAYERS = [
+    "checks", "lengths", "order", "rows", "costs", "edges", "buckets", "pacing", "packing", "pairs", "batching",
+    "streams", "mixtures", "plan_file", "plan_report", "assign", "emission", "plan", "lr", "loader", "model",
+    "train", "unplanned", "graphs", "compile", "sort",
+]  # fmt: skip
 
 
 def imported(path):
@@ -37,6 +43,7 @@ def imported(path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # a module, where it is one
 
 
 def test_every_module_has_its_place():
@@ -48,13 +55,35 @@ def test_every_module_has_its_place():
 def test_a_module_imports_only_modules_above_it(layer):
     paths = (ROOT / layer).glob("*.py") if (ROOT / layer).is_dir() else [ROOT / f"{layer}.py"]
     for path in paths:
-        names = {name.split(".")[1] for name in imported(path) if name.startswith("jvarlen.")}
+        names = {name.split(".")[1] for name in imported(path) if name.startswith("jvarlen.")} & set(LAYERS)
         assert names - {layer} <= set(LAYERS[: LAYERS.index(layer)])
+
+
+def test_the_reference_has_layers_as_well():
+    modules = {path.stem: path for path in (ROOT.parent / "torch_ref").glob("*.py") if path.stem != "__init__"}
+    assert modules.keys() == set(TORCH_LAYERS)
+    for layer, path in modules.items():
+        names = {name.split(".")[1] for name in imported(path) if name.startswith("torch_ref.")} & modules.keys()
+        assert names <= set(TORCH_LAYERS[: TORCH_LAYERS.index(layer)]), layer
+
+
+@pytest.mark.parametrize("directory", ["benchmarks", "examples"])
+def test_what_users_read_takes_public_names_only(directory):
+    ours = ("jvarlen", "torch_ref")
+    private = [
+        f"{path.name}: {name}"
+        for path in (ROOT.parent / directory).rglob("*.py")
+        for name in imported(path)
+        if name.split(".")[0] in ours and any(part.startswith("_") for part in name.split("."))
+    ]
+    assert not private
 
 
 @pytest.mark.parametrize("layer", NUMPY_ONLY)
 def test_planning_is_numpy_only(layer):
-    assert not {"jax", "flax", "optax", "torch"} & {name.split(".")[0] for name in imported(ROOT / f"{layer}.py")}
+    assert not {"jax", "flax", "optax", "torch", "grain", "orbax", "matplotlib"} & {
+        name.split(".")[0] for name in imported(ROOT / f"{layer}.py")
+    }
 
 
 @pytest.mark.parametrize(("package", "other"), [("jvarlen", "torch"), ("torch_ref", "jax"), ("torch_ref", "jvarlen")])

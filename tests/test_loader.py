@@ -524,3 +524,9 @@ def test_a_distributed_plan_loads_what_the_whole_plan_does():
         next(load(plan, [dataset[i][:1] for i in range(60)], mesh=mesh))
     with pytest.raises(ValueError, match=r"made for a mesh where this process has the microbatches \[0, 1\]"):
         load(dataclasses.replace(plan, microbatches=np.array([0, 1])), dataset, mesh=mesh)
+
+
+def test_the_batches_of_a_stream_count_their_real_samples():
+    samples = [np.arange(length) for length in (3, 1, 4)]
+    batches = load_stream(stream_batches(map(len, samples), [(2, 4)]), samples)
+    assert [float(batch.num_sequences) for batch in batches] == [2.0, 1.0]

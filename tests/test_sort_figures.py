@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
 from jvarlen.shard_sort import Shards
-from jvarlen.sort import _sort_shard
+from jvarlen.sort import sort_shard
 from jvarlen.sort_figures import balance_table, exchange_volume, shard_balance
 
 # How many messages a shard sends in a collective of p shards, and what share of its operand goes into each.
@@ -46,7 +46,7 @@ def test_what_is_sent_follows_the_formula(num_rows, oversampling, layout, dtype,
     shards = Shards("data", num_shards, oversampling, ragged=False)
 
     def sort(keys, sizes):
-        return _sort_shard(keys, None, sizes, shards=shards, layout=layout, num_out=per_shard)
+        return sort_shard(keys, None, sizes, shards=shards, layout=layout, num_out=per_shard)
 
     axis, everywhere = PartitionSpec("data"), PartitionSpec()
     out_specs = (axis, axis, axis, everywhere)

@@ -1,9 +1,10 @@
-"""Lengths in, plans, learning rates and batches out: an independent PyTorch reference of the planning contract."""
+"""PyTorch reference: in go lengths, out come plans, learning rates and batches, independently of jvarlen."""
 
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
-from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets, no_recompiles
+from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
+from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence

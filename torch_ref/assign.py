@@ -1,4 +1,4 @@
-"""Ordered samples and buckets in; out comes the bucket of each, after the rule for those that no bucket holds."""
+"""Assignment: in go ordered samples and buckets, out comes the bucket of each, by the rule where none holds it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from torch_ref.checks import list_offenders, to_tensor
 from torch_ref.lengths import check_overlong, fit_lengths, list_pairs
+
+__all__ = ["Items", "assign_buckets"]
 
 
 class Items(NamedTuple):

@@ -1,4 +1,4 @@
-"""Lengths, an order and limits in; out come batches of neighbours in that order, each as large as the limits allow.
+"""Batching: in go lengths, an order and limits, out come batches of neighbours in that order, as large as allowed.
 
 Letters: n samples in order, K shapes.
 """
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 from torch_ref.order import sample_order
+
+__all__ = ["BUDGETS", "Batches", "batch_by_tokens"]
 
 BUDGETS = ("padded", "sum")
 

@@ -1,4 +1,4 @@
-"""Lengths and budgets in, static shapes (rows, length) out; six strategies choose the lengths, or a caller does."""
+"""Buckets: in go lengths and budgets, out come static shapes (rows, length), chosen by a strategy or by a caller."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +14,19 @@ from torch_ref.checks import MAX_LISTED, check_integer, check_number, to_tensor
 from torch_ref.edges import CLOSED_FORM, optimal_edges
 from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
 from torch_ref.rows import Budget, Cost, RowRule, checked_costs, round_up
+
+__all__ = [
+    "Bucket",
+    "Cheapest",
+    "Fitting",
+    "PairBucket",
+    "check_buckets",
+    "check_budget",
+    "check_compile_seconds",
+    "check_rule",
+    "fit_budget",
+    "make_buckets",
+]
 
 
 class Bucket(NamedTuple):

@@ -1,4 +1,4 @@
-"""Arguments in, plain integers and tensors out; what breaks a rule becomes a ValueError that names the offenders."""
+"""Checks: in go arguments, out come plain integers and tensors, or a ValueError that names the offenders."""
 
 import operator
 from collections.abc import Sequence
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+__all__ = ["INT64_MAX", "MAX_LISTED", "check_integer", "check_number", "integer_array", "list_offenders", "to_tensor"]
 
 INT64_MAX = 2**63 - 1
 MAX_LISTED = 5

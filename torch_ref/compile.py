@@ -1,33 +1,32 @@
-"""A model and a plan's buckets in; out comes a train step whose every shape is compiled before training, and no other.
+"""Compilation: in go a model and buckets, out comes a train step with one graph a bucket, and no other.
 
 Sizes: m microbatches, B rows, T positions, K buckets.
 """
 
-import contextlib
 import time
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
+from torch_ref.graphs import Backend, compile_loss, count_graphs, fitting_mode, no_recompiles, room_for, unchanged
 from torch_ref.loader import Batch
 from torch_ref.plan import Plan
 from torch_ref.train import LossFn, loss_sums, take_microbatch, train_step
 from torch_ref.unplanned import UnplannedShapeError, explain_unplanned, layout_of, name_of
 
+__all__ = ["CompiledBuckets", "LedgerRow", "compile_buckets"]
+
 # Modes in which torch replays CUDA graphs, and how often a shape runs until it only replays: once each to compile, to
 # warm up and to record.
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 _RUNS_TO_RECORD = 3
-
-Backend = str | Callable[..., Any]
 
 
 class LedgerRow(NamedTuple):
@@ -48,25 +47,6 @@ class LedgerRow(NamedTuple):
     num_graphs: int = 0
     from_cache: bool = False
     num_steps: int = 0
-
-
-@contextlib.contextmanager
-def no_recompiles() -> Iterator[None]:
-    """Guard a region in which `torch.compile` may compile nothing, in any thread; first calls count as well.
-
-    Torch raises a RuntimeError there that names the function and what differs from the compiled ones. A function that
-    had reached `recompile_limit` before, without an error, runs eagerly in here too and nothing is said: torch no
-    longer looks at it. `compile_buckets` therefore does not let that happen to its own.
-
-    Example:
-        >>> double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=False)
-        >>> with no_recompiles():
-        ...     double(torch.ones(3))
-        Traceback (most recent call last):
-        RuntimeError: Detected recompile when torch.compile stance is 'fail_on_recompile'. ...
-    """
-    with torch.compiler.set_stance("fail_on_recompile"):
-        yield
 
 
 class CompiledBuckets:
@@ -197,12 +177,12 @@ class CompiledBuckets:
         """Compile these buckets and forget all others."""
         self._to_come = list(buckets)
         self._trained = {}
-        self._compiled_loss = _compile_loss(self.model, self._loss_fn, self._backend, self.mode)
+        self._compiled_loss = compile_loss(self.model, self._loss_fn, self._backend, self.mode)
         # The largest first: running out of memory shows at once.
         largest_first = sorted(buckets, key=lambda bucket: -bucket.rows * bucket.length)
         with (
-            _unchanged(self.model, self._device),
-            _room_for(len(buckets)),
+            unchanged(self.model, self._device),
+            room_for(len(buckets)),
             tqdm(largest_first, desc="compile", unit="bucket", disable=not self._progress) as bar,
         ):
             for bucket in bar:
@@ -211,10 +191,10 @@ class CompiledBuckets:
         self._seen_resets = CompiledBuckets._num_resets
 
     def _compile_bucket(self, bucket: Bucket) -> None:
-        before, start = _count(), time.perf_counter()
+        before, start = count_graphs(), time.perf_counter()
         trained = self._run(bucket)
         compile_s = time.perf_counter() - start
-        after = _count()
+        after = count_graphs()
         if after.graphs == before.graphs:  # newer versions of torch say so themselves
             raise RuntimeError(
                 f"torch compiled nothing for bucket {name_of(bucket)}: it is switched off, by TORCHDYNAMO_DISABLE say"
@@ -311,78 +291,9 @@ def compile_buckets(
         reset_after=reset_after,
         loss_fn=loss_fn,
         backend=backend,
-        mode=_fitting_mode(model, backend) if mode is None else mode,
+        mode=fitting_mode(model, backend) if mode is None else mode,
         progress=progress,
     )
-
-
-def _fitting_mode(model: nn.Module, backend: Backend) -> str:
-    devices = {weight.device for weight in model.parameters()}
-    alone = not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1)
-    one_gpu = len(devices) == 1 and next(iter(devices)).type == "cuda"
-    return "reduce-overhead" if backend == "inductor" and alone and one_gpu else "default"
-
-
-def _compile_loss(
-    model: nn.Module, loss_fn: LossFn, backend: Backend, mode: str
-) -> Callable[[Batch], tuple[Tensor, Tensor]]:
-    def bucket_loss(microbatch: Batch) -> tuple[Tensor, Tensor]:
-        return loss_fn(model, microbatch)
-
-    # Torch keeps graphs, and counts them against its limit, by code object. With one of its own each set of buckets
-    # has the limit for itself, and no graph of another model is in the way.
-    own = types.FunctionType(
-        bucket_loss.__code__.replace(), bucket_loss.__globals__, bucket_loss.__name__, closure=bucket_loss.__closure__
-    )
-    compiled: Callable[[Batch], tuple[Tensor, Tensor]] = torch.compile(
-        own, fullgraph=True, dynamic=False, backend=backend, mode=mode
-    )
-    return compiled
-
-
-@contextlib.contextmanager
-def _room_for(num_graphs: int) -> Iterator[None]:
-    """Let torch compile so many graphs of a function, and fail instead of running eagerly where it wants more."""
-    config = torch._dynamo.config
-    limits: dict[str, Any] = {
-        "recompile_limit": num_graphs + 1,
-        "accumulated_recompile_limit": max(num_graphs + 1, config.accumulated_recompile_limit),
-        "fail_on_recompile_limit_hit": True,
-        "suppress_errors": False,
-    }
-    with torch.compiler.set_stance("default"), config.patch(**limits):
-        yield
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Bring gradients, buffers and random states back at the end."""
-    gradients = [(weight, weight.grad) for weight in model.parameters()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    for weight, _ in gradients:
-        weight.grad = None
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            for weight, gradient in gradients:
-                weight.grad = gradient
-            with torch.no_grad():
-                for buffer, values in buffers:
-                    buffer.copy_(values)
-
-
-class _Count(NamedTuple):
-    graphs: int
-    cache_hits: int
-    cache_misses: int
-
-
-def _count() -> _Count:
-    counters = torch._dynamo.utils.counters
-    inductor = counters["inductor"]
-    misses = inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
-    return _Count(counters["stats"]["unique_graphs"], inductor["fxgraph_cache_hit"], misses)
 
 
 def _dummy_batch(bucket: Bucket, packed: bool, device: torch.device) -> Batch:

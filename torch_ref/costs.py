@@ -1,4 +1,4 @@
-"""Measured seconds of some shapes in, a function from any shape to its seconds out."""
+"""Costs: in go measured seconds of some shapes, out comes a function from any shape to its seconds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import nnls
 
 from torch_ref.checks import MAX_LISTED, check_integer
+
+__all__ = ["CostModel", "fit_cost_model"]
 
 
 @dataclass(frozen=True)

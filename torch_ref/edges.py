@@ -1,4 +1,4 @@
-"""Sorted lengths in, the lengths of the buckets out: closed forms, and the cheapest by exact dynamic programming."""
+"""Edges: in go sorted lengths, out come the lengths of the buckets, by closed forms or by exact dynamic programming."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from torch_ref.rows import ceil_div
+
+__all__ = ["CLOSED_FORM", "optimal_edges"]
 
 
 def optimal_edges(distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""The bucket of each ordered sample in; out come the steps: their buckets, their samples, and the order they run in."""
+"""Emission: in goes the bucket of each ordered sample, out come the steps: buckets, samples and order."""
 
 from typing import NamedTuple
 
@@ -7,6 +7,8 @@ from torch import Tensor
 
 from torch_ref.checks import to_tensor
 from torch_ref.order import random_keys, stable_argsort
+
+__all__ = ["Steps", "emit_steps"]
 
 
 class Steps(NamedTuple):

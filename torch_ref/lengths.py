@@ -1,4 +1,4 @@
-"""Sequence lengths in, checked int64 lengths out; here too is what happens to samples above the longest bucket."""
+"""Lengths: in go integers of any kind, out come checked int64 lengths, cut or dropped above a limit."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -6,6 +6,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import INT64_MAX, MAX_LISTED, integer_array, list_offenders
+
+__all__ = [
+    "OVERLONG",
+    "Fitted",
+    "Overlong",
+    "check_lengths",
+    "check_overlong",
+    "check_pair_lengths",
+    "fit_lengths",
+    "list_pairs",
+]
 
 Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")

@@ -1,4 +1,4 @@
-"""A plan and a dataset in, padded batches of one replica out, step by step, through torch's DataLoader."""
+"""Loader: in go a plan and a dataset, out come padded batches of one replica, step by step, by torch's DataLoader."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +11,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.checks import check_integer
 from torch_ref.plan import Plan
+
+__all__ = ["Batch", "PlanBatchSampler", "SampleSource", "load"]
 
 
 class Batch(NamedTuple):

@@ -1,4 +1,4 @@
-"""Batch sizes and a base rate in, learning rates out: numbers, the table of a plan, or a torch scheduler."""
+"""Learning rate: in go batch sizes and a base rate, out come rates: numbers, a table, or a torch scheduler."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from torch_ref.checks import list_offenders
 from torch_ref.plan import Plan
+
+__all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
 
 Rule = Literal["linear", "sqrt"] | None | Callable[[Any], Any]
 

@@ -1,4 +1,4 @@
-"""Datasets and weights in, one map-style dataset out that holds an exact number of samples of each."""
+"""Mixtures: in go datasets and weights, out comes one map-style dataset with an exact number of samples of each."""
 
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 
 from torch_ref.checks import check_integer
 from torch_ref.order import random_keys
+
+__all__ = ["Mixture", "mixture_counts"]
 
 _MIXTURE_KEYS = 2**61
 

@@ -1,4 +1,4 @@
-"""Bytes in, logits of each byte given those before it out: a small causal transformer without biases."""
+"""Model: in go bytes, out come the logits of each byte given those before it, by a small causal transformer."""
 
 from collections.abc import Iterator, Mapping
 
@@ -7,6 +7,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn import functional
+
+__all__ = ["NUM_BYTES", "Transformer", "load_params"]
 
 # In shapes: B rows, T tokens a row, D width, H heads, d = D / H width of a head.
 NUM_BYTES = 256

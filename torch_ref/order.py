@@ -1,4 +1,4 @@
-"""Lengths, an order and a seed in; the ids of the samples in the order in which they come out, and the random keys."""
+"""Order: in go lengths, an order and a seed, out come the ids of the samples in that order, and the random keys."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
+
+__all__ = ["ORDERS", "check_difficulty", "random_keys", "sample_order", "stable_argsort"]
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 _BLOCK_KEYS = 2**62

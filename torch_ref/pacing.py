@@ -1,4 +1,4 @@
-"""A step in, the share of the samples that a curriculum admits out; and the order in which admitted samples arrive."""
+"""Pacing: in goes a step, out comes the share of samples that a curriculum admits, and the order of arrival."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +10,16 @@ from torch import Tensor
 
 from torch_ref.checks import INT64_MAX, MAX_LISTED, check_integer, check_number
 from torch_ref.order import random_keys
+
+__all__ = [
+    "Pacing",
+    "competence_pacing",
+    "discrete_pacing",
+    "linear_pacing",
+    "num_admitted",
+    "paced_arrival",
+    "root_pacing",
+]
 
 Pacing = Callable[[Any], Any]
 

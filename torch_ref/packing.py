@@ -1,4 +1,7 @@
-"""Lengths and the lengths of rows in; rows of several samples out, by best fit on the histogram of the lengths."""
+"""Packing: in go lengths and the lengths of rows, out come rows of several samples, by best fit on the histogram.
+
+Letters: n samples in R rows.
+"""
 
 from bisect import bisect_left, insort
 from collections import deque
@@ -18,7 +21,7 @@ from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
 from torch_ref.order import sample_order, stable_argsort
 from torch_ref.rows import Cost
 
-# Letters: n samples in R rows.
+__all__ = ["Packing", "check_row_lengths", "choose_row_lengths", "pack_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""Lengths of pairs (source, target) and a token budget in, static shapes of two lengths out, exactly the cheapest.
+"""Pairs: in go lengths (source, target) and a token budget, out come static shapes of two lengths, the cheapest ones.
 
 Letters: a and b candidate lengths of sources and of targets, K shapes. Two families of buckets are searched: chains, in
 which both lengths ascend together, and nested ones, where source edges cut the samples into classes and each class has
@@ -17,6 +17,8 @@ from torch_ref.buckets import PairBucket, check_rule, make_buckets
 from torch_ref.checks import check_integer, to_tensor
 from torch_ref.lengths import check_pair_lengths, list_pairs
 from torch_ref.rows import RowRule, round_caps
+
+__all__ = ["PAIR_BUDGETS", "make_pair_buckets"]
 
 PAIR_BUDGETS = ("sum", "larger")
 _UNREACHABLE = 2**61  # two of them still fit int64

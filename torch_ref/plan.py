@@ -1,4 +1,4 @@
-"""Lengths and buckets in; out comes the plan: which samples form which step of an epoch, in which static shape."""
+"""Plan: in go lengths and buckets, out comes which samples form which step of an epoch, in which static shape."""
 
 import os
 from collections.abc import Sequence
@@ -21,6 +21,8 @@ from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
+
+__all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,4 +1,4 @@
-"""The arrays of a plan in, its digest and its file out; and back, where every change to the file is refused."""
+"""Plan file: in go the arrays of a plan, out come its digest and file, and the same arrays back, unchanged."""
 
 import hashlib
 import os
@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_ref.lengths import OVERLONG
+
+__all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
 _VERSION = 1
 _CHUNK = 2**20

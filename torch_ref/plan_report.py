@@ -1,4 +1,4 @@
-"""The steps of a plan in, a table of its buckets as text out."""
+"""Plan report: in go the steps of a plan, out comes a table of its buckets as text."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.checks import to_tensor
+
+__all__ = ["steps_table"]
 
 
 def steps_table(

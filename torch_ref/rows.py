@@ -1,4 +1,4 @@
-"""Budgets and a number of samples in, the rows of a microbatch and the steps they take out."""
+"""Rows: in go budgets and a number of samples, out come the rows of a microbatch and the steps that they take."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.checks import MAX_LISTED, to_tensor
+
+__all__ = ["Budget", "Cost", "RowRule", "ceil_div", "checked_costs", "round_caps", "round_up"]
 
 Cost = Callable[[NDArray[np.int64], NDArray[np.int64]], ArrayLike]
 

@@ -1,4 +1,4 @@
-"""Keys that lie on several processes in, the same keys in order and evenly spread out, through torch.distributed."""
+"""Sort: in go keys that lie on several processes, out come the same keys in order, spread evenly over the processes."""
 
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args
@@ -8,6 +8,8 @@ from torch import Tensor, distributed
 from torch.utils import _pytree as pytree
 
 from torch_ref.checks import MAX_LISTED, check_integer
+
+__all__ = ["Layout", "NanRule", "local_sort", "sample_sort"]
 
 Layout = Literal["interleaved", "block"]
 NanRule = Literal["raise", "last"]

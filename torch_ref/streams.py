@@ -1,4 +1,4 @@
-"""A stream of lengths in, steps of static shapes out as they fill, with a state that resumes after any of them."""
+"""Streams: in go lengths one by one, out come steps of static shapes as they fill, and a state to resume from."""
 
 import operator
 from collections import deque
@@ -14,6 +14,8 @@ from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
 from torch_ref.checks import INT64_MAX, check_integer
 from torch_ref.lengths import check_overlong
 from torch_ref.rows import round_caps
+
+__all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _COUNTS = ("num_read", "num_dropped", "num_truncated")
 _STATE_KEYS = {"buckets", "microbatches_per_step", "max_waiting", "overlong", "waiting", *_COUNTS}

@@ -1,4 +1,4 @@
-"""A model, an optimizer and a step's batch in; one update out, the same however the step was split."""
+"""Training step: in go a model, an optimizer and a batch, out comes one update, the same for any split of the step."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_ref.loader import Batch
+
+__all__ = ["LossFn", "loss_sums", "take_microbatch", "to_device", "train_step"]
 
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 

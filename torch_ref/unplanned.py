@@ -1,4 +1,4 @@
-"""A batch in; out comes what tells its shape apart, and what is wrong with one that no bucket was compiled for."""
+"""The unplanned: in goes a batch, out comes what tells its shape apart, and what differs from all buckets."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from torch_ref.buckets import Bucket
 from torch_ref.loader import Batch
+
+__all__ = ["Layout", "UnplannedShapeError", "explain_unplanned", "layout_of", "name_of"]
 
 Layout = tuple[Any, ...]
 

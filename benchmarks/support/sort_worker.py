@@ -1,7 +1,8 @@
-"""A process of the benchmark of sorting: in goes a question with its settings, out comes a JSON file of the figures.
+"""A process of the benchmark of sorting: in go questions with their settings, out comes a JSON file of the figures.
 
-Arguments: the question, a folder, the settings as JSON; then the number of processes, this one's rank and a port. The
-answer is `{rank}.json` in the folder. Letters: N rows, p shards, S calls.
+Arguments: what is asked by name, each [question, settings], as JSON; a folder; flags for XLA; then the number of
+processes, this one's rank and a port. The answers, by name, are `{rank}.json` in the folder. Letters: N rows, p
+shards, S calls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
 from jvarlen.shard_sort import Shards
-from jvarlen.sort import _sort_shard
+from jvarlen.sort import sort_shard
 from jvarlen.sort_figures import exchange_volume, shard_balance
 
 REPEATS = 3
@@ -157,13 +158,13 @@ def sort_program(num_rows: int, mesh: Mesh) -> Callable[..., Any]:
     """What `sample_sort` compiles for int32 keys that p divides, of keys and the sizes of the shards."""
     shards = Shards("data", mesh.size, OVERSAMPLING, ragged=False)
 
-    def sort_shard(keys: jax.Array, sizes: jax.Array) -> Any:
-        return _sort_shard(keys, None, sizes, shards=shards, layout="interleaved", num_out=num_rows // mesh.size)
+    def program(keys: jax.Array, sizes: jax.Array) -> Any:
+        return sort_shard(keys, None, sizes, shards=shards, layout="interleaved", num_out=num_rows // mesh.size)
 
     axis, everywhere = PartitionSpec("data"), PartitionSpec()
     out_specs = (axis, axis, axis, everywhere)
     return jax.jit(
-        jax.shard_map(sort_shard, mesh=mesh, in_specs=(axis, everywhere), out_specs=out_specs, check_vma=False)
+        jax.shard_map(program, mesh=mesh, in_specs=(axis, everywhere), out_specs=out_specs, check_vma=False)
     )
 
 
@@ -328,12 +329,14 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    question, folder, settings = sys.argv[1:4]
+    questions, folder, flags = sys.argv[1:4]
     num_processes, rank, port = map(int, sys.argv[4:])
+    os.environ["XLA_FLAGS"] += f" {flags}"  # XLA reads it when it is first used
     if num_processes > 1:
         jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    answer = QUESTIONS[question](**json.loads(settings))
-    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
+    asked = json.loads(questions)
+    answers = {name: QUESTIONS[question](**settings) for name, (question, settings) in asked.items()}
+    Path(folder, f"{rank}.json").write_text(json.dumps(answers))
     if num_processes > 1:
         jax.distributed.shutdown()
 

@@ -21,7 +21,20 @@ from jvarlen.attention import AttentionImplementation, SegmentAttentionImplement
 from jvarlen.collate import Batch, PackedBatch
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 
-__all__ = ["Transformer", "TransformerConfig", "flat_params", "init_params", "make_loss_fn"]
+__all__ = [
+    "LossFn",
+    "Rows",
+    "Transformer",
+    "TransformerConfig",
+    "flat_params",
+    "init_params",
+    "make_loss_fn",
+    "rows_of",
+    "run_block",
+    "sum_losses",
+]
+
+_ROTARY_BASE = 10_000.0
 
 LossFn = Callable[[nnx.State, Batch | PackedBatch], tuple[jax.Array, jax.Array]]
 
@@ -80,7 +93,7 @@ def _linear(config: TransformerConfig, num_in: int, num_out: int, **options: Any
     return nnx.Linear(num_in, num_out, use_bias=False, **options)
 
 
-class Block(nnx.Module):
+class _Block(nnx.Module):
     """Attention and a two-layer perceptron, each on a normalised residual stream."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -99,7 +112,7 @@ class Block(nnx.Module):
         # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
         batch, seq_length, width = x_BxTxD.shape
         qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
-        q_BxTxHxK, k_BxTxHxK = (rotate_positions(qkv[:, :, i], rows.positions).astype(x_BxTxD.dtype) for i in (0, 1))
+        q_BxTxHxK, k_BxTxHxK = (_rotate_positions(qkv[:, :, i], rows.positions).astype(x_BxTxD.dtype) for i in (0, 1))
         v_BxTxHxK = qkv[:, :, 2].astype(x_BxTxD.dtype)
         if rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
@@ -114,6 +127,7 @@ class Block(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
 def run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
+    """What a block of these parameters makes of the residual stream."""
     return nnx.merge(graphdef, params)(x_BxTxD, rows)
 
 
@@ -124,7 +138,7 @@ class Transformer(nnx.Module):
         self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
         initializer = jax.nn.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=initializer, rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.blocks = nnx.List([_Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         self.head = _linear(config, config.width, config.vocab_size, kernel_init=initializer, rngs=rngs)
         self.compute_dtype = config.compute_dtype
@@ -137,7 +151,15 @@ class Transformer(nnx.Module):
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
-        """What the first block takes: the token before each position, in the type that is computed in."""
+        """What the first block takes: the token before each position, in the type that is computed in.
+
+        Args:
+          tokens_BxT: int[B, T].
+          rows: where samples begin and end.
+
+        Returns:
+          float[B, T, D].
+        """
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
@@ -145,18 +167,25 @@ class Transformer(nnx.Module):
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of every token from what the last block gave."""
+        """Logits of every token from what the last block gave.
+
+        Args:
+          x_BxTxD: float[B, T, D].
+
+        Returns:
+          float[B, T, V].
+        """
         return self.head(self.norm(x_BxTxD))
 
 
-def rotate_positions(
-    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None = None, theta: float = 10_000.0
+def _rotate_positions(
+    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None
 ) -> Float[Array, "B T H K"]:
     """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864)."""
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
-    angles_Tx1xK = np.arange(seq_length)[:, None, None] * theta ** (-np.arange(half) / half)
+    angles_Tx1xK = np.arange(seq_length)[:, None, None] * _ROTARY_BASE ** (-np.arange(half) / half)
     cos, sin = (jnp.asarray(f(angles_Tx1xK), x_BxTxHxK.dtype) for f in (np.cos, np.sin))
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -165,7 +194,15 @@ def rotate_positions(
 
 
 def init_params(config: TransformerConfig, seed: int) -> nnx.State:
-    """The parameters of a fresh model: a pytree of float32 arrays, the same for the same seed."""
+    """The parameters of a fresh model.
+
+    Args:
+      config: its sizes.
+      seed: the same parameters for the same seed.
+
+    Returns:
+      A pytree of float32 arrays.
+    """
 
     def init(key: jax.Array) -> nnx.State:
         return nnx.split(Transformer(config, rngs=nnx.Rngs(key)))[1]

@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam
 
 import jvarlen
 import torch_ref
-from torch_ref import compile as torch_compile
+from torch_ref import graphs
 
 BUCKETS = [(4, 8), (2, 16), (2, 24)]
 LENGTHS = [3, 8, 5, 8, 2, 7, 12, 16, 9, 11, 24, 17, 20, 22, 19, 1]
@@ -158,7 +158,7 @@ def test_the_reached_limit_is_an_error_where_torch_alone_says_nothing() -> None:
     with torch_ref.no_recompiles():
         silent(torch.ones(7))  # eager, and no one is told
     loud = compiled()
-    with torch_compile._room_for(2):
+    with graphs.room_for(2):
         for size in range(1, 4):
             loud(torch.ones(size))
         with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
@@ -374,7 +374,7 @@ def test_graphs_are_replayed_on_one_gpu_alone(
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_processes)
     weights = [types.SimpleNamespace(device=torch.device(device)) for device in devices]
     model: Any = types.SimpleNamespace(parameters=lambda: iter(weights))
-    assert torch_compile._fitting_mode(model, backend) == mode
+    assert graphs.fitting_mode(model, backend) == mode
 
 
 def test_gradients_add_up_where_a_graph_writes_to_the_same_memory_again() -> None:

@@ -1,0 +1,130 @@
+"""Style: each module says what goes in and what comes out, lists what others may use, and fits the eye."""
+
+import ast
+import re
+from pathlib import Path
+
+import jvarlen
+
+ROOT = Path(jvarlen.__file__).parent.parent
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for package in ("jvarlen", "torch_ref")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if path.stem not in ("__init__", "__main__")
+}
+PARSED = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+IN_AND_OUT = re.compile(r"[^:]+: in (?:go|goes|come|comes) .+, out (?:go|goes|come|comes) .+")
+MAX_LINES = 420
+MAX_LINES_OF_CODE = 70  # of a function: the signature and what it does, without docstrings, comments and blank lines
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def listed(module):
+    """The names in `__all__`; None where there is none."""
+    for node in module.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return ast.literal_eval(node.value)
+    return None
+
+
+def defined(module):
+    """The functions and classes of a module, by name."""
+    return {node.name: node for node in module.body if isinstance(node, (*FUNCTIONS, ast.ClassDef))}
+
+
+def assigned_or_imported(module):
+    """The other names of a module: constants, types, and what it takes from elsewhere."""
+    names = set()
+    for node in module.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names |= {
+                each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+            }
+    return names
+
+
+def imported_names(module):
+    """The modules and names of all imports from this project's modules, wherever they stand."""
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and node.module in PARSED:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def lines_of_code(function, lines):
+    docstrings = {
+        line
+        for node in ast.walk(function)
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(node) is not None
+        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
+    }
+    inside = range(function.lineno, function.end_lineno + 1)
+    texts = [lines[number - 1].strip() for number in inside if number not in docstrings]
+    return sum(bool(text) and not text.startswith("#") for text in texts)
+
+
+def test_the_first_line_of_a_module_says_what_goes_in_and_what_comes_out():
+    first_lines = {name: (ast.get_docstring(module) or "").split("\n")[0] for name, module in PARSED.items()}
+    assert not {name: line for name, line in first_lines.items() if not IN_AND_OUT.fullmatch(line)}
+
+
+def test_a_module_lists_all_that_others_use_and_nothing_else():
+    problems = []
+    for name, module in PARSED.items():
+        names = listed(module)
+        if names is None:
+            problems.append(f"{name} has no __all__")
+            continue
+        problems += [f"{name} lists {each} twice" for each in {each for each in names if names.count(each) > 1}]
+        public = {each for each in defined(module) if not each.startswith("_")}
+        problems += [f"{name}.{each} is neither listed nor private" for each in sorted(public - set(names))]
+        problems += [f"{name} lists {each}, which is private" for each in names if each.startswith("_")]
+    problems += [
+        f"{name} uses {source}.{each}, which is not listed there"
+        for name, module in PARSED.items()
+        for source, each in imported_names(module)
+        if each not in (listed(PARSED[source]) or ())
+    ]
+    assert not problems
+
+
+def test_what_is_listed_is_there_and_documented():
+    problems = []
+    for name, module in PARSED.items():
+        definitions, others = defined(module), assigned_or_imported(module)
+        for each in listed(module) or ():
+            if each not in definitions and each not in others:
+                problems.append(f"{name}.{each} is not there")
+            elif each in definitions and not ast.get_docstring(definitions[each]):
+                problems.append(f"{name}.{each} is not documented")
+    assert not problems
+
+
+def test_the_names_in_all_are_sorted():
+    """Constants, then classes and types, then functions: the order that ruff gives."""
+    kinds = ((str.isupper, 0), (lambda name: name[0].isupper(), 1), (lambda name: True, 2))
+
+    def place(name):
+        return next(number for is_kind, number in kinds if is_kind(name)), name
+
+    unsorted = {
+        name: names for name, module in PARSED.items() if (names := listed(module) or []) != sorted(names, key=place)
+    }
+    assert not unsorted
+
+
+def test_no_module_and_no_function_is_too_long_to_read_in_one_sitting():
+    too_long = []
+    for name, path in MODULES.items():
+        lines = path.read_text().splitlines()
+        if len(lines) > MAX_LINES:
+            too_long.append(f"{name} has {len(lines)} lines")
+        for node in ast.walk(PARSED[name]):
+            if isinstance(node, FUNCTIONS) and (count := lines_of_code(node, lines)) > MAX_LINES_OF_CODE:
+                too_long.append(f"{name}.{node.name} has {count} lines of code")
+    assert not too_long
