@@ -1,0 +1,221 @@
+"""Tables of the benchmark on a GPU: in go the answers of both processes, out come the lines of the report."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from support.gpu_sizes import Sizes, num_multiplied, step_flops
+from support.timing import digits, table, versions_and_hardware
+
+TERA = 1e12
+Answers = dict[str, Any]
+
+
+def make_lines(sizes: Sizes, of_jax: Answers, of_torch: Answers, *, quick: bool) -> list[str]:
+    """The report; `of_torch` holds "missing" where PyTorch could not be asked."""
+    device = of_jax.get("machine", {}).get("device", "unknown device")
+    lines = [f"# Training on {device}, {datetime.date.today()}", ""]
+    if quick:
+        lines += ["**no GPU: CPU figures, quick form**", ""]
+    lines += [describe_model(sizes, of_jax), ""]
+    lines += [*failures({"JAX": of_jax, "PyTorch": of_torch})]
+    peak = best_rate(of_jax)
+    sections = {
+        "Matrix products": rate_table(of_jax, of_torch),
+        "Attention": attention_table(of_jax),
+        "Shapes": shape_table(sizes, of_jax, peak),
+        "Epochs": epoch_table(of_jax, peak),
+        "A training loop": describe_loop(sizes, of_jax, peak),
+        "Command buffers": buffer_table(of_jax),
+        "PyTorch": torch_table(sizes, of_jax, of_torch),
+        f"Sorting {sizes.num_keys:,} keys of 32 bits with their index": sort_table(of_jax, of_torch),
+    }
+    for title, body in sections.items():
+        if body:
+            lines += [f"## {title}", "", *body, ""]
+    versions = of_jax.get("machine", {}).get("versions", {}) | of_torch.get("machine", {}).get("versions", {})
+    run = ", ".join(f"{name} {version}" for name, version in versions.items())
+    return [*lines, f"Run: {run}.", "", versions_and_hardware("jax", "jaxlib", "flax", "optax", "torch")]
+
+
+def describe_model(sizes: Sizes, of_jax: Answers) -> str:
+    parameters = of_jax.get("epochs", {}).get("num_parameters", num_multiplied(sizes))
+    return (
+        f"A decoder of {digits(parameters / 1e6)} million parameters (layers: {sizes.num_layers}, width: "
+        f"{sizes.width:,}, heads: {sizes.num_heads}, tokens: bytes), multiplied in bfloat16 with parameters and sums "
+        "in float32; AdamW. "
+        f"{sizes.num_samples:,} samples of up to {sizes.longest:,} tokens, {sizes.max_tokens:,} tokens a microbatch, "
+        f"one microbatch a step, lengths of shapes rounded to {sizes.length_multiple}. Operations are counted by "
+        f"formula: 6 for each of the {num_multiplied(sizes):,} parameters that are multiplied and each token, and "
+        "12 × layers × width for each pair of a position with itself or one before it."
+    )
+
+
+def failures(answers: dict[str, Answers]) -> Iterator[str]:
+    for package, answer in answers.items():
+        if answer.get("missing"):
+            yield from (f"{package}: left out, {answer['missing']}.", "")
+        for part, error in answer.get("failed", {}).items():
+            yield from (f"**{package}: the part “{part}” failed**: {error.replace('|', '/')}", "")
+
+
+def best_rate(of_jax: Answers) -> float:
+    """Operations a second that the device can reach with matrices; NaN where they were not measured."""
+    return max(of_jax.get("matrices", {}).values(), default=math.nan)
+
+
+def rate_table(of_jax: Answers, of_torch: Answers) -> list[str]:
+    rates = {"JAX": of_jax.get("matrices", {}), "PyTorch": of_torch.get("matrices", {})}
+    columns = list(rates["JAX"] or rates["PyTorch"])
+    if not columns:
+        return []
+    header = "TFLOP/s in bfloat16|" + "|".join(f"{int(size):,}³" for size in columns)
+    rows = ([name, *(tera(of.get(size, math.nan)) for size in columns)] for name, of in rates.items() if of)
+    return [*table(header, rows), "", "The best of JAX's is the matrix rate below."]
+
+
+def attention_table(of_jax: Answers) -> list[str]:
+    found = of_jax.get("attention", {})
+    if not found:
+        return []
+    rows = [
+        (name, f"{of['step_s'] * 1e3:.1f}" if "step_s" in of else of["error"].replace("|", "/"))
+        for name, of in found.items()
+    ]
+    return [*table("attention|ms of a step in the longest shape", rows), "", "The fastest is used below."]
+
+
+def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
+    epochs = of_jax.get("epochs", {})
+    rows = []
+    for of in sorted(epochs.get("shapes", []), key=lambda of: (of["shape"][1], of["shape"][0])):
+        rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
+        rows.append(
+            (
+                "×".join(f"{number:,}" for number in of["shape"]),
+                f"{of['lower_s']:.1f}",
+                f"{of['compile_s']:.1f}",
+                f"{of['bytes'] / 1e9:.2f}",
+                f"{of['step_s'] * 1e3:.2f}",
+                f"{digits(math.prod(of['shape']) / of['step_s'])}",
+                tera(rate),
+                f"{rate / peak:.1%}",
+                tera(of["xla_flops"] / of["step_s"]),
+            )
+        )
+    if not rows:
+        return []
+    header = "rows × length|lower, s|compile, s|GB|ms a step|positions/s|TFLOP/s|of the matrix rate|by XLA's count"
+    return [
+        *table(header, rows),
+        "",
+        f"Several shapes are compiled at a time: {digits(sum(epochs['compile_wall_s']))} s passed in all. XLA does not "
+        "count what it hands to libraries, and the body of a loop once.",
+    ]
+
+
+def epoch_table(of_jax: Answers, peak: float) -> list[str]:
+    epochs = of_jax.get("epochs", {})
+    seconds = {tuple(of["shape"]): of["step_s"] for of in epochs.get("shapes", [])}
+    best: dict[str, float] = {}
+    rows = []
+    for plan in epochs.get("plans", []):
+        epoch_s = sum(steps * seconds[tuple(shape)] for shape, steps in zip(plan["shapes"], plan["steps"], strict=True))
+        best.setdefault(plan["lengths"], epoch_s)
+        useful = plan["useful_flops"] / epoch_s
+        rows.append(
+            (
+                f"{plan['lengths']}, {plan['strategy']}",
+                f"{plan['plan_s']:.2f}",
+                f"{len(plan['shapes'])}",
+                f"{sum(plan['steps']):,}",
+                f"{plan['padding']:.2%}",
+                f"{epoch_s:.1f}",
+                digits(plan["num_tokens"] / epoch_s),
+                f"{epoch_s / best[plan['lengths']]:.2f}",
+                tera(useful),
+                f"{useful / peak:.1%}",
+            )
+        )
+    if not rows:
+        return []
+    header = "lengths, shapes|planning, s|shapes|steps|padding|epoch, s|real tokens/s|× optimal|useful TFLOP/s"
+    lines = [
+        *table(f"{header}|of the matrix rate", rows),
+        "",
+        "An epoch is the sum of its steps, each at the seconds of its shape. Useful are the operations of real tokens, "
+        "as if each sample had a shape of its own.",
+    ]
+    if epochs["left_out"]:
+        lines += ["", f"Left out for lack of time: {'; '.join(epochs['left_out'])}."]
+    return lines
+
+
+def describe_loop(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
+    loop = of_jax.get("loop", {})
+    if not loop:
+        return []
+    seconds = {tuple(of["shape"]): of["step_s"] for of in of_jax["epochs"]["shapes"]}
+    flops = sum(float(step_flops(sizes, *shape)) for shape in loop["shapes"])
+    alone = sum(seconds[tuple(shape)] for shape in loop["shapes"])
+    return [
+        f"{loop['num_steps']} steps of the optimal plan of long-tailed lengths, batches collated on the host "
+        f"meanwhile, nothing compiled: {digits(loop['num_tokens'] / loop['seconds'])} real tokens/s, "
+        f"{tera(flops / loop['seconds'])} TFLOP/s with padding, {flops / loop['seconds'] / peak:.1%} of the matrix "
+        f"rate, {loop['seconds'] / alone:.3f} times the seconds of the same steps by themselves. Loss of the first "
+        f"step {loop['losses'][0]:.3f}, of the last {loop['losses'][1]:.3f} nats (the bytes are random: ln 256 is "
+        "5.545)."
+    ]
+
+
+def buffer_table(of_jax: Answers) -> list[str]:
+    found = of_jax.get("command buffers", {})
+    if len(found) < 2:
+        return []
+    rows = [
+        (f"{rows}×{length:,}", f"{on * 1e3:.2f}", f"{off * 1e3:.2f}", f"{off / on:.3f}")
+        for (rows, length, on), (_, _, off) in zip(found["on"], found["off"], strict=True)
+    ]
+    return table("rows × length|on, ms a step|off, ms a step|off / on", rows)
+
+
+def torch_table(sizes: Sizes, of_jax: Answers, of_torch: Answers) -> list[str]:
+    steps = of_torch.get("steps", {})
+    peak = max(of_torch.get("matrices", {}).values(), default=math.nan)
+    in_jax = {tuple(of["shape"]): of["step_s"] for of in of_jax.get("epochs", {}).get("shapes", [])}
+    rows = []
+    for of in steps.get("shapes", []):
+        rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
+        rows.append(
+            (
+                "×".join(f"{number:,}" for number in of["shape"]),
+                of["mode"],
+                f"{of['compile_s']:.1f}",
+                f"{of['step_s'] * 1e3:.2f}",
+                tera(rate),
+                f"{rate / peak:.1%}",
+                f"{of['step_s'] / in_jax.get(tuple(of['shape']), math.nan):.2f}",
+            )
+        )
+    if not rows:
+        return []
+    header = "rows × length|mode|compile, s|ms a step|TFLOP/s|of its matrix rate|PyTorch / JAX"
+    lines = [*table(header, rows), "", "The same model and plan, `torch_ref.compile_buckets`, autocast, fused AdamW."]
+    if steps["left_out"]:
+        left_out = ", ".join(f"{rows}×{length}" for rows, length in steps["left_out"])
+        lines += ["", f"Left out for lack of time: {left_out}."]
+    return lines
+
+
+def sort_table(of_jax: Answers, of_torch: Answers) -> list[str]:
+    seconds = of_jax.get("sort", {}) | of_torch.get("sort", {})
+    peer = of_jax.get("sort", {}).get("`lax.sort` of (key, index)", math.nan)
+    rows = ((name, f"{s * 1e3:.2f}", f"{s / peer:.2f}") for name, s in seconds.items())
+    return table("|ms|× `lax.sort`", rows) if seconds else []
+
+
+def tera(rate: float) -> str:
+    return "–" if math.isnan(rate) else digits(rate / TERA)

@@ -1,0 +1,40 @@
+"""What the processes of the benchmark on a GPU share: in go parts by name, out comes a JSON file of their answers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from support.gpu_sizes import OF_NAME, Sizes
+
+Answer = dict[str, Any]
+Parts = dict[str, Callable[[Answer], None]]
+
+
+def run_parts(package: str, parts: Callable[[Sizes, dict[str, Answer]], Parts]) -> int:
+    """Runs all parts; arguments of the program are the size's name and the file. Returns the exit code.
+
+    A part that fails is listed under "failed" with the last line of its error; what it had answered until then stays.
+    """
+    size, path = sys.argv[1:]
+    answers: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for name, part in parts(OF_NAME[size], answers).items():
+        say(f"{package}: {name}")
+        answers[name] = {}
+        try:
+            part(answers[name])
+        except Exception as error:
+            traceback.print_exc()
+            failed[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+        Path(path).write_text(json.dumps(answers | {"failed": failed}))
+    return 1 if failed else 0
+
+
+def say(what: str) -> None:
+    print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,53 @@
+"""A plugin of pytest for machines without most of what jvarlen requires: what is missing is stood in for, or told."""
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+WITHOUT_STAND_IN = ("grain",)  # nothing reads samples for `load` but Grain itself
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    sys.path.append(str(STAND_INS))  # last: what is installed goes before
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is in the same process
+
+
+def pytest_report_header() -> list[str]:
+    import jax  # here: what the tests set for it comes before
+
+    packages = ("jax", "flax", "optax", "numpy", "torch", "grain", "jaxtyping", "tqdm", "platformdirs", "dacite")
+    return [
+        f"devices: {', '.join(device.device_kind for device in jax.devices())}",
+        f"packages: {', '.join(f'{name} {_version(name)}' for name in packages)}",
+    ]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Tests of both packages need both."""
+    is_of_both = collection_path.parent.name == "parity" or collection_path.name == "parity"
+    return True if is_of_both and importlib.util.find_spec("torch") is None else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Skips what came upon a package that is missing and that nothing stands in for."""
+    try:
+        return (yield)
+    except ModuleNotFoundError as error:
+        if error.name not in WITHOUT_STAND_IN:
+            raise
+        pytest.skip(f"{error.name} is not installed")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

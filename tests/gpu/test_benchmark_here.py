@@ -1,0 +1,16 @@
+"""The benchmark can be started with the packages that are here."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_the_processes_of_the_benchmark_find_what_they_import(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert importlib.import_module("support.gpu_tables").make_lines
+    assert importlib.import_module("support.gpu_jax").parts
+    pytest.importorskip("torch", reason="torch is not installed")
+    assert importlib.import_module("support.gpu_torch").parts

@@ -1,0 +1,137 @@
+"""What runs on a GPU runs on a processor as well, without packages that such a machine may lack; its figures add up."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+STOOD_IN_FOR = {"dacite", "jaxtyping", "platformdirs", "tqdm"}
+ABSENT = STOOD_IN_FOR | {
+    "beartype", "datasets", "grain", "hypothesis", "matplotlib", "numba", "pyarrow", "tensorboardX", "tokenizers",
+    "transformers", "tyro", "wandb", "xdist",
+}  # fmt: skip
+# Python imports a module of this name when it starts. What is absent is looked for among the stand-ins alone.
+SITECUSTOMIZE = f"""
+import pathlib, sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] not in {sorted(ABSENT)}:
+            return super().find_spec(name, path, target)
+        spec = PathFinder.find_spec(name, [entry for entry in sys.path if entry.endswith("stand_ins")])
+        if spec is not None:
+            pathlib.Path(__file__).with_name(name).touch()
+        return spec
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+def run_kit(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gpu", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_tests_for_a_gpu_pass_on_a_processor_with_few_packages(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    run = run_kit("--platform", "cpu", "--part", "tests", PYTHONPATH=str(tmp_path))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "no GPU" not in run.stdout  # nothing was left out for that
+    assert "not installed\n" not in run.stdout.partition("short test summary")[2]
+    assert {path.name for path in tmp_path.iterdir() if not path.suffix} - {"__pycache__"} == STOOD_IN_FOR
+
+
+def test_without_a_gpu_nothing_is_done():
+    run = run_kit(JAX_PLATFORMS="cpu")
+    assert run.returncode == 3
+    assert run.stderr.startswith("no GPU: nothing to do")
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("support.gpu_sizes")
+
+
+@pytest.fixture
+def tables(sizes):
+    return importlib.import_module("support.gpu_tables")
+
+
+def test_operations_are_those_of_all_products_one_by_one(sizes):
+    small = sizes.QUICK._replace(num_layers=3, width=4)
+    forward = 0
+    for row_length in (5, 5):
+        for position in range(row_length):
+            for _ in range(small.num_layers):
+                for num_in, num_out in ((4, 12), (4, 4), (4, 16), (16, 4)):
+                    forward += 2 * num_in * num_out
+                forward += (position + 1) * (2 * 4 + 2 * 4)  # a query with each key, a weight with each value
+            forward += 2 * 4 * 256
+    assert sizes.step_flops(small, 2, 5) == 3 * forward
+
+
+def test_the_large_model_has_about_a_hundred_million_parameters(sizes):
+    assert 0.95e8 < sizes.num_multiplied(sizes.FULL) < 1.1e8
+    for lengths in sizes.lengths_by_kind(sizes.FULL).values():
+        assert 1 <= lengths.min() < lengths.max() <= 4096
+        assert np.median(lengths) < 2200
+
+
+def test_an_epoch_is_the_sum_of_its_steps(tables):
+    plans = [
+        {
+            "lengths": "some", "strategy": name, "shapes": shapes, "steps": steps, "plan_s": 0.5, "padding": 0.25,
+            "num_tokens": 300, "useful_flops": 4e12,
+        }
+        for name, shapes, steps in (("a", [[2, 8], [1, 16]], [3, 1]), ("b", [[1, 16]], [4]))
+    ]  # fmt: skip
+    shapes = [{"shape": [2, 8], "step_s": 0.5}, {"shape": [1, 16], "step_s": 2.5}]
+    lines = tables.epoch_table({"epochs": {"plans": plans, "shapes": shapes, "left_out": ["c, some lengths"]}}, 2e12)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4]]
+    assert [row[5] for row in cells] == ["4.0", "10.0"]
+    assert [row[6] for row in cells] == ["75", "30"]
+    assert [row[7] for row in cells] == ["1.00", "2.50"]
+    assert [row[8:] for row in cells] == [["1", "50.0%"], ["0.4", "20.0%"]]
+    assert "c, some lengths" in lines[-1]
+
+
+def test_what_failed_or_is_missing_is_in_the_report(sizes, tables):
+    of_jax = {"machine": {"device": "a device", "versions": {}}, "failed": {"matrices": "ValueError: a | b"}}
+    text = "\n".join(tables.make_lines(sizes.FULL, of_jax, {"missing": "it is not installed"}, quick=False))
+    assert "“matrices” failed**: ValueError: a / b" in text
+    assert "PyTorch: left out, it is not installed." in text
+
+
+def test_parts_that_fail_keep_what_others_answered(sizes, tmp_path, monkeypatch, capsys):
+    worker = importlib.import_module("support.gpu_worker")
+    path = tmp_path / "answers.json"
+    monkeypatch.setattr(sys, "argv", ["worker", "quick", str(path)])
+
+    def fail(answer):
+        answer["before"] = 1
+        raise ValueError("why\nand more")
+
+    def parts(given, answers):
+        assert given == sizes.QUICK
+        return {"first": fail, "second": lambda answer: answer.update(x=answers["first"]["before"])}
+
+    assert worker.run_parts("a package", parts) == 1
+    answers = json.loads(path.read_text())
+    assert answers == {"first": {"before": 1}, "second": {"x": 1}, "failed": {"first": "ValueError: why"}}
+    assert "ValueError: why" in capsys.readouterr().err
