@@ -64,8 +64,9 @@ def attend(
         return attend_within_segments(query, key, value, segment_ids, causal=causal, implementation="chunked")
     if implementation == "mask" or query.dtype == jnp.float64:
         return _attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
+    one_at_least = jnp.maximum(lengths, 1)  # a row that sees nothing must be finite in any implementation
     return jax.nn.dot_product_attention(
-        query, key, value, is_causal=causal, key_value_seq_lengths=lengths, implementation=implementation
+        query, key, value, is_causal=causal, key_value_seq_lengths=one_at_least, implementation=implementation
     )
 
 

@@ -1,0 +1,80 @@
+"""A model of your own in Flax NNX: of which of four sources is a text? Attention, and a mean over the tokens.
+
+What `jvarlen` asks of a model is one function: loss_fn(params, microbatch) -> (sum of losses, sum of weights).
+own_model_linen.py and own_model_pure_jax.py do the same in other ways.
+Letters: B rows, T positions, D width, C sources.
+
+Run it: python examples/own_model_nnx.py
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jvarlen
+from jvarlen import testing
+
+NUM_SOURCES, NUM_TOKENS, WIDTH = 4, 32, 16
+
+
+def make_samples(num_samples):
+    """The first token is the source, the others are drawn as that source draws them."""
+    rng = np.random.default_rng(0)
+    frequencies = rng.dirichlet(np.full(NUM_TOKENS, 0.5), size=NUM_SOURCES)
+    sources = rng.integers(NUM_SOURCES, size=num_samples)
+    sizes = rng.geometric(0.1, num_samples).clip(max=48)
+    texts = [rng.choice(NUM_TOKENS, n, p=frequencies[source]) for source, n in zip(sources, sizes, strict=True)]
+    return [np.append(source, text) for source, text in zip(sources, texts, strict=True)]
+
+
+class Classifier(nnx.Module):
+    """Padding takes no part: not in attention, nor in the mean, whose divisor is never 0."""
+
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(NUM_TOKENS, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(num_heads=2, in_features=WIDTH, decode=False, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, NUM_SOURCES, rngs=rngs)
+
+    def __call__(self, text_BxT, lengths_B):
+        """Logits of the sources."""
+        x_BxTxD = self.embed(text_BxT)
+        mask_BxTxT = jvarlen.attention_mask(lengths_B, text_BxT.shape[1], causal=False)
+        x_BxTxD += self.attention(x_BxTxD, mask=mask_BxTxT[:, None])
+        is_token_BxTx1 = jvarlen.padding_mask(lengths_B, text_BxT.shape[1])[..., None]
+        mean_BxD = jnp.sum(x_BxTxD * is_token_BxTx1, axis=1) / jnp.maximum(lengths_B, 1)[:, None]
+        return self.head(mean_BxD)
+
+
+# Arrays apart from the rest: a step takes and gives a pytree of arrays.
+graphdef, params, rest = nnx.split(Classifier(rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+
+def loss_fn(params, microbatch):
+    """Sums over real rows: a dummy row has length 0, and so weight 0."""
+    labels_B, text_BxT = microbatch.tokens[:, 0], microbatch.tokens[:, 1:]
+    logits_BxC = nnx.merge(graphdef, params, rest)(text_BxT, jnp.maximum(microbatch.lengths - 1, 0))
+    losses_B = optax.softmax_cross_entropy_with_integer_labels(logits_BxC, labels_B)
+    weights_B = (microbatch.lengths > 0).astype(losses_B.dtype)
+    return jnp.sum(losses_B * weights_B), jnp.sum(weights_B)
+
+
+samples = make_samples(2_000)
+lengths = jvarlen.measure_lengths(samples, progress=False)
+
+(batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)]), samples[:6])
+# rtol of float32: nnx.Embed gives the type that its table began with, whatever it has now.
+splits = testing.assert_partition_invariant(loss_fn, params, batch, num_shards=[1], rtol=1e-5)
+print("the same loss and gradient, in float32, on all of:", *splits, sep="\n  ")
+
+buckets = jvarlen.make_buckets(lengths, max_tokens=1024, max_shapes=2)
+plans = [jvarlen.make_plan(lengths, buckets, order="shuffle", epoch=epoch) for epoch in range(3)]
+optimizer = optax.chain(optax.adamw(3e-3), jvarlen.scale_by_batch_size(32, rule="sqrt"))
+state = jvarlen.init_train_state(params, optimizer)
+step = jvarlen.compile_buckets(jvarlen.make_train_step(loss_fn, optimizer), state, plans[0], progress=False)
+for epoch, plan in enumerate(plans):
+    loss_sum = weight_sum = 0.0
+    for batch in jvarlen.load(plan, samples):
+        state, metrics = step(state, batch)
+        loss_sum, weight_sum = loss_sum + metrics.loss_sum, weight_sum + metrics.weight_sum
+    print(f"epoch {epoch}: {float(weight_sum):,.0f} samples, loss {float(loss_sum / weight_sum):.3f}")

@@ -1,0 +1,162 @@
+"""Examples run as their readers run them, warnings as errors, and what they print is true."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+OWN_MODELS = sorted(EXAMPLES.glob("own_model_*.py"))
+SECONDS = 300
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs Python in an empty folder, on one device, and gives what it printed."""
+    environment = os.environ | {
+        "PYTHONPATH": str(EXAMPLES.parent),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiled soon rather than well
+        "OMP_NUM_THREADS": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "true",  # a resumed run reads what it compiled before
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
+    }
+
+    def run(*args: str | Path, warnings: str = "error") -> str:
+        ended = subprocess.run(
+            [sys.executable, *args],
+            cwd=tmp_path,
+            env=environment | {"PYTHONWARNINGS": warnings},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
+        return ended.stdout
+
+    return run
+
+
+def numbers(pattern: str, printed: str) -> list[float]:
+    """The groups of the one place where a pattern is found."""
+    (found,) = re.findall(pattern, printed)
+    return [float(number.replace(",", "")) for number in ((found,) if isinstance(found, str) else found)]
+
+
+def epoch_losses(printed: str, count: str) -> list[float]:
+    """The losses of the epochs, each of which has had so many of what is counted."""
+    epochs = re.findall(r"^epoch (\d+): ([\d,]+) \w+, loss ([\d.]+)$", printed, re.MULTILINE)
+    assert [(int(epoch), counted) for epoch, counted, _ in epochs] == [(i, count) for i in range(3)]
+    return [float(loss) for _, _, loss in epochs]
+
+
+def test_ten_line_plan_pads_much_less_than_padding_to_the_longest(run):
+    printed = run(EXAMPLES / "ten_line_plan.py")
+    padding, to_longest = numbers(r"padding: ([\d.]+)%; padded to the longest, it would be ([\d.]+)%", printed)
+    assert padding < 20 < 90 < to_longest
+    num_samples, num_steps = numbers(r"([\d,]+) samples, each in one of ([\d,]+) steps", printed)
+    assert numbers(r"total\s+([\d,]+)\s+([\d,]+)", printed) == [num_samples, num_steps]
+    assert num_samples == 50_000
+
+
+def test_own_jsonl_resumes_with_the_steps_that_are_left_and_learns(run, tmp_path):
+    printed = run(EXAMPLES / "own_jsonl.py")
+    stopped, planned, taken = numbers(r"stopped after (\d+) of (\d+) steps, resumed; steps taken: (\d+)", printed)
+    assert 20 < stopped < planned == taken == 60
+    (metrics,) = tmp_path.glob("runs/own_jsonl/2*/metrics.jsonl")
+    records = map(json.loads, metrics.read_text().splitlines())
+    assert [record["step"] for record in records if "loss" in record] == list(range(60))
+    for loop in ("fit", "the loop"):
+        first, last = numbers(rf"loss of {loop}: ([\d.]+) -> ([\d.]+)", printed)
+        assert 5 < first < 6  # log 256, bytes being all alike
+        assert last < 2
+
+
+@pytest.mark.parametrize("path", OWN_MODELS, ids=lambda path: path.stem)
+def test_own_models_have_one_loss_on_all_splits_and_learn(run, path):
+    printed = run(path)
+    assert len(re.findall(r"^  microbatches × rows \d+×\d+, shards 1", printed, re.MULTILINE)) == 5
+    losses = epoch_losses(printed, "2,000")
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.5 < 1.4  # log 4, sources being all alike
+
+
+@pytest.mark.multiprocess
+def test_multi_process_shares_the_samples_and_agrees_on_plan_and_losses(run):
+    printed = run(EXAMPLES / "multi_process.py")
+    lines = re.findall(r"process (\d) of 2: read (\d+) of 400 samples, (plan .* steps)$", printed, re.MULTILINE)
+    ranks, num_read, seen = zip(*lines, strict=True)
+    assert set(ranks) == {"0", "1"}
+    assert sum(map(int, num_read)) == 400
+    assert min(map(int, num_read)) > 150
+    assert seen[0] == seen[1]
+    first, last = numbers(r"loss ([\d.]+) -> ([\d.]+)", seen[0])
+    assert last < 0.1 < 2.7 < first  # log 16
+    assert "all processes have the same plan and the same losses" in printed
+
+
+def test_translation_pairs_learns_to_translate(run):
+    printed = run(EXAMPLES / "translation_pairs.py")
+    padding, to_longest = numbers(
+        r"padding: ([\d.]+)%; padded to the longest of each side, it would be ([\d.]+)%", printed
+    )
+    assert padding < 40 < 65 < to_longest
+    losses = epoch_losses(printed, "41,782")
+    assert losses[-1] < 0.1 < 1 < losses[0] < 3  # log 20
+
+
+def test_speech_durations_begins_with_the_short_ones_and_learns_to_predict(run):
+    printed = run(EXAMPLES / "speech_durations.py")
+    early, late = numbers(r"mean duration: ([\d.]+) s in the first ten steps, ([\d.]+) s in the last ten", printed)
+    assert 4 * early < late
+    assert numbers(r"total\s+([\d,]+)", printed) == [2000]
+    first, last, _ = numbers(r"loss: ([\d.]+) -> ([\d.]+) in (\d+) steps", printed)
+    assert last < 0.05 < 0.45 < first  # half, where nothing is predicted of a sine
+
+
+def test_torch_reference_has_the_plan_and_the_rates_of_jvarlen(run):
+    pytest.importorskip("torch")
+    printed = run(EXAMPLES / "torch_reference.py")
+    digests = re.findall(r"^ *(\w+): (\d+ steps, digest [0-9a-f]{32}…)$", printed, re.MULTILINE)
+    assert [package for package, _ in digests] == ["jvarlen", "torch_ref"]
+    assert digests[0][1] == digests[1][1]
+    assert "digests are equal: True" in printed
+    (difference,) = numbers(r"largest difference of the learning rates: ([\d.e+-]+)", printed)
+    assert difference < 1e-12
+    assert "the scheduler's rates are those of the plan: True" in printed
+    first, last, _ = numbers(r"loss: ([\d.]+) -> ([\d.]+) in (\d+) steps", printed)
+    assert last < 1 < 5 < first
+
+
+def test_plan_notebook_runs_as_a_notebook_and_draws(run, tmp_path):
+    notebook = tmp_path / "plan_notebook.ipynb"
+    # Jupyter's own warnings are no concern of the notebook.
+    run("-m", "jupytext", "--to", "ipynb", "--output", notebook, EXAMPLES / "plan_notebook.py", warnings="default")
+    run("-c", "from nbclient.cli import main; main()", "--inplace", notebook, warnings="default")
+    cells = json.loads(notebook.read_text())["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    printed = "".join("".join(output.get("text", "")) for output in outputs)
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 3
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    padding = [float(share) for share in re.findall(r"^ *\d+ shapes: ([\d.]+)% padding", printed, re.MULTILINE)]
+    assert len(padding) == 6
+    assert padding == sorted(padding, reverse=True)
+    assert "the same plan, read back: True" in printed
+
+
+def test_every_example_has_a_test_and_a_row_in_the_table():
+    stems = {path.stem for path in EXAMPLES.glob("*.py")}
+    tested = {stem for stem in stems if any(name.startswith(f"test_{stem}_") for name in globals())}
+    assert stems - tested == {path.stem for path in OWN_MODELS}
+    table = (EXAMPLES / "README.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\.py\]\((\w+)\.py\) \|.* examples/(\w+)\.py` \|$", table, re.MULTILINE)
+    assert sorted(rows) == [(stem,) * 3 for stem in sorted(stems)]
