@@ -18,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from support.bucket_compile_plans import (
     Sizes,
@@ -32,8 +34,8 @@ from support.bucket_compile_plans import (
     quarter_shapes,
 )
 from support.bucket_compile_tables import TORCH_WAYS, Measured, Start, make_report
-from support.bucket_compile_worker import corpus
-from support.timing import RESULTS, report
+from support.bucket_compile_worker import QUESTIONS, corpus
+from support.timing import COMPILE_FAST, RESULTS, report
 
 import jvarlen
 
@@ -78,7 +80,7 @@ QUICK = FULL._replace(
     max_steps=12,
     start_all=False,
     start_repeats=1,
-    raw_limit_s=1.0,
+    raw_limit_s=0.0,
     dispatch_models={"tiny model": TINY},
     dispatch_repeats=20,
     idle_repeats=2,
@@ -106,6 +108,13 @@ def ask(
         return json.loads(answer.read_text())
 
 
+def ask_here(questions: dict[str, Any], *, cache: Path) -> Any:
+    """What this process answers, with compiled programs kept there: the quick form saves what a process imports."""
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    return json.loads(json.dumps({name: QUESTIONS[name](**settings) for name, settings in questions.items()}))
+
+
 def measure_start(sizes: Sizes, strategy: Strategy, shared_cache: Path, repeats: int, *, with_set: bool) -> Start:
     """Starts in turn: cold, warm from the persistent cache, and from a saved set, with that cache and without any."""
     found = Start([], [], [], [])
@@ -125,13 +134,28 @@ def measure_start(sizes: Sizes, strategy: Strategy, shared_cache: Path, repeats:
                 found.from_set.append(start(load_from=str(saved)))
                 if sizes.start_all:
                     found.from_set_alone.append(start(cached=False, load_from=str(saved)))
-            shutil.copytree(cache, shared_cache, dirs_exist_ok=True)
+            if sizes.start_all:
+                shutil.copytree(cache, shared_cache, dirs_exist_ok=True)
         say(f"{strategy.name}: {found.cold[-1]['first_step_s']:.1f} s cold, {found.warm[-1]['first_step_s']:.1f} warm")
     return found
 
 
+def measure_starts(
+    sizes: Sizes, strategies: dict[str, Strategy], main: Strategy, shared_cache: Path
+) -> dict[str, Start]:
+    """Starts of all strategies, by name; of the main one alone in the quick form."""
+    starts = {}
+    for strategy in strategies.values():
+        if strategy is main:
+            starts[strategy.name] = measure_start(sizes, strategy, shared_cache, sizes.start_repeats, with_set=True)
+        elif strategy.is_started and sizes.start_all:
+            starts[strategy.name] = measure_start(sizes, strategy, shared_cache, 1, with_set=False)
+    return starts
+
+
 def measure_torch(sizes: Sizes, strategy: Strategy) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
     """The ways of PyTorch: started cold, and again warm."""
+    say("PyTorch")
     model = {{"width": "embed_dim"}.get(name, name): value for name, value in sizes.model.items()}
     settings = {"model": model, "buckets": strategy.buckets, "backend": sizes.torch_backend, "ways": list(TORCH_WAYS)}
 
@@ -155,23 +179,26 @@ def measure_torch(sizes: Sizes, strategy: Strategy) -> tuple[dict[str, Any] | No
 
 def measure(sizes: Sizes, lengths: np.ndarray) -> tuple[dict[str, Strategy], Measured]:
     common = {"model": sizes.model, "longest": sizes.longest}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
         shared_cache = Path(folder, "shared")
-        cached = {"JAX_COMPILATION_CACHE_DIR": shared_cache}
+
+        def ask_cached(questions: dict[str, Any]) -> Any:
+            if sizes.start_all:
+                return ask(questions, JAX_COMPILATION_CACHE_DIR=shared_cache)
+            return ask_here(questions, cache=shared_cache)
+
         say("costs of steps, to plan with")
         shapes = [shape for is_packed in (False, True) for shape in cost_shapes(sizes, is_packed=is_packed)]
         settings = common | {"shapes": shapes, "num_rounds": sizes.num_rounds}
-        before = by_shape(ask({"costs": settings}, **cached)["costs"])
+        before = by_shape(ask_cached({"costs": settings})["costs"])
         cost, packed_cost = (measured_cost(sizes, before, is_packed=is_packed) for is_packed in (False, True))
         strategies = make_strategies(sizes, lengths, cost, packed_cost)
         main = strategies[f"optimal by time, {sizes.main_shapes}"]
-
-        starts = {}
-        for strategy in strategies.values():
-            if strategy is main:
-                starts[strategy.name] = measure_start(sizes, strategy, shared_cache, sizes.start_repeats, with_set=True)
-            elif strategy.is_started and sizes.start_all:
-                starts[strategy.name] = measure_start(sizes, strategy, shared_cache, 1, with_set=False)
+        starts = beside.submit(measure_starts, sizes, strategies, main, shared_cache)
+        torch = beside.submit(measure_torch, sizes, strategies[f"optimal by time, {sizes.torch_shapes}"])
+        if sizes.start_all:  # in full, each has the machine for itself
+            for each in (starts, torch):
+                each.result()
 
         references = [*cost_shapes(sizes), *quarter_shapes(sizes)]
         of_strategies = {shape: None for strategy in strategies.values() for shape in strategy.shapes}
@@ -179,31 +206,25 @@ def measure(sizes: Sizes, lengths: np.ndarray) -> tuple[dict[str, Strategy], Mea
         shapes = [*references, *(shape for shape in of_strategies if shape not in references), *references]
         say(f"{len(set(shapes))} shapes, and an epoch of {main.name}")
         settings = common | {"buckets": main.buckets, "shapes": shapes, "num_rounds": sizes.num_rounds}
-        for_epoch = {"epoch": settings | {"max_steps": sizes.max_steps}}
+        epoch = ask_cached({"epoch": settings | {"max_steps": sizes.max_steps}})["epoch"]
+        say("raw shapes, and the host")
         idle = {"repeats": sizes.idle_repeats, "steps_per_repeat": 6, "buffered_steps": 8}
         for_host = {
             "raw": common | {"max_tokens": sizes.max_tokens, "limit_s": sizes.raw_limit_s},
             "dispatch": {"models": sizes.dispatch_models, "repeats": sizes.dispatch_repeats},
             "idle": common | {"bucket": main.buckets[0]} | idle,
         }
-        if sizes.start_all:
-            epoch = ask(for_epoch, **cached)["epoch"]
-            say("raw shapes, and the host")
-            host = ask(for_host)  # without the cache: raw shapes are compiled cold
-        else:
-            host = ask(for_epoch | for_host, **cached)
-            epoch = host["epoch"]
+        # In full without the cache: raw shapes are compiled cold.
+        host = ask(for_host) if sizes.start_all else ask_cached(for_host)
     seconds = by_shape(epoch["rows"])
-    say("PyTorch")
-    torch = measure_torch(sizes, strategies[f"optimal by time, {sizes.torch_shapes}"])
     return strategies, Measured(
         fit=jvarlen.fit_cost_model([shape[1:] for shape in references], [seconds[shape] for shape in references]),
         cost=measured_cost(sizes, seconds),
         seconds=seconds,
-        starts=starts,
+        starts=starts.result(),
         epoch=epoch,
         host=host,
-        torch=torch,
+        torch=torch.result(),
     )
 
 
@@ -212,13 +233,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few shapes, and no report")
     quick = parser.parse_args().quick
     sizes = QUICK if quick else FULL
+    if quick:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {COMPILE_FAST}"
     begun = time.monotonic()
     lengths = jvarlen.measure_lengths(corpus(sizes.longest), progress=False)
     strategies, found = measure(sizes, lengths)
-    plot = f"{datetime.date.today()}-bucket-compile.png"
+    plot = None if quick else f"{datetime.date.today()}-bucket-compile.png"
     minutes = (time.monotonic() - begun) / 60
     lines, figure = make_report(sizes, lengths, strategies, found, plot, minutes)
-    figure.savefig(io.BytesIO() if quick else RESULTS / plot, dpi=110, format="png")
+    figure.savefig(RESULTS / plot if plot else io.BytesIO(), dpi=110, format="png")
     report("bucket-compile", lines, write=not quick)
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from support import sort_tables
 from support.sort_tables import KINDS, Sizes
-from support.timing import RESULTS, report, table, versions_and_hardware
+from support.timing import COMPILE_FAST, RESULTS, report, table, versions_and_hardware
 from tqdm import tqdm
 
 from tests import processes
@@ -29,7 +29,7 @@ DEADLINE_S = 900
 
 
 class Job(NamedTuple):
-    """One run of a program: its question, what that takes, and on how many devices or processes."""
+    """A question to a program, what that takes, and on how many devices or processes it is answered."""
 
     question: str
     settings: dict[str, Any]
@@ -112,20 +112,34 @@ def make_jobs(sizes: Sizes, is_quick: bool) -> dict[str, Job]:
     }
 
 
-def run(job: Job) -> Any:
-    """What the job's process has to say, or a list of what each of several has."""
+def in_groups(jobs: dict[str, Job], is_quick: bool) -> list[dict[str, Job]]:
+    """Jobs that run in one process, or in the same few: each has its own, but for quick ones of the same kind."""
+    if not is_quick:
+        return [{name: job} for name, job in jobs.items()]
+    groups: dict[Any, dict[str, Job]] = {}
+    for name, job in jobs.items():
+        is_elsewhere = job.settings.get("platform")  # a process of another platform is no good for the others
+        kind = (job.program, job.num_devices, job.num_processes, is_elsewhere)
+        groups.setdefault(kind, {})[name] = job
+    return list(groups.values())
+
+
+def run(jobs: dict[str, Job], is_quick: bool) -> dict[str, Any]:
+    """What the process of some jobs has to say, or a list of what each of several has, by job."""
+    one = next(iter(jobs.values()))
+    questions = {name: [job.question, job.settings] for name, job in jobs.items()}
     with tempfile.TemporaryDirectory() as folder:
         processes.run(
-            FOLDER / "support" / job.program,
-            job.num_processes,
-            job.question,
+            FOLDER / "support" / one.program,
+            one.num_processes,
+            json.dumps(questions),
             folder,
-            json.dumps(job.settings),
-            num_devices=job.num_devices,
+            COMPILE_FAST if is_quick else "",
+            num_devices=one.num_devices,
             seconds=DEADLINE_S,
         )
-        answers = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.num_processes)]
-    return answers if job.num_processes > 1 else answers[0]
+        answers = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(one.num_processes)]
+    return {name: [each[name] for each in answers] if len(answers) > 1 else answers[0][name] for name in jobs}
 
 
 def busy_seconds() -> float | None:
@@ -139,15 +153,16 @@ def busy_seconds() -> float | None:
     return busy - sum(os.times()[:4])
 
 
-def run_all(jobs: dict[str, Job]) -> tuple[dict[str, Any], list[list[str]]]:
-    """Answers by job, and for each job its name, its seconds and how many cores others used meanwhile."""
+def run_all(jobs: dict[str, Job], is_quick: bool) -> tuple[dict[str, Any], list[list[str]]]:
+    """Answers by job, and for each group its jobs, its seconds and how many cores others used meanwhile."""
     answers: dict[str, Any] = {}
     rows = []
-    with tqdm(jobs.items()) as bar:
-        for name, job in bar:
+    with tqdm(in_groups(jobs, is_quick)) as bar:
+        for group in bar:
+            name = "; ".join(group)
             bar.set_description(name)
             start, busy_before = time.perf_counter(), busy_seconds()
-            answers[name] = run(job)
+            answers |= run(group, is_quick)
             seconds, busy_after = time.perf_counter() - start, busy_seconds()
             is_known = busy_before is not None and busy_after is not None
             cores = f"{max(0.0, busy_after - busy_before) / seconds:.1f}" if is_known else ""
@@ -163,8 +178,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few keys and devices, and no report")
     options = parser.parse_args()
     sizes = QUICK if options.quick else default_sizes(options.num_keys)
-    answers, times = run_all(make_jobs(sizes, options.quick))
-    plot = f"{datetime.date.today()}-sorting.png"
+    answers, times = run_all(make_jobs(sizes, options.quick), options.quick)
+    plot = None if options.quick else f"{datetime.date.today()}-sorting.png"
     lines = [
         f"# Sorting, {datetime.date.today()}",
         "",
@@ -177,8 +192,7 @@ def main() -> None:
         *sort_tables.compare_processes(sizes, answers),
         *sort_tables.compare_balance(sizes, answers),
         *sort_tables.compare_growth(sizes, answers),
-        f"![Seconds over N and over devices]({plot})",
-        "",
+        *([f"![Seconds over N and over devices]({plot})", ""] if plot else []),
         *sort_tables.compare_shards(sizes, answers),
         *sort_tables.compare_memory(sizes, answers),
         *sort_tables.compare_plans(sizes, answers),
@@ -193,7 +207,7 @@ def main() -> None:
         "",
         versions_and_hardware("jax", "jaxlib", "torch"),
     ]
-    sort_tables.draw(sizes, answers).savefig(io.BytesIO() if options.quick else RESULTS / plot, dpi=110, format="png")
+    sort_tables.draw(sizes, answers).savefig(RESULTS / plot if plot else io.BytesIO(), dpi=110, format="png")
     report("sorting", lines, write=not options.quick)
 
 

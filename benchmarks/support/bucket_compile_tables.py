@@ -299,7 +299,12 @@ def draw(lines: list[Figures], judged: Judged, run: tuple[int, float]) -> Figure
 
 
 def make_report(
-    sizes: Sizes, lengths: np.ndarray, strategies: dict[str, Strategy], found: Measured, plot: str, minutes: float
+    sizes: Sizes,
+    lengths: np.ndarray,
+    strategies: dict[str, Strategy],
+    found: Measured,
+    plot: str | None,
+    minutes: float,
 ) -> tuple[list[str], Figure]:
     judged = judge(sizes, lengths, strategies, found.cost)
     main = strategies[f"optimal by time, {sizes.main_shapes}"]
@@ -354,8 +359,7 @@ def make_report(
         f"of the shortest bucket's. Processes are stopped after {sizes.torch_limit_s} s"
         f"{'' if found.torch[0] else '; this one was, or failed, so that there are no figures'}.",
         "",
-        f"![Efficiency over shapes, and seconds of a first epoch]({plot})",
-        "",
+        *([f"![Efficiency over shapes, and seconds of a first epoch]({plot})", ""] if plot else []),
         f"## Starts of “{main.name}”",
         "",
         *starts_table(found.starts[main.name]),

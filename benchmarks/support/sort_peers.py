@@ -1,6 +1,6 @@
 """A process of the benchmark of sorting, without JAX: `torch_ref.sample_sort`, and sorts of Python lists.
 
-Arguments and answer are those of `sort_worker.py`; the answer is this process's seconds of each call.
+Arguments and answers are those of `sort_worker.py`; an answer is this process's seconds of each call.
 """
 
 from __future__ import annotations
@@ -97,16 +97,17 @@ def seconds_of(call: Callable[[], Any], repeats: int) -> tuple[list[float], Any]
 
 
 def main() -> None:
-    work, folder, settings = sys.argv[1:4]
+    questions, folder, _ = sys.argv[1:4]
     num_processes, rank, port = map(int, sys.argv[4:])
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=num_processes)
-    given = json.loads(settings)
-    keys = np.random.default_rng(0).integers(-(2**31), 2**31, given["num_rows"]).astype(np.int32)
-    answer = measure(work, keys, given["repeats"])
+    answers = {}
+    for name, (work, given) in json.loads(questions).items():
+        keys = np.random.default_rng(0).integers(-(2**31), 2**31, given["num_rows"]).astype(np.int32)
+        answers[name] = measure(work, keys, given["repeats"])
     distributed.destroy_process_group()
-    Path(folder, f"{rank}.json").write_text(json.dumps(answer))
+    Path(folder, f"{rank}.json").write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

@@ -163,9 +163,7 @@ def sort_program(num_rows: int, mesh: Mesh) -> Callable[..., Any]:
 
     axis, everywhere = PartitionSpec("data"), PartitionSpec()
     out_specs = (axis, axis, axis, everywhere)
-    return jax.jit(
-        jax.shard_map(program, mesh=mesh, in_specs=(axis, everywhere), out_specs=out_specs, check_vma=False)
-    )
+    return jax.jit(jax.shard_map(program, mesh=mesh, in_specs=(axis, everywhere), out_specs=out_specs, check_vma=False))
 
 
 def measure_memory(num_rows: int, mesh: Mesh) -> dict[str, int]:

@@ -1,9 +1,7 @@
-"""What the benchmarks share: timing a call, and a dated report with versions and hardware."""
+"""What the benchmarks share: timing a call, lines of a table, and a dated report with versions and hardware."""
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import math
 import os
 import platform
@@ -12,8 +10,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-RESULTS = Path(__file__).parents[1] / "results"
+from support import reports
+from support.reports import RESULTS
+
+__all__ = [
+    "COLLECTED_IN",
+    "COMPILE_FAST",
+    "REPEATS",
+    "RESULTS",
+    "best_seconds",
+    "digits",
+    "report",
+    "table",
+    "versions_and_hardware",
+]
+
 REPEATS = 5
+# Flags for XLA: quick forms spend most of their time on compiling.
+COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+COLLECTED_IN = "JVARLEN_BENCH_REPORTS"  # the folder in which `run.py` finds the report of what it ran
 
 T = TypeVar("T")
 
@@ -44,36 +59,27 @@ def digits(value: float) -> str:
 
 def versions_and_hardware(*packages: str) -> str:
     """One line: cores and processor, Python, and the versions of NumPy, jvarlen, numba and others."""
-    versions = (f"{name} {_version(name)}" for name in ("numpy", "jvarlen", "numba", *packages))
-    return (
-        f"{os.cpu_count()} cores, {platform.machine()}{_processor()}; Python {platform.python_version()}, "
-        f"{', '.join(versions)}."
-    )
+    names = ("numpy", "jvarlen", "numba", *packages)
+    versions = ", ".join(f"{name} {reports.version(name) or 'not installed'}" for name in names)
+    processor = f" ({name})" if (name := reports.processor()) else ""
+    return f"{os.cpu_count()} cores, {platform.machine()}{processor}; Python {platform.python_version()}, {versions}."
 
 
 def report(name: str, lines: list[str], *, write: bool) -> None:
-    """Prints a report, and keeps it under its date and name."""
-    print("\n".join(lines))
-    if write:
-        (RESULTS / f"{datetime.date.today()}-{name}.md").write_text("\n".join(lines) + "\n")
+    """Prints a report, and keeps it as Markdown and JSON under its date and name; a quick one where that is asked for.
+
+    Args:
+      name: the file's, with hyphens.
+      lines: Markdown, the title first.
+      write: whether it is kept in `results/`; what is not is the quick form.
+    """
+    made = reports.make_report(name, lines, quick=not write)
+    markdown = reports.render(made)
+    print(markdown, end="")
+    folders = [RESULTS] * write + [Path(folder) for folder in [os.environ.get(COLLECTED_IN)] if folder]
+    for folder in folders:
+        reports.save(made, folder, markdown)
 
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.strip() for cell in cells)} |"
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    """The processor's name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f" ({names[0]})" if names else ""
