@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -59,9 +60,15 @@ class Metrics(NamedTuple):
     num_tokens: jax.Array | None = None
 
     @property
-    def loss(self) -> jax.Array:
-        """Σ loss / Σ weight, and 0 where Σ weight is 0."""
-        return _divide_once(self.loss_sum, self.weight_sum)
+    def loss(self) -> jax.Array | np.ndarray:
+        """Σ loss / Σ weight, and 0 where Σ weight is 0.
+
+        Outside of traced functions it is divided on the host: that waits for the step, and compiles nothing.
+        """
+        if isinstance(self.loss_sum, jax.core.Tracer):
+            return _divide_once(self.loss_sum, self.weight_sum)
+        loss_sum, weight_sum = np.asarray(self.loss_sum), np.asarray(self.weight_sum)
+        return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum > 0)
 
 
 def init_train_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:

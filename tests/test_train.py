@@ -10,6 +10,7 @@ import pytest
 
 from jvarlen import data_mesh, init_train_state, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
 from jvarlen.distributed import batch_shardings
+from jvarlen.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
 from jvarlen.train import Metrics
 
@@ -173,3 +174,12 @@ def test_the_model_loses_nothing_to_padding():
         for batch in load(make_plan(lengths, [(1, int(length))], order=[i], overlong="error"), dataset)
     )
     np.testing.assert_allclose(total, one_by_one, rtol=1e-5)
+
+
+def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
+    metrics = Metrics(jnp.float32(6), jnp.float32(4))
+    without_weight = Metrics(jnp.float32(6), jnp.float32(0))
+    with no_recompiles():
+        assert (float(metrics.loss), float(without_weight.loss)) == (1.5, 0.0)
+        assert metrics.loss.dtype == np.float32
+    assert float(jax.jit(lambda metrics: metrics.loss)(metrics)) == 1.5
