@@ -1,0 +1,236 @@
+"""A process of the end-to-end benchmark in JAX: in go settings, out come JSON files of the figures of runs.
+
+The plain loops are what one writes with Flax and Optax alone; only the model and its loss are taken from `jvarlen`.
+Letters: B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grain  # here, before any watch runs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from support.end_to_end_run import (
+    MAX_GRADIENT_NORM,
+    OPTIMIZER,
+    Batch,
+    Data,
+    Settings,
+    Stopwatch,
+    answer_all,
+    bits_per_byte,
+    eval_batches,
+    pad,
+)
+
+import jvarlen
+from jvarlen.collate import PackedBatch
+from jvarlen.datasets import TokenDataset
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+
+PACKING_BINS = 256  # open at a time; few more samples fit with more
+
+
+def adamw(learning_rate: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.clip_by_global_norm(MAX_GRADIENT_NORM), optax.adamw(learning_rate, **OPTIMIZER))
+
+
+class JaxRun:
+    """The model with its weights on the device, and its evaluation."""
+
+    def __init__(self, settings: Settings, data: Data):
+        self.settings = settings
+        model = TransformerConfig(**settings.model)
+        self.loss_fn = make_loss_fn(model)
+        self.params = with_weights(init_params(model, settings.seed), settings.weights)
+        self.num_params = sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        held_out = eval_batches(data.held_out, settings.longest, settings.max_tokens)
+        self._held_out = [jax.device_put(token_batch(*batch)) for batch in held_out]
+        self._num_bytes = sum(map(len, data.held_out))
+        self._eval_step = jax.jit(lambda params, batch: self.loss_fn(params, batch)[0])
+        jax.block_until_ready((self.params, self._held_out))
+
+    def wait(self, pending: Any) -> None:
+        """Returns when the arrays are there."""
+        jax.block_until_ready(pending)
+
+    def evaluate(self) -> float:
+        """Bits per byte of all held-out samples."""
+        return bits_per_byte(lambda batch: float(self._eval_step(self.params, batch)), self._held_out, self._num_bytes)
+
+
+def with_weights(params: Any, path: str) -> Any:
+    """Parameters of the values in a file, whatever they were."""
+    with np.load(path) as stored:
+        return jax.tree_util.tree_map_with_path(lambda place, _: jnp.asarray(stored[dotted(place)]), params)
+
+
+def dotted(place: Any) -> str:
+    """The name that `flat_params` gives a parameter."""
+    return ".".join(str(key) for key in (getattr(part, "key", None) for part in place) if key is not None)
+
+
+def token_batch(tokens_BxT: np.ndarray, lengths_B: np.ndarray) -> jvarlen.Batch:
+    """A batch of one microbatch, without the axis of microbatches."""
+    weights_BxT = (np.arange(tokens_BxT.shape[1]) < lengths_B[:, None]).astype(np.float32)
+    return jvarlen.Batch(tokens_BxT, lengths_B, weights_BxT, np.float32((lengths_B > 0).sum()))
+
+
+class PlannedRun(JaxRun):
+    """`jvarlen`: the epoch planned, every shape compiled, the rate scaled by the batch size of each step."""
+
+    def __init__(self, settings: Settings, data: Data, watch: Stopwatch):
+        super().__init__(settings, data)
+        train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
+        with watch("data"):
+            lengths = jvarlen.measure_lengths(train, progress=False)
+            buckets = jvarlen.make_buckets(
+                lengths,
+                settings.max_tokens,
+                max_shapes=settings.max_shapes,
+                length_multiple=settings.length_multiple,
+            )
+            plan = jvarlen.make_plan(lengths, buckets, order="shuffle", seed=settings.seed)
+            schedule = jvarlen.planned_schedule(
+                plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
+            )
+        with watch("compile"):
+            optimizer = adamw(schedule)
+            # A copy: steps take the buffers of their state over.
+            self._state = jvarlen.init_train_state(jax.tree.map(jnp.array, self.params), optimizer)
+            self._step = jvarlen.compile_buckets(
+                jvarlen.make_train_step(self.loss_fn, optimizer),
+                self._state,
+                plan,
+                progress=False,
+                options=jvarlen.CompileOptions(cache_dir=None),
+            )
+        self.num_compiled = len(plan.buckets)
+        self.batches = (
+            Batch(batch, plan.buckets[bucket], int(num_tokens))
+            for batch, bucket, num_tokens in zip(
+                jvarlen.load(plan, train), plan.step_bucket, plan.num_tokens, strict=True
+            )
+        )
+
+    def compiles(self, batch: Batch) -> bool:
+        """Nothing compiles after the start."""
+        return False
+
+    def step(self, batch: Batch, num_tokens_before: int) -> Any:
+        """Calls what was compiled for the shape; the rate is in the plan."""
+        self._state, metrics = self._step(self._state, batch.arrays)
+        self.params = self._state.params
+        return metrics
+
+
+class PlainRun(JaxRun):
+    """A jitted step on whatever comes: each new shape compiles when it comes."""
+
+    def __init__(self, settings: Settings, data: Data, watch: Stopwatch, batches: Callable[..., Iterator[Batch]]):
+        super().__init__(settings, data)
+        optimizer = optax.inject_hyperparams(adamw)(learning_rate=settings.learning_rate)
+
+        def train_step(params: Any, opt_state: Any, batch: Any, learning_rate: Any) -> tuple[Any, Any, jax.Array]:
+            def mean_loss(params: Any) -> jax.Array:
+                loss_sum, weight_sum = self.loss_fn(params, batch)
+                return loss_sum / weight_sum
+
+            loss, grads = jax.value_and_grad(mean_loss)(params)
+            opt_state.hyperparams["learning_rate"] = learning_rate
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+        with watch("compile"):
+            self._step = jax.jit(train_step, donate_argnums=(0, 1))
+            self._opt_state = optimizer.init(self.params)
+        with watch("data"):
+            self.batches = batches(settings, data.train)
+        self._compiled: set[tuple[int, int]] = set()
+
+    @property
+    def num_compiled(self) -> int:
+        """Shapes that the step was called with."""
+        return len(self._compiled)
+
+    def compiles(self, batch: Batch) -> bool:
+        """Whether it is the first of its shape."""
+        return batch.shape not in self._compiled
+
+    def step(self, batch: Batch, num_tokens_before: int) -> Any:
+        """Calls the jitted step at the rate of the schedule."""
+        learning_rate = np.float32(self.settings.schedule(num_tokens_before))
+        self.params, self._opt_state, loss = self._step(self.params, self._opt_state, batch.arrays, learning_rate)
+        self._compiled.add(batch.shape)
+        return loss
+
+
+def padded_batch(samples: list[np.ndarray], rows: int, length: int) -> Batch:
+    tokens_BxT, lengths_B = pad(samples, rows, length)
+    return Batch(token_batch(tokens_BxT, lengths_B), (rows, length), int(lengths_B.sum()))
+
+
+def pad_to_longest(settings: Settings, samples: list[np.ndarray]) -> Iterator[Batch]:
+    """Shuffled samples, a fixed number a batch, all padded to the longest of the data."""
+    order, rows = np.random.default_rng(settings.seed).permutation(len(samples)), settings.fixed_rows
+    for start in range(0, len(order), rows):
+        yield padded_batch([samples[i] for i in order[start : start + rows]], rows, settings.longest)
+
+
+def pad_to_powers_of_two(settings: Settings, samples: list[np.ndarray]) -> Iterator[Batch]:
+    """Shuffled samples by powers of two, as `bucket_by_sequence_length` of tf.data batches them: a full bucket is one.
+
+    Batches that are not full at the end of the epoch are filled up with rows without a sample.
+    """
+    pending: dict[int, list[np.ndarray]] = {}
+    for i in np.random.default_rng(settings.seed).permutation(len(samples)):
+        length = min(1 << (len(samples[i]) - 1).bit_length(), settings.longest)
+        bucket = pending.setdefault(length, [])
+        bucket.append(samples[i])
+        if len(bucket) == settings.max_tokens // length:
+            yield padded_batch(bucket, len(bucket), length)
+            bucket.clear()
+    for length, bucket in pending.items():
+        if bucket:
+            yield padded_batch(bucket, settings.max_tokens // length, length)
+
+
+def pack_by_grain(settings: Settings, samples: list[np.ndarray]) -> Iterator[Batch]:
+    """Shuffled samples, packed by Grain into rows as long as the longest."""
+    # What is in memory comes faster without threads that read ahead.
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    elements = [{"tokens": sample.astype(np.int32)} for sample in samples]
+    shuffled = grain.MapDataset.source(elements).shuffle(seed=settings.seed).to_iter_dataset(reading)
+    packed = grain.experimental.BestFitPackIterDataset(
+        shuffled, length_struct={"tokens": settings.longest}, num_packing_bins=PACKING_BINS, seed=settings.seed
+    )
+    for rows in packed.batch(settings.fixed_rows, drop_remainder=True):
+        segment_ids_BxT = rows["tokens_segment_ids"]
+        is_token_BxT = segment_ids_BxT > 0
+        arrays = PackedBatch(
+            tokens=rows["tokens"],
+            segment_ids=segment_ids_BxT,
+            positions=rows["tokens_positions"],
+            weights=is_token_BxT.astype(np.float32),
+            num_sequences=np.float32(segment_ids_BxT.max(axis=1).sum()),
+        )
+        yield Batch(arrays, segment_ids_BxT.shape, int(is_token_BxT.sum()))
+
+
+def plain(batches: Callable[..., Iterator[Batch]]) -> Callable[..., PlainRun]:
+    return lambda settings, data, watch: PlainRun(settings, data, watch, batches)
+
+
+WAYS = {
+    "jvarlen": PlannedRun,
+    "longest": plain(pad_to_longest),
+    "powers": plain(pad_to_powers_of_two),
+    "grain": plain(pack_by_grain),
+}
+
+if __name__ == "__main__":
+    answer_all(WAYS)

@@ -1,0 +1,329 @@
+"""The parts of the end-to-end benchmark: ways differ in their batches, and in nothing else."""
+
+import dataclasses
+import importlib
+import itertools
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+
+from jvarlen.models import TransformerConfig, flat_params, init_params
+
+torch = pytest.importorskip("torch")
+functional = torch.nn.functional
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MODEL = {"num_layers": 1, "width": 16, "num_heads": 1}
+
+
+def support(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    return support(monkeypatch, "support.end_to_end_run")
+
+
+@pytest.fixture
+def in_jax(monkeypatch):
+    return support(monkeypatch, "support.end_to_end_jax")
+
+
+@pytest.fixture
+def in_torch(monkeypatch):
+    return support(monkeypatch, "support.end_to_end_torch")
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    return support(monkeypatch, "support.end_to_end_tables")
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    return support(monkeypatch, "end_to_end")
+
+
+@pytest.fixture
+def data(runs):
+    rng = np.random.default_rng(0)
+    # Sample i begins with the two digits of i, so that a batch tells which samples it holds.
+    train = [
+        np.r_[divmod(i, 200), rng.integers(200, 256, n)].astype(np.uint8) for i, n in enumerate([30] + [3, 9, 14] * 30)
+    ]
+    return runs.Data(train, [rng.integers(0, 256, n, np.uint8) for n in (1, 4, 5, 16, 17, 31, 32, 32)])
+
+
+@pytest.fixture
+def settings(runs, data, tmp_path):
+    runs.save_data(tmp_path / "data.npz", data)
+    return runs.Settings(
+        way="",
+        seed=0,
+        data=str(tmp_path / "data.npz"),
+        weights=str(tmp_path / "weights.npz"),
+        model=MODEL,
+        longest=32,
+        max_tokens=64,
+        max_shapes=2,
+        length_multiple=4,
+        learning_rate=0.01,
+        base_batch_size=8,
+        horizon=1_000,
+        eval_every=100,
+        target=1.0,
+        limit_s=60.0,
+    )
+
+
+def ids_of(tokens_BxT, lengths_B):
+    return [int(row[0]) * 200 + int(row[1]) for row, length in zip(tokens_BxT, lengths_B, strict=True) if length]
+
+
+def test_the_rate_rises_along_a_line_and_decays_along_a_cosine(settings):
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.05 * 0.01, peak_value=0.01, warmup_steps=100, decay_steps=1_000, end_value=0.05 * 0.01
+    )
+    counts = np.array([0, 1, 50, 99, 100, 101, 550, 999, 1_000, 5_000])
+    np.testing.assert_allclose(settings.schedule(counts), [float(schedule(count)) for count in counts], rtol=1e-5)
+
+
+def test_data_come_back_from_their_file(runs, settings, data):
+    for part, stored in zip(data, runs.read_data(settings.data), strict=True):
+        assert [sample.tolist() for sample in part] == [sample.tolist() for sample in stored]
+
+
+def test_an_evaluation_holds_every_sample_once_within_the_budget(runs, data):
+    batches = runs.eval_batches(data.held_out, 32, 64)
+    held = [
+        tokens[row, :length].tolist() for tokens, lengths in batches for row, length in enumerate(lengths) if length
+    ]
+    assert sorted(held) == sorted(sample.tolist() for sample in data.held_out)
+    assert {tokens.shape for tokens, _ in batches} == {(16, 4), (8, 8), (4, 16), (2, 32)}
+
+
+@pytest.mark.parametrize("name", ["pad_to_longest", "pad_to_powers_of_two"])
+def test_a_plain_loop_sees_every_sample_once_an_epoch(in_jax, settings, data, name):
+    batches = list(getattr(in_jax, name)(settings, data.train))
+    seen = [i for batch in batches for i in ids_of(batch.arrays.tokens, batch.arrays.lengths)]
+    assert sorted(seen) == list(range(len(data.train)))
+    assert sum(batch.num_tokens for batch in batches) == sum(map(len, data.train))
+    assert all(batch.arrays.tokens.shape == batch.shape for batch in batches)
+    shapes = {"pad_to_longest": {(2, 32)}, "pad_to_powers_of_two": {(2, 32), (4, 16), (8, 8)}}
+    assert {batch.shape for batch in batches} == shapes[name]
+
+
+def test_packed_rows_hold_whole_samples(in_jax, settings, data):
+    batches = list(in_jax.pack_by_grain(settings, data.train))
+    seen = []
+    for batch in batches:
+        arrays = batch.arrays
+        assert arrays.tokens.shape == batch.shape == (2, 32)
+        assert batch.num_tokens == arrays.weights.sum()
+        for tokens, segment_ids, positions in zip(arrays.tokens, arrays.segment_ids, arrays.positions, strict=True):
+            for segment in range(1, segment_ids.max() + 1):
+                sample = tokens[segment_ids == segment]
+                (i,) = ids_of([sample], [len(sample)])
+                assert sample.tolist() == data.train[i].tolist()
+                assert positions[segment_ids == segment].tolist() == list(range(len(sample)))
+                seen.append(i)
+        assert arrays.num_sequences == arrays.segment_ids.max(axis=1).sum()
+    assert len(seen) == len(set(seen)) > 0.9 * len(data.train)  # all but what is left over for a last batch
+
+
+def test_token_batches_stay_within_the_budget(in_torch, settings, data):
+    (batches,) = in_torch.token_batches(settings, list(map(len, data.train))).values()
+    assert sorted(itertools.chain(*batches)) == list(range(len(data.train)))
+    sizes = [len(batch) * max(len(data.train[i]) for i in batch) for batch in batches]
+    assert max(sizes) <= settings.max_tokens
+    assert sizes != sorted(sizes)
+
+
+def test_grouping_by_length_pads_little_in_batches_of_one_size(in_torch, settings, data):
+    pytest.importorskip("transformers")
+    lengths = list(map(len, data.train))
+    options = in_torch.group_by_length(settings, lengths)
+    order = list(options["sampler"])
+    assert sorted(order) == list(range(len(lengths)))
+    assert options["batch_size"] == settings.fixed_rows == 2
+    longest = [max(lengths[i] for i in order[start : start + 2]) for start in range(0, len(order), 2)]
+    assert 2 * sum(longest) < 1.1 * sum(lengths)
+
+
+@pytest.mark.slow
+def test_all_ways_take_the_same_steps(runs, in_jax, in_torch, settings, data, monkeypatch):
+    """Two batches, the same for all: the planned step, the plain one, and PyTorch's come to the same model."""
+    for module in (in_jax, in_torch):
+        monkeypatch.setattr(module, "MAX_GRADIENT_NORM", 0.1)  # below that of the gradients
+    np.savez(settings.weights, **flat_params(init_params(TransformerConfig(**MODEL), seed=3)))
+    sample = data.train[0][:16]
+    data = runs.Data([sample] * 4, [sample[:length] for length in (1, 4, 5, 16)])
+    # At the batch size of these steps, the plan's rate is that of the others.
+    changed = {"longest": 16, "max_tokens": 32, "max_shapes": 1, "base_batch_size": 2}
+    same = dataclasses.replace(settings, learning_rate=0.05, horizon=64, **changed)
+    ways = {
+        "planned": in_jax.PlannedRun(same, data, runs.Stopwatch()),
+        "plain": in_jax.PlainRun(same, data, runs.Stopwatch(), in_jax.pad_to_longest),
+        "torch": in_torch.train_on_token_batches(same, data, runs.Stopwatch()),
+    }
+    trained = []
+    for way in ways.values():
+        before = way.evaluate()
+        batches = list(way.batches)
+        assert [(batch.shape, batch.num_tokens) for batch in batches] == [((2, 16), 32)] * 2
+        for step, batch in enumerate(batches):
+            way.wait(way.step(batch, 32 * step))
+        trained.append((way.num_params, before, way.evaluate()))
+    assert len({num_params for num_params, _, _ in trained}) == 1
+    np.testing.assert_allclose([figures[1:] for figures in trained], [trained[0][1:]] * 3, rtol=2e-5)
+    assert abs(trained[0][1] - trained[0][2]) > 0.1
+
+    alone = [torch.from_numpy(sample.astype(np.int64)) for sample in data.held_out]
+    with torch.no_grad():
+        sums = [
+            functional.cross_entropy(ways["torch"].model(sample[None])[0], sample, reduction="sum") for sample in alone
+        ]
+    assert trained[0][2] == pytest.approx(sum(sums).item() / sum(map(len, alone)) / np.log(2), rel=1e-5)
+
+
+@pytest.fixture
+def clock(runs, monkeypatch):
+    """Stands still but for what a `Fake` takes."""
+    clock = types.SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(runs, "time", types.SimpleNamespace(perf_counter=lambda: clock.now_s))
+    return clock
+
+
+class Fake:
+    """Bits per byte that fall by one an evaluation; batches of 30 tokens, of two shapes in turn.
+
+    A step takes a second, compiling ten, an evaluation a thousand.
+    """
+
+    num_params, num_compiled = 7, 2
+
+    def __init__(self, runs, clock):
+        self.bits = 8.0
+        self.clock = clock
+        self.batches = (runs.Batch(None, shape, 30) for shape in itertools.cycle([(2, 20), (1, 40)]))
+        self.seen = set()
+
+    def step(self, batch, num_tokens_before):
+        self.clock.now_s += 10 if self.compiles(batch) else 0
+        self.seen.add(batch.shape)
+        return "a step of one second"
+
+    def compiles(self, batch):
+        return batch.shape not in self.seen
+
+    def wait(self, pending):
+        self.clock.now_s += pending is not None
+
+    def evaluate(self):
+        self.clock.now_s += 1_000
+        self.bits -= 1
+        return self.bits
+
+
+def test_a_run_ends_at_the_target_and_its_watch_stands_still_in_evaluations(runs, settings, clock):
+    run = runs.train(Fake(runs, clock), runs.Stopwatch(), dataclasses.replace(settings, target=4.0))
+    assert run["end"] == "target"
+    assert [point["bits_per_byte"] for point in run["points"]] == [7.0, 6.0, 5.0, 4.0]
+    assert [point["num_tokens"] for point in run["points"]] == [0, 120, 210, 300]
+    assert [point["num_steps"] for point in run["points"]] == [0, 4, 7, 10]
+    last = run["points"][-1]
+    assert (last["num_positions"], last["num_shapes"]) == (400, 2)
+    assert last["seconds"] == {"compile": 20, "data": 0, "steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("changed", "end"), [({"horizon": 300}, "horizon"), ({"limit_s": 24.0}, "limit")], ids=["horizon", "limit"]
+)
+def test_a_run_that_does_not_reach_the_target_ends(runs, settings, clock, changed, end):
+    run = runs.train(Fake(runs, clock), runs.Stopwatch(), dataclasses.replace(settings, target=-1e9, **changed))
+    assert run["end"] == end
+    assert run["points"][-1]["num_tokens"] == {"horizon": 300, "limit": 120}[end]
+
+
+def point(bits, seconds, tokens):
+    parts = {"compile": 2.0, "data": 1.0, "steps": seconds - 3.0}
+    counts = {"num_tokens": tokens, "num_positions": 2 * tokens, "num_steps": tokens // 10}
+    return {"bits_per_byte": bits, "seconds": parts, "num_shapes": 3, "num_compiled": 4} | counts
+
+
+def test_seconds_to_the_target_lie_between_two_evaluations(tables):
+    points = [point(8.0, 3.0, 0), point(5.0, 13.0, 1_000), point(3.0, 23.0, 2_000)]
+    found = tables.reached({"points": points}, 3.5)
+    assert (found.is_target, found.total_s, found.num_tokens, found.padding) == (True, 20.5, 1_750, 0.5)
+    assert found.tokens_per_s == 1_750 / 17.5  # without 2 s of compiling and 1 s of planning
+    missed = tables.reached({"points": points}, 2.5)
+    assert (missed.is_target, missed.bits_per_byte, missed.total_s) == (False, 3.0, 23.0)
+
+
+def test_a_table_says_what_was_not_reached_and_what_is_not_installed(tables):
+    def run(*seconds):
+        return [{"points": [point(8.0, 3.0, 0), point(3.0, s, 1_000)]} for s in seconds]
+
+    runs = {
+        "jvarlen": run(13.0, 23.0, 18.0),
+        "longest": run(43.0, 43.0, 43.0),
+        "powers": [*run(9.0), {"points": [point(4.0, 50.0, 500)]}],
+    }
+    lines = tables.result_table(runs, 3.0)
+    header, rows = lines[0], {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in lines[2:]}
+    assert all(len(row) == len(header.split("|")) for row in rows.values())
+    assert rows["jvarlen"][2:4] == ["18.0 (13.0–23.0)", "1.00"]
+    assert rows["Flax and Optax, padded to the longest"][2:4] == ["43.0 (43.0–43.0)", "2.39"]
+    assert rows["Flax and Optax, powers of two"][2:4] == [
+        "not reached: 3.500 (3.000–4.000) bits after 29.5 (9.0–50.0)",
+        "–",
+    ]
+    assert rows["PyTorch, token batches"][2] == "not installed"
+
+
+def test_only_runs_of_the_same_settings_are_taken_over(benchmark, settings, tmp_path):
+    path = tmp_path / "run.json"
+    assert not benchmark.is_done(settings, path)
+    path.write_text(json.dumps({"settings": dataclasses.asdict(settings), "points": []}))
+    assert benchmark.is_done(settings, path)
+    assert not benchmark.is_done(dataclasses.replace(settings, seed=1), path)
+    assert benchmark.figures_of([(settings, path)])[0]["points"] == []  # without a process
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (3e-3, [1.5e-3, 3e-3, 6e-3]),
+        (1.3e-2, [1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]),
+        (8e-4, [3.75e-4, 7.5e-4, 1.5e-3, 3e-3, 6e-3]),
+    ],
+)
+def test_rates_are_tried_until_the_best_lies_between_two_others(benchmark, monkeypatch, tmp_path, best, tried):
+    def pilot(runs):
+        ((settings, _),) = runs
+        return [{"points": [{"bits_per_byte": 9.0}, {"bits_per_byte": abs(np.log(settings.learning_rate / best))}]}]
+
+    monkeypatch.setattr(benchmark, "figures_of", pilot)
+    monkeypatch.setattr(benchmark, "prepare", lambda *given: "")
+    monkeypatch.setattr(benchmark, "is_installed", lambda way: way == "powers")
+    (way,) = benchmark.tune(tmp_path, benchmark.FULL)["ways"].values()
+    assert [float(rate) for rate in way["bits_per_byte"]] == pytest.approx(tried)
+    assert way["learning_rate"] == pytest.approx(min(tried, key=lambda rate: abs(np.log(rate / best))))
+
+
+def test_the_model_is_that_of_make_train(benchmark):
+    assert TransformerConfig(**benchmark.FULL["model"]) == TransformerConfig()
+
+
+def test_there_is_a_rate_for_every_way(benchmark, tables):
+    rates = json.loads(benchmark.RATES.read_text())
+    assert rates["ways"].keys() == tables.WAYS.keys()
+    for way in rates["ways"].values():
+        bits = {float(rate): value for rate, value in way["bits_per_byte"].items()}
+        assert way["learning_rate"] == min(bits, key=bits.__getitem__)
