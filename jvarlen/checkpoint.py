@@ -334,8 +334,12 @@ def _steps_in(directory: Path) -> list[int]:
 
 
 def _remove_parts(directory: Path) -> None:
-    for part in directory.glob(".[0-9]*.part"):
-        shutil.rmtree(part, ignore_errors=True)  # what stays is in the way of no other step
+    """Removes what processes that were killed left of checkpoints, and of the name of the run."""
+    for part in directory.glob(".*.part"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)  # what stays is in the way of no other step
+        else:
+            part.unlink(missing_ok=True)
 
 
 def _read_metric(path: Path) -> float | None:

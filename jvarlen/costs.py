@@ -15,7 +15,6 @@ from typing import Literal
 import dacite
 import numpy as np
 import numpy.typing as npt
-import scipy.optimize
 from jaxtyping import Float64
 
 from jvarlen.checks import is_integer
@@ -157,6 +156,8 @@ def fit_cost_model(
         )
     terms /= values[:, None]
     scale = terms.max(axis=0)  # the terms differ by many orders of magnitude
+    import scipy.optimize  # here: importing it takes long, and few need it
+
     coefficients = scipy.optimize.nnls(terms / scale, np.ones(len(values)))[0] / scale
     constant, linear, quadratic = coefficients.tolist()
     return CostModel(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy.signal
 from jaxtyping import Float, Int64
 
 from jvarlen.ledger import Ledger
@@ -168,5 +167,7 @@ def plot_ledger(ledger: Ledger, path: Path) -> None:
 
 def smoothed(values: Float[np.ndarray, " S"]) -> Float[np.ndarray, " S"]:
     """Exponential moving average without the bias of its start."""
+    import scipy.signal  # here: importing it takes long, and few need it
+
     sums = scipy.signal.lfilter([1 - _SMOOTHING], [1, -_SMOOTHING], values)
     return sums / (1 - _SMOOTHING ** np.arange(1, len(values) + 1))

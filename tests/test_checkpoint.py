@@ -280,6 +280,14 @@ def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, t
         assert was_unfinished or name == "state"
 
 
+def test_a_run_killed_while_it_draws_its_name_leaves_nothing(tmp_path):
+    (tmp_path / ".run.json.0a1b2c3d.part").write_text('{"ru')
+    with open_checkpoints(tmp_path) as checkpoints:
+        assert not list(tmp_path.iterdir())
+        checkpoints.save(STATE, place(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "run.json"]
+
+
 LARGE = {"w": jnp.asarray(np.random.default_rng(0).normal(size=500_000))}
 
 
