@@ -6,10 +6,14 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+# Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
+# own passes stay as they are.
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
 from jvarlen.datasets import Split, TokenDataset
 
@@ -34,6 +38,17 @@ def own_data_home(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def compilation_cache(tmp_path_factory):
+    """A directory for the runs of a module, which compile the same programs over and over."""
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache_of_jax.reset_cache()
+    yield tmp_path_factory.mktemp("compiled")
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache_of_jax.reset_cache()
+
+
 def random_dataset(num_samples: int, longest: int, seed: int = 0) -> TokenDataset:
     """Random printable bytes of random lengths, 1 to `longest`."""
     rng = np.random.default_rng(seed)
@@ -41,6 +56,6 @@ def random_dataset(num_samples: int, longest: int, seed: int = 0) -> TokenDatase
     return TokenDataset.from_bytes([rng.integers(32, 127, n, np.uint8).tobytes() for n in lengths])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def split() -> Split:
     return Split(train=random_dataset(120, 40), held_out=random_dataset(15, 40, seed=1))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jvarlen import CompileOptions, fit
+from jvarlen import fit
 from tests.run_fit import make_config, make_data
 
 HEARTBEAT_S = 8
@@ -44,8 +44,7 @@ def main():
     jax.config.update("jax_enable_compilation_cache", True)
     begun = [path for path in folder.glob("*-*") if not path.is_symlink()]
     config = dataclasses.replace(
-        make_config(folder),
-        compile=CompileOptions(cache_dir=folder / "compiled"),
+        make_config(folder, folder / "compiled"),
         checkpoint_every=4,
         plan=dataclasses.replace(make_config(folder).plan, max_shapes=1),
         max_steps=60,

@@ -28,13 +28,13 @@ def make_data():
     return Split(train=TokenDataset.from_bytes(samples[:130]), held_out=TokenDataset.from_bytes(samples[130:]))
 
 
-def make_config(runs_dir):
+def make_config(runs_dir, cache_dir=None):
     return FitConfig(
         max_steps=NUM_STEPS,
         num_epochs=20,
         checkpoint_every=10,
         runs_dir=runs_dir,
-        compile=CompileOptions(cache_dir=None),
+        compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, microbatches_per_step=4),
         model=TransformerConfig(num_layers=1, width=8, num_heads=1),
@@ -61,8 +61,12 @@ class Interrupting:
 def main():
     folder, (num_processes, rank, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
     data = make_data()
+    jax.config.update("jax_enable_compilation_cache", True)  # for the second run
     config = dataclasses.replace(
-        make_config(folder / "runs"), coordinator=f"127.0.0.1:{port}", num_processes=num_processes, process_id=rank
+        make_config(folder / "runs", folder / "compiled"),
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=num_processes,
+        process_id=rank,
     )
     whole = fit(config, data)
     # Lengths are read first, once each; then some steps are trained on.

@@ -136,17 +136,13 @@ def write_cases(directory, rank):
     own_copy = values_by_rank(30)
     write_ordered(directory / "own copy.npy", own_copy, 30, layout="block", progress=False)
     write_ordered(disk / "own copy.npy", own_copy, 30, layout="block", progress=False, shared_disk=False)
-    if jax.device_count() == 4:
-        square = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
-        sharding = NamedSharding(square, PartitionSpec("data"))
-        floats = np.float32([0.5, -0.0, np.nan])
-        for name, values, dtype in (
-            ("repeated", values_by_rank(31), np.int64),
-            ("repeated floats", floats, np.float32),
-        ):
-            repeated = shard_values(values, sharding, "interleaved", num_shards=2)
-            for path in (directory / f"{name}.npy", disk / f"{name}.npy"):
-                write_ordered(path, repeated, len(values), dtype=dtype, progress=False)
+    square = jax.make_mesh((2, 2), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    sharding = NamedSharding(square, PartitionSpec("data"))
+    floats = np.float32([0.5, -0.0, np.nan])
+    for name, values, dtype in (("repeated", values_by_rank(31), np.int64), ("repeated floats", floats, np.float32)):
+        repeated = shard_values(values, sharding, "interleaved", num_shards=2)
+        for path in (directory / f"{name}.npy", disk / f"{name}.npy"):
+            write_ordered(path, repeated, len(values), dtype=dtype, progress=False)
     # And on those of one process only, which is not the one that can write where the disk is not shared.
     of_last = on_last_process(values_by_rank(30))
     raised.append(write(directory / "of the last.npy", values_by_rank(30), ordered=of_last))

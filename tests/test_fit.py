@@ -13,7 +13,6 @@ import time
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
 from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
 from jvarlen.config import OptimizerConfig, PlanConfig, load_config
@@ -29,29 +28,35 @@ from .run_fit import Interrupting, make_data
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def compilation_cache(tmp_path_factory):
-    """One for all runs here, which compile the same programs over and over."""
-    jax.config.update("jax_enable_compilation_cache", True)
-    compilation_cache_of_jax.reset_cache()
-    yield tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache_of_jax.reset_cache()
-
-
-@pytest.fixture
-def config(tmp_path, compilation_cache):
+def make_config(runs_dir, compilation_cache):
     return FitConfig(
         max_steps=25,
         num_epochs=2,
         checkpoint_every=4,
-        runs_dir=tmp_path / "runs",
+        runs_dir=runs_dir,
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=16, num_heads=1),
     )
+
+
+@pytest.fixture
+def config(tmp_path, compilation_cache):
+    return make_config(tmp_path / "runs", compilation_cache)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compilation_cache, split):
+    """A run to its end, to compare others with; what a test changes is a copy of it."""
+    return fit(make_config(tmp_path_factory.mktemp("whole"), compilation_cache), split)
+
+
+@pytest.fixture(scope="module")
+def run_of_one_step(tmp_path_factory, compilation_cache, split):
+    """The directory of a run that others cannot be resumed as."""
+    config = make_config(tmp_path_factory.mktemp("one_step"), compilation_cache)
+    return fit(dataclasses.replace(config, max_steps=1), split).run_dir
 
 
 def step_records(run_dir):
@@ -105,8 +110,7 @@ def test_a_run_leaves_everything_behind(config, split, capsys):
     assert str(ledger) in printed
 
 
-def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, capsys):
-    whole = fit(config, split)
+def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, whole, capsys):
     # 150 reads are some 15 steps, of which at most 8 wait in the loader: some are done by then, and some are left.
     interrupted = fit(config, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
     assert interrupted.summary.interrupted
@@ -122,9 +126,9 @@ def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, c
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_resuming_a_finished_run_changes_nothing(config, split):
-    whole = fit(config, split)
-    again = fit(dataclasses.replace(config, resume=whole.run_dir), split)
+def test_resuming_a_finished_run_changes_nothing(config, split, whole, tmp_path):
+    copy = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    again = fit(dataclasses.replace(config, resume=copy), split)
     assert same_training(whole, again)
     assert again.summary.num_steps == 25
 
@@ -135,7 +139,7 @@ def test_worker_processes_change_no_number(config, split):
     assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
 
 
-def test_packed_rows_train_and_resume_as_well(config, split):
+def test_packed_rows_train_and_resume_as_well(config, split, whole):
     packed = dataclasses.replace(config, plan=dataclasses.replace(config.plan, pack=True), num_epochs=6)
     result = fit(packed, split)
     plan = Plan.load(result.run_dir / "plan.npz")
@@ -144,7 +148,7 @@ def test_packed_rows_train_and_resume_as_well(config, split):
     records = step_records(result.run_dir)
     assert [row["num_sequences"] for row in records[: plan.num_steps]] == plan.num_sequences.tolist()
     assert sum(row["num_sequences"] for row in records[: plan.num_steps]) == len(split.train)
-    assert result.summary.padding < 0.1 < fit(config, split).summary.padding
+    assert result.summary.padding < 0.1 < whole.summary.padding
     interrupting = split._replace(train=Interrupting(split.train, after=len(split.train) + 150))
     stopped = fit(dataclasses.replace(packed, runs_dir=config.runs_dir / "stopped"), interrupting)
     assert stopped.summary.interrupted
@@ -159,12 +163,12 @@ def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config,
         optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
         model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
     )
-    whole = fit(counted, split)
-    assert whole.summary.compilations_after_first_step == 0
+    counted_whole = fit(counted, split)
+    assert counted_whole.summary.compilations_after_first_step == 0
     stopped = fit(counted, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
     assert stopped.summary.interrupted
-    assert same_training(fit(dataclasses.replace(counted, resume=stopped.run_dir), split), whole)
-    for row in step_records(whole.run_dir):
+    assert same_training(fit(dataclasses.replace(counted, resume=stopped.run_dir), split), counted_whole)
+    for row in step_records(counted_whole.run_dir):
         assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
         assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
 
@@ -178,30 +182,33 @@ def test_a_run_keeps_its_own_cost_model(config, split, tmp_path):
     assert fit(again, split).summary.num_steps == 5
 
 
-def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split):
-    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
-    other = dataclasses.replace(config, resume=run_dir, plan=dataclasses.replace(config.plan, max_tokens=96))
+def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split, run_of_one_step):
+    other = dataclasses.replace(config, resume=run_of_one_step, plan=dataclasses.replace(config.plan, max_tokens=96))
     with pytest.raises(ValueError, match=r"with its own settings; these differ: plan\.max_tokens: 128, 96"):
         fit(other, split)
     with pytest.raises(ValueError, match="the data differ"):
-        fit(dataclasses.replace(config, max_steps=1, resume=run_dir), split._replace(train=random_dataset(90, 40)))
+        fit(
+            dataclasses.replace(config, max_steps=1, resume=run_of_one_step),
+            split._replace(train=random_dataset(90, 40)),
+        )
 
 
-def test_resuming_as_another_run_is_refused_by_its_settings(config, split):
-    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
-    other = dataclasses.replace(config, resume=run_dir, model=TransformerConfig(num_layers=1, width=32, num_heads=1))
+def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_of_one_step):
+    other = dataclasses.replace(
+        config, resume=run_of_one_step, model=TransformerConfig(num_layers=1, width=32, num_heads=1)
+    )
     with pytest.raises(ValueError, match=r"with its own settings; these differ: model\.width: 16, 32$"):
         fit(other, split)
     with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
-        fit(dataclasses.replace(config, resume=run_dir, optimizer=OptimizerConfig(learning_rate=0.1)), split)
+        fit(dataclasses.replace(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
 
 
-def test_resuming_what_is_no_run_is_refused(config, split, tmp_path):
+def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_path):
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         fit(dataclasses.replace(config, resume=tmp_path), split)
     with pytest.raises(FileNotFoundError, match="no run to resume"):
         fit(dataclasses.replace(config, resume=tmp_path / "file" / "below"), split)
-    run_dir = fit(dataclasses.replace(config, max_steps=1), split).run_dir
+    run_dir = shutil.copytree(run_of_one_step, tmp_path / "copy")
     damaged = bytearray((run_dir / "plan.npz").read_bytes())
     damaged[len(damaged) // 2] ^= 255
     (run_dir / "plan.npz").write_bytes(damaged)
@@ -221,9 +228,8 @@ def test_a_learned_text_is_predicted(config):
     assert losses[-5:].mean() < losses[:5].mean() / 5
 
 
-def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split):
-    whole = fit(config, split)
-    run_dir = fit(dataclasses.replace(config, max_steps=25), split).run_dir
+def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split, whole, tmp_path):
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
     shutil.rmtree(run_dir / "checkpoints")
     (run_dir / "metrics.jsonl").unlink()
     assert same_training(whole, fit(dataclasses.replace(config, resume=run_dir), split))

@@ -28,7 +28,7 @@ def text_file(path, seed, num_lines):
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def config(tmp_path_factory, compilation_cache):
     folder = tmp_path_factory.mktemp("options")
     return FitConfig(
         data=(text_file(folder / "train.jsonl", 0, 150), text_file(folder / "small.jsonl", 1, 40)),
@@ -46,7 +46,7 @@ def config(tmp_path_factory):
         run_dir=folder / "run",
         trackers=("tensorboard",),
         profile=2,
-        compile=CompileOptions(cache_dir=None),
+        compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
         plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=8, num_heads=1),

@@ -64,7 +64,8 @@ def small_settings(data: Path) -> list[str]:
     """What makes a command of the page one of a few seconds."""
     return [
         "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
-        "--no-progress", "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
+        "--no-progress", "--compile.cache-dir", str(data.parent / "compiled"),
+        "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
     ]  # fmt: skip
 
@@ -90,6 +91,7 @@ class Place:
         (self.folder / "tasks").write_text("")
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
         environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        environment |= {"JAX_ENABLE_COMPILATION_CACHE": "true"}  # all compile the same few programs
         with (self.folder / "output").open("w") as output:
             process = subprocess.Popen(
                 ["bash", "-c", script],

@@ -45,7 +45,8 @@ def test_extremes_are_ordered_and_come_back(dtype):
     assert (indices == np.arange(len(keys))).all()
 
 
-@given(arrays(np.float32, st.integers(0, 40), elements=st.floats(width=32)))
+# A few sizes, because each is compiled for itself.
+@given(arrays(np.float32, st.sampled_from([0, 1, 2, 5, 40]), elements=st.floats(width=32)))
 @settings(deadline=None, max_examples=60)
 def test_floats_are_ordered_as_lexsort_does(keys):
     order, given_back, _ = round_trip(keys)

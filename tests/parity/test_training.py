@@ -26,6 +26,14 @@ from torch_ref.train import to_device
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module", autouse=True)
+def optimized() -> Iterator[None]:
+    """Compile as users do, where other tests leave LLVM's optimizations out."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
 def counting_dataset(num_samples: int, longest: int) -> TokenDataset:
     """Bytes that count up from anywhere by ones, twos or threes: much can be learned in few steps."""
     rng = np.random.default_rng(0)
