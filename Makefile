@@ -28,7 +28,8 @@ lint: $(VENV)/installed-dev
 docs: $(VENV)/installed-dev
 	$(VENV)/bin/python -m sphinx --quiet --fail-on-warning --keep-going --jobs 2 docs docs/_build
 
-# The wheel in an environment of the lowest versions that pyproject.toml allows; warnings of old packages are their own.
+# The package in an environment of the lowest versions that pyproject.toml allows, but for PyTorch, of which the package
+# index has only builds for CUDA that low; warnings of old packages are their own.
 lowest: $(VENV)/installed-dev
 	rm -rf $(LOWEST)
 	$(UV) venv --python $(VENV)/bin/python $(LOWEST)

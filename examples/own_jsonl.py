@@ -1,7 +1,7 @@
 """Training on a JSONL file of your own: by `fit`, stopped and resumed, and by a loop of your own.
 
-Run it: python examples/own_jsonl.py, or with a file of yours: python examples/own_jsonl.py FILE.jsonl
-Each line of the file is an object with text in FIELD. What `fit` leaves behind lies in runs/own_jsonl.
+Run it: python examples/own_jsonl.py, or with a file of yours: python examples/own_jsonl.py FILE.jsonl FIELD
+Each line of the file is an object with text in its field FIELD. What `fit` leaves behind lies in runs/own_jsonl.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.config import PlanConfig
 from jvarlen.data_files import open_data
 from jvarlen.datasets import split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.plan_config import PlanConfig
 from jvarlen.report import read_metrics
 
-FIELD = "body"
+FIELD = sys.argv[2] if len(sys.argv) > 2 else "body"
 FOLDER = Path("runs/own_jsonl")
 
 

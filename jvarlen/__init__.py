@@ -1,4 +1,4 @@
-"""Training on samples of different lengths in few static shapes."""
+"""Training on samples of different lengths in a few static shapes."""
 # fmt: off
 # ruff: noqa: I001  # names that belong together share a line
 

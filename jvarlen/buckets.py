@@ -33,7 +33,12 @@ __all__ = [
 
 
 class Bucket(NamedTuple):
-    """A static shape: `rows` × `length` tokens."""
+    """A static shape: `rows` × `length` tokens.
+
+    Attributes:
+      rows: samples, or packed rows, of a microbatch.
+      length: tokens of each.
+    """
 
     rows: int
     length: int
@@ -53,7 +58,13 @@ class Bucket(NamedTuple):
 
 
 class PairBucket(NamedTuple):
-    """A static shape for pairs: `rows` × (`source_length` + `target_length`) tokens."""
+    """A static shape for pairs: `rows` × (`source_length` + `target_length`) tokens.
+
+    Attributes:
+      rows: pairs of a microbatch.
+      source_length: tokens of each source.
+      target_length: tokens of each target.
+    """
 
     rows: int
     source_length: int

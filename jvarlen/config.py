@@ -152,9 +152,13 @@ class FitConfig(DataConfig, DeviceConfig):
     """How many devices, of each process, share the microbatches of a step, whose number they divide; a machine without
     accelerators has its processor divided. None for one, or for all of several processes."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
+    """How samples become steps."""
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
+    """The shape of the decoder."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    """AdamW, warmed up linearly, decayed along a cosine, its rate scaled by the batch size."""
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
+    """How the step is compiled and run."""
 
     def __post_init__(self):
         DataConfig.__post_init__(self)

@@ -142,7 +142,12 @@ class _Tokens:
 
 
 class Split(NamedTuple):
-    """Two datasets that share no sample."""
+    """Two datasets that share no sample.
+
+    Attributes:
+      train: the samples to train on.
+      held_out: the samples that are never trained on.
+    """
 
     train: DataSource
     held_out: DataSource

@@ -131,8 +131,8 @@ def test_what_is_interrupted_is_kept_and_says_how_to_go_on(runner, monkeypatch, 
 
 
 def quoting(document):
-    """Paragraphs and bullets that name a report, and so quote it."""
-    blocks = re.split(r"\n\s*\n|\n(?=- )", document.read_text())
+    """Paragraphs and bullets that name a report, and so quote it; a table belongs to the paragraph before it."""
+    blocks = re.split(r"\n\s*\n(?!\|)|\n(?=- )", document.read_text())
     return [block for block in blocks if REPORT.search(block)]
 
 

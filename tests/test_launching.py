@@ -263,12 +263,21 @@ def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(pars
     assert not config.progress
 
 
+@pytest.mark.parametrize("containing", ["torchrun --nproc-per-node", "torchrun --nnodes"])
+def test_the_replicas_of_torchrun_divide_the_microbatches_of_its_program(containing):
+    microbatches = set(re.findall(r"microbatches_per_step=(\d+)", block("python", "torch_ref.load")))
+    assert len(microbatches) == 1
+    numbers = dict(re.findall(r"--(nnodes|nproc-per-node) (\d+)", block("bash", containing)))
+    num_replicas = int(numbers.get("nnodes", 1)) * int(numbers["nproc-per-node"])
+    assert int(microbatches.pop()) % num_replicas == 0
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_torchrun_starts_the_program_and_its_replicas_read_every_sample_once(tmp_path):
     program = tmp_path / "train_torch.py"
     program.write_text(block("python", "torch_ref.load"))
-    command = shlex.split(block("bash", "torchrun"))
+    command = shlex.split(block("bash", "torchrun --nproc-per-node"))
     assert command[0] == "torchrun"
     assert command[-1] == program.name
     # As the page has it, but beside other torchruns, by an interpreter that is not on the path, and recorded.

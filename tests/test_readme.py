@@ -1,6 +1,8 @@
 """The lines of the README and of the guides run as they stand, and print what the guides say that they print."""
 
+import contextlib
 import inspect
+import io
 import itertools
 import operator
 import re
@@ -17,6 +19,32 @@ from jvarlen.cli import main
 from jvarlen.datasets import TokenDataset
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
+# What the pages name of other programs.
+FLAGS_OF_OTHERS = {
+    "fairseq": {
+        "--batch-size",
+        "--curriculum",
+        "--max-sentences",
+        "--required-batch-size-multiple",
+        "--required-seq-len-multiple",
+        "--sentence-avg",
+        "--skip-invalid-size-inputs-valid-test",
+        "--update-freq",
+    },
+    "mpirun": {"--allow-run-as-root", "--bind-to", "--hostfile", "--mca", "--oversubscribe"},
+    "pip": {"--no-deps", "--wheel-dir"},
+    "slurm": {
+        "--gpus-per-node",
+        "--gpus-per-task",
+        "--nodes",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--requeue",
+        "--signal",
+        "--time",
+    },
+    "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
+}
 
 
 @pytest.mark.slow
@@ -59,6 +87,12 @@ def test_the_quick_start_trains_and_prints_what_it_shows(capsys, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     names = assert_prints_what_it_shows("quick_start.md", capsys)
     assert names["step"].ledger.times_used == names["plan"].num_steps == len(names["losses"])
+
+
+def test_the_first_page_prints_the_report_that_it_shows(capsys):
+    names = assert_prints_what_it_shows("index.md", capsys)
+    assert len(blocks("index.md", "text")) == 1
+    assert names["plan"].num_samples == 10
 
 
 def test_the_guide_to_the_order_prints_what_it_shows(capsys):
@@ -180,22 +214,37 @@ def test_the_lines_of_the_data_guide_run(capsys, tmp_path, monkeypatch):
     assert printed.count("corpus.jsonl.lengths-") == 2
 
 
-def test_the_settings_that_the_guides_name_exist(capsys):
-    """Flags of other programs stand in blocks of shell lines, which the tests of launching run."""
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    known = set(re.findall(r"--[\w.-]+", capsys.readouterr().out)) | {"--html", "--help"}
-    for name in (
-        "runs.md",
-        "resuming.md",
-        "data.md",
-        "training.md",
-        "curriculum.md",
-        "learning_rate.md",
-        "compilation.md",
-    ):
-        text = re.sub(r"```.*?```", "", (README.parent / "docs" / name).read_text(), flags=re.DOTALL)
-        assert set(re.findall(r"`(--[\w.-]+)", text)) <= known, name
+@pytest.fixture(scope="module")
+def settings():
+    """The flags of each command, as its help has them."""
+    flags = {}
+    for command in ("plan", "sort", "train", "report", "measure"):
+        with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
+            main([command, "--help"])
+        flags[command] = flags_in(shown.getvalue())
+    return flags
+
+
+def flags_in(text):
+    return set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text))
+
+
+def code_lines(text):
+    """The lines of the blocks that are no Python, each with what it is continued by, and the spans of code."""
+    for language, block in re.findall(r"^```([^\n]*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if language != "python":
+            yield from block.replace("\\\n", " ").splitlines()
+    for span in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)):
+        yield span.replace("\n", " ")
+
+
+@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").rglob("*.md"))], ids=lambda page: page.stem)
+def test_the_settings_that_the_pages_name_exist(page, settings):
+    of_any_command = set().union(*settings.values(), {"--version"}, *FLAGS_OF_OTHERS.values())
+    for line in code_lines(page.read_text()):
+        before, command, after = re.fullmatch(r"(.*?)(?:\bjvarlen ([a-z]+)\b(.*))?", line).groups(default="")
+        assert flags_in(before) <= of_any_command, line
+        assert flags_in(after) <= settings.get(command, set()), line
 
 
 def test_the_commands_it_names_exist():

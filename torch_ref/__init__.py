@@ -8,6 +8,7 @@ from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
+from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, load_params
 from torch_ref.order import sample_order
 from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
@@ -26,6 +27,7 @@ __all__ = [
     "CompiledBuckets",
     "CostModel",
     "LedgerRow",
+    "Mixture",
     "Packing",
     "PairBucket",
     "Plan",
@@ -52,6 +54,7 @@ __all__ = [
     "make_buckets",
     "make_pair_buckets",
     "make_plan",
+    "mixture_counts",
     "no_recompiles",
     "pack_samples",
     "root_pacing",

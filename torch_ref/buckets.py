@@ -30,14 +30,25 @@ __all__ = [
 
 
 class Bucket(NamedTuple):
-    """A static shape: `rows` samples of up to `length` tokens each."""
+    """A static shape: `rows` samples of up to `length` tokens each.
+
+    Attributes:
+        rows: samples of a microbatch, dummy rows included.
+        length: tokens that each row has room for.
+    """
 
     rows: int
     length: int
 
 
 class PairBucket(NamedTuple):
-    """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens."""
+    """A static shape: `rows` pairs of up to `source_length` and `target_length` tokens.
+
+    Attributes:
+        rows: pairs of a microbatch, dummy rows included.
+        source_length: tokens that each row has room for on the source side.
+        target_length: the same on the target side.
+    """
 
     rows: int
     source_length: int
