@@ -112,7 +112,9 @@ def _as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
         place = _place_of(vars(package)[content] if content in package.__all__ else around.get(content))
         if place:
             return f":py:obj:`{content} <{place}>`{end}"
-        return f"`{content}`{end}" if re.fullmatch(r"[A-Za-z_][\w.]*", content) else f"``{content}``{end}"
+        # Of a lower-case name alone, several classes may have an attribute.
+        is_name = re.fullmatch(r"[A-Z]\w*|[A-Za-z_]\w*(\.\w+)+", content)
+        return f"`{content}`{end}" if is_name else f"``{content}``{end}"
 
     paragraphs = "\n".join(lines).split("\n\n")
     lines[:] = "\n\n".join(

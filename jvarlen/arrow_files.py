@@ -80,7 +80,7 @@ class ColumnDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         part = int(np.searchsorted(self._starts, index, side="right")) - 1

@@ -70,7 +70,7 @@ class StoredDataset:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
         try:
             return self._samples[index]
         except ValueError as error:  # it was read once, when the lengths were measured

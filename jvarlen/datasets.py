@@ -65,7 +65,7 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -130,7 +130,7 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return to_tokens(self._dataset[index])
@@ -181,14 +181,14 @@ def as_data_source(dataset: DataSource) -> DataSource:
     return _Tokens(dataset)
 
 
-def to_tokens(sample: Any) -> Integer[np.ndarray, " length"]:
+def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
     """The tokens of a sample.
 
     Args:
       sample: a string, which becomes its UTF-8; bytes; or integers as a list, an array, or a tensor in host memory.
 
     Returns:
-      integers[length]: uint8 of strings and bytes, else of the dtype it has. Nothing is copied where it need not be.
+      integers[L], of length L: uint8 of strings and bytes, else of the dtype it has. Nothing is copied needlessly.
 
     Raises:
       ValueError: none of these.

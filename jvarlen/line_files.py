@@ -66,7 +66,7 @@ class LineDataset:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> UInt8[np.ndarray, " length"]:
+    def __getitem__(self, index: int) -> UInt8[np.ndarray, " L"]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         line = self._bytes[self._starts[index] : self._ends[index]]
