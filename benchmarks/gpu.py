@@ -44,8 +44,10 @@ def ask(module: str, *, quick: bool) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             code = -1
         answers = json.loads(path.read_text()) if path.exists() else {"failed": {}}
-    if code and not answers["failed"]:
-        answers["failed"] = {"the rest": f"its process ended with code {code}, or after {DEADLINE_S} s"}
+    parts = answers.get("parts", ["all of it"])
+    for name in parts if code else ():
+        if not answers.get(name):
+            answers["failed"].setdefault(name, f"its process ended with code {code}, or after {DEADLINE_S} s")
     return answers
 
 

@@ -29,6 +29,8 @@ FOLDER = Path(__file__).parent
 RESULTS = reports.RESULTS
 SAME = ("date", "quick", "commit", "dirty")  # what a report is of, where it stands for a run of today
 
+QUICK_LIMIT_S, LIMIT_S = 900, 4 * 3600  # of one that hangs
+
 Entry = dict[str, Any]  # "name", "question", "seconds", "exit_code", and "report", None where it wrote none
 
 
@@ -43,13 +45,19 @@ def run(name: str, *, quick: bool) -> Entry:
     command = [sys.executable, str(FOLDER / f"{name}.py"), *["--quick"] * quick]
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment | {COLLECTED_IN: folder})
+        environment[COLLECTED_IN] = folder
+        limit_s = QUICK_LIMIT_S if quick else LIMIT_S
+        try:
+            exit_code = subprocess.run(command, stdout=subprocess.DEVNULL, env=environment, timeout=limit_s).returncode
+        except subprocess.TimeoutExpired:
+            say(f"{name} was ended after {limit_s} s")
+            exit_code = 1
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     return {
         "name": name,
         "question": reports.question(FOLDER / f"{name}.py"),
         "seconds": round(time.perf_counter() - begun, 1),
-        "exit_code": ended.returncode,
+        "exit_code": exit_code,
         "report": written[0] if written else None,
     }
 
@@ -85,11 +93,11 @@ def collect(entries: list[Entry], of: Report) -> Report:
 
 
 def finished(path: Path, of: Report) -> list[Entry]:
-    """What has run without an error on the same day, of the same commit and in the same form."""
+    """What has run without an error on the same day, of the same commit, unchanged, and in the same form."""
     if not path.exists():
         return []
     before = json.loads(path.read_text())
-    if any(before[name] != of[name] for name in SAME):
+    if of["dirty"] or any(before[name] != of[name] for name in SAME):
         return []
     return [entry for entry in before["benchmarks"] if not entry["exit_code"]]
 
@@ -113,10 +121,10 @@ def main(args: Sequence[str] | None = None) -> int:
         **reports.origin(),
     }
     path = RESULTS / f"{of['date']}-{name}.json"
-    entries = {entry["name"]: entry for entry in (finished(path, of) if options.resume else [])}
+    entries = {entry["name"]: entry for entry in (finished(path, of) if options.resume or options.only else [])}
     has_gpu = options.quick or of["machine"]["gpus"]
     chosen = options.only or [each for each in names() if has_gpu or each != "gpu"]
-    missing = [each for each in chosen if each not in entries]
+    missing = [each for each in chosen if not (options.resume and each in entries)]
     with contextlib.suppress(KeyboardInterrupt):
         while missing:
             say(f"{missing[0]} … ({len(missing)} to run)")
@@ -127,7 +135,8 @@ def main(args: Sequence[str] | None = None) -> int:
             made = collect(ordered, of)
             reports.save(made, RESULTS, reports.render(made))
     failed = [entry["name"] for entry in entries.values() if entry["exit_code"]]
-    say(f"{len(entries) - len(failed)} benchmarks in {path.with_suffix('.md')}")
+    if entries:
+        say(f"{len(entries) - len(failed)} benchmarks in {path.with_suffix('.md')}")
     if failed:
         say(f"failed: {', '.join(failed)}")
     if missing:

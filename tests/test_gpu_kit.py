@@ -127,11 +127,16 @@ def test_parts_that_fail_keep_what_others_answered(sizes, tmp_path, monkeypatch,
         answer["before"] = 1
         raise ValueError("why\nand more")
 
-    def parts(given, answers):
+    def parts(given, answers, save):
         assert given == sizes.QUICK
         return {"first": fail, "second": lambda answer: answer.update(x=answers["first"]["before"])}
 
     assert worker.run_parts("a package", parts) == 1
     answers = json.loads(path.read_text())
-    assert answers == {"first": {"before": 1}, "second": {"x": 1}, "failed": {"first": "ValueError: why"}}
+    assert answers == {
+        "first": {"before": 1},
+        "second": {"x": 1},
+        "failed": {"first": "ValueError: why"},
+        "parts": ["first", "second"],
+    }
     assert "ValueError: why" in capsys.readouterr().err

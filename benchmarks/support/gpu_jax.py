@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from support.gpu_sizes import SEED, STRATEGIES, VOCAB_SIZE, Sizes, bucket_options, lengths_by_kind, step_flops
-from support.gpu_worker import Answer, run_parts, say
+from support.gpu_worker import Answer, Save, run_parts, said, say
 
 # Last on the path, so that they stand in only for what is missing.
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
@@ -43,11 +43,17 @@ class Trainer:
             compute_dtype="bfloat16",
             attention=attention,
         )
-        optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
-        self._step_fn = jvarlen.make_train_step(make_loss_fn(config), optimizer)
-        self.state = jvarlen.init_train_state(init_params(config, seed=SEED), optimizer)
+        self._config = config
+        self._optimizer = optax.chain(optax.adamw(1e-4), jvarlen.scale_by_batch_size(256, rule="sqrt"))
+        self._step_fn = jvarlen.make_train_step(make_loss_fn(config), self._optimizer)
+        self.begin()
         self.first: tuple[jvarlen.Plan, jvarlen.CompiledBuckets] | None = None  # the first plan, and its executables
         self.num_parameters = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
+
+    def begin(self) -> None:
+        """A state of its own: a step that fails may have taken the buffers of the one before with it."""
+        self.state: Any = None
+        self.state = jvarlen.init_train_state(init_params(self._config, seed=SEED), self._optimizer)
 
     def compile(self, shapes: Iterable[Shape], **options: Any) -> jvarlen.CompiledBuckets:
         """One executable for each shape; their lengths differ. Nothing is kept for the next time."""
@@ -124,14 +130,17 @@ def measure_attention(sizes: Sizes, answer: Answer) -> None:
             trainer = Trainer(sizes, implementation)
             answer[name] = {"step_s": trainer.seconds(trainer.compile([shape]), shape, sizes.repeats)}
         except Exception as error:  # a library of CUDA that is missing or too old, or not enough memory
-            answer[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            answer[name] = {"error": said(error)}
         say(f"attention, {name}: {answer[name]}")
         trainer = None
         gc.collect()  # its state, before the next one's is made
 
 
-def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
-    """Plans of all strategies, and what each of their shapes takes; those of one plan are compiled together."""
+def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer, save: Save) -> None:
+    """Plans of all strategies, and what each of their shapes takes; those of one plan are compiled together.
+
+    What is measured is saved shape by shape: a process that runs out of its time keeps it.
+    """
     answer["num_parameters"] = trainer.num_parameters
     answer |= {"shapes": [], "plans": [], "left_out": [], "compile_wall_s": []}
     known: set[Shape] = set()
@@ -149,8 +158,8 @@ def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
             new = [tuple(map(int, bucket)) for bucket in plan.buckets if tuple(bucket) not in known]
             if new:
                 compiled = compile_shapes(trainer, new, answer["compile_wall_s"])
+                measure_shapes(trainer, compiled, sizes, answer["shapes"], save)
                 trainer.first = trainer.first or (plan, compiled)
-                answer["shapes"] += measure_shapes(trainer, compiled, sizes)
                 known |= set(new)
             steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
             answer["plans"].append(
@@ -165,6 +174,7 @@ def measure_epochs(sizes: Sizes, answer: Answer, trainer: Trainer) -> None:
                     "useful_flops": useful_flops,
                 }
             )
+            save()
 
 
 def compile_shapes(trainer: Trainer, shapes: list[Shape], wall_s: list[float]) -> jvarlen.CompiledBuckets:
@@ -177,8 +187,10 @@ def compile_shapes(trainer: Trainer, shapes: list[Shape], wall_s: list[float]) -
     return compiled
 
 
-def measure_shapes(trainer: Trainer, compiled: jvarlen.CompiledBuckets, sizes: Sizes) -> list[dict[str, Any]]:
-    figures = []
+def measure_shapes(
+    trainer: Trainer, compiled: jvarlen.CompiledBuckets, sizes: Sizes, figures: list[dict[str, Any]], save: Save
+) -> None:
+    """Adds what each shape takes; one that fails, for lack of memory, says so and leaves the others alone."""
     for row in compiled.ledger:
         shape = (row.bucket.rows, row.bucket.length)
         figures.append(
@@ -188,11 +200,16 @@ def measure_shapes(trainer: Trainer, compiled: jvarlen.CompiledBuckets, sizes: S
                 "compile_s": row.compile_s,
                 "bytes": row.total_bytes,
                 "xla_flops": row.flops,
-                "step_s": trainer.seconds(compiled, shape, sizes.repeats),
             }
         )
-        say(f"{shape[0]}×{shape[1]}: {figures[-1]['step_s'] * 1e3:.4g} ms a step")
-    return figures
+        try:
+            figures[-1]["step_s"] = trainer.seconds(compiled, shape, sizes.repeats)
+            say(f"{shape[0]}×{shape[1]}: {figures[-1]['step_s'] * 1e3:.4g} ms a step")
+        except Exception as error:
+            figures[-1]["error"] = said(error)
+            say(f"{shape[0]}×{shape[1]}: {figures[-1]['error']}")
+            trainer.begin()
+        save()
 
 
 class Bytes:
@@ -273,7 +290,7 @@ def fastest_attention(found: Answer) -> str | None:
     return None if name == "as jvarlen chooses" else name
 
 
-def parts(sizes: Sizes, answers: dict[str, Answer]) -> dict[str, Callable[[Answer], None]]:
+def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Callable[[Answer], None]]:
     made: list[Trainer] = []
 
     def trainer() -> Trainer:
@@ -286,9 +303,9 @@ def parts(sizes: Sizes, answers: dict[str, Answer]) -> dict[str, Callable[[Answe
         "matrices": lambda answer: measure_matrices(sizes, answer),
         "sort": lambda answer: measure_sort(sizes, answer),
         "attention": lambda answer: measure_attention(sizes, answer),
-        "epochs": lambda answer: measure_epochs(sizes, answer, trainer()),
-        "loop": lambda answer: measure_loop(sizes, answer, trainer()),
         "command buffers": lambda answer: measure_command_buffers(sizes, answer, trainer()),
+        "epochs": lambda answer: measure_epochs(sizes, answer, trainer(), save),
+        "loop": lambda answer: measure_loop(sizes, answer, trainer()),
     }
 
 

@@ -88,10 +88,19 @@ def attention_table(of_jax: Answers) -> list[str]:
     return [*table("attention|ms of a step in the longest shape", rows), "", "The fastest is used below."]
 
 
+def step_seconds(of_jax: Answers) -> dict[tuple[int, ...], float]:
+    """Of the shapes that ran."""
+    shapes = of_jax.get("epochs", {}).get("shapes", [])
+    return {tuple(of["shape"]): of["step_s"] for of in shapes if "step_s" in of}
+
+
 def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
     epochs = of_jax.get("epochs", {})
-    rows = []
+    rows, failed = [], []
     for of in sorted(epochs.get("shapes", []), key=lambda of: (of["shape"][1], of["shape"][0])):
+        if "step_s" not in of:
+            failed.append(f"**{'×'.join(map(str, of['shape']))}**: {of.get('error', 'out of time').replace('|', '/')}")
+            continue
         rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
         rows.append(
             (
@@ -107,22 +116,27 @@ def shape_table(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
             )
         )
     if not rows:
-        return []
+        return failed
     header = "rows × length|lower, s|compile, s|GB|ms a step|positions/s|TFLOP/s|of the matrix rate|by XLA's count"
     return [
         *table(header, rows),
         "",
         f"Several shapes are compiled at a time: {digits(sum(epochs['compile_wall_s']))} s passed in all. XLA does not "
         "count what it hands to libraries, and the body of a loop once.",
+        *(line for text in failed for line in ("", text)),
     ]
 
 
 def epoch_table(of_jax: Answers, peak: float) -> list[str]:
     epochs = of_jax.get("epochs", {})
-    seconds = {tuple(of["shape"]): of["step_s"] for of in epochs.get("shapes", [])}
+    seconds = step_seconds(of_jax)
     best: dict[str, float] = {}
     rows = []
+    left_out = list(epochs.get("left_out", []))
     for plan in epochs.get("plans", []):
+        if not {tuple(shape) for shape in plan["shapes"]} <= seconds.keys():
+            left_out.append(f"{plan['strategy']}, {plan['lengths']} lengths, of which a shape failed")
+            continue
         epoch_s = sum(steps * seconds[tuple(shape)] for shape, steps in zip(plan["shapes"], plan["steps"], strict=True))
         best.setdefault(plan["lengths"], epoch_s)
         useful = plan["useful_flops"] / epoch_s
@@ -149,8 +163,8 @@ def epoch_table(of_jax: Answers, peak: float) -> list[str]:
         "An epoch is the sum of its steps, each at the seconds of its shape. Useful are the operations of real tokens, "
         "as if each sample had a shape of its own.",
     ]
-    if epochs["left_out"]:
-        lines += ["", f"Left out for lack of time: {'; '.join(epochs['left_out'])}."]
+    if left_out:
+        lines += ["", f"Left out, for lack of time where nothing else is said: {'; '.join(left_out)}."]
     return lines
 
 
@@ -158,9 +172,9 @@ def describe_loop(sizes: Sizes, of_jax: Answers, peak: float) -> list[str]:
     loop = of_jax.get("loop", {})
     if not loop:
         return []
-    seconds = {tuple(of["shape"]): of["step_s"] for of in of_jax["epochs"]["shapes"]}
+    seconds = step_seconds(of_jax)
     flops = sum(float(step_flops(sizes, *shape)) for shape in loop["shapes"])
-    alone = sum(seconds[tuple(shape)] for shape in loop["shapes"])
+    alone = sum(seconds.get(tuple(shape), math.nan) for shape in loop["shapes"])
     return [
         f"{loop['num_steps']} steps of the optimal plan of long-tailed lengths, batches collated on the host "
         f"meanwhile, nothing compiled: {digits(loop['num_tokens'] / loop['seconds'])} real tokens/s, "
@@ -185,7 +199,7 @@ def buffer_table(of_jax: Answers) -> list[str]:
 def torch_table(sizes: Sizes, of_jax: Answers, of_torch: Answers) -> list[str]:
     steps = of_torch.get("steps", {})
     peak = max(of_torch.get("matrices", {}).values(), default=math.nan)
-    in_jax = {tuple(of["shape"]): of["step_s"] for of in of_jax.get("epochs", {}).get("shapes", [])}
+    in_jax = step_seconds(of_jax)
     rows = []
     for of in steps.get("shapes", []):
         rate = float(step_flops(sizes, *of["shape"])) / of["step_s"]
@@ -203,7 +217,13 @@ def torch_table(sizes: Sizes, of_jax: Answers, of_torch: Answers) -> list[str]:
     if not rows:
         return []
     header = "rows × length|mode|compile, s|ms a step|TFLOP/s|of its matrix rate|PyTorch / JAX"
-    lines = [*table(header, rows), "", "The same model and plan, `torch_ref.compile_buckets`, autocast, fused AdamW."]
+    lines = [
+        *table(header, rows),
+        "",
+        "The same model and plan, `torch_ref.compile_buckets`. PyTorch's autocast leaves results of matrix products in "
+        "bfloat16, where the model in JAX keeps norms, residuals and sums of kernels' gradients in float32. Forward "
+        "and backward are compiled, and a fused AdamW follows; JAX's step is one program.",
+    ]
     if steps["left_out"]:
         left_out = ", ".join(f"{rows}×{length}" for rows, length in steps["left_out"])
         lines += ["", f"Left out for lack of time: {left_out}."]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.gpu_sizes import SEED, VOCAB_SIZE, Sizes, bucket_options, lengths_by_kind
-from support.gpu_worker import Answer, run_parts, say
+from support.gpu_worker import Answer, Save, run_parts, say
 
 # Last on the path, so that they stand in only for what is missing.
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
@@ -131,7 +131,7 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def parts(sizes: Sizes, answers: dict[str, Answer]) -> dict[str, Callable[[Answer], None]]:
+def parts(sizes: Sizes, answers: dict[str, Answer], save: Save) -> dict[str, Callable[[Answer], None]]:
     return {
         "machine": lambda answer: tell_machine(sizes, answer),
         "matrices": lambda answer: measure_matrices(sizes, answer),
