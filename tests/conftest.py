@@ -7,8 +7,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
-# own passes stay as they are.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
+if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
 
 import jax
 import numpy as np
@@ -36,6 +37,15 @@ def own_data_home(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
         yield
+
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compile as users do."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import pytest
 from jvarlen import attention, padding_mask
 from jvarlen.attention import attend, attend_within_segments
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 T = 600  # two whole chunks of queries and a part of one
 
 

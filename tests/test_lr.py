@@ -12,6 +12,8 @@ from jvarlen import lr_scale, lr_sequence, make_plan, scale_by_batch_size
 from jvarlen.lr import planned_schedule
 from jvarlen.lr_table import base_rates, before_each, step_sizes
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 PLAN = make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)])
 EPOCHS = [make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)], order="shuffle", epoch=epoch) for epoch in range(3)]
 NUM_STEPS = 3 * PLAN.num_steps

@@ -16,6 +16,8 @@ from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
 PARAMS = init_params(CONFIG, seed=0)

@@ -35,6 +35,8 @@ from jvarlen.testing import (
 
 from .conftest import random_dataset
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 class Rows(NamedTuple):
     """M×B rows of two numbers."""

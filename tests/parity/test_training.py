@@ -23,15 +23,7 @@ from jvarlen.lr import planned_schedule
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from torch_ref.train import to_device
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def optimized() -> Iterator[None]:
-    """Compile as users do, where other tests leave LLVM's optimizations out."""
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", True)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]
 
 
 def counting_dataset(num_samples: int, longest: int) -> TokenDataset:
