@@ -3,9 +3,9 @@
 The built-in corpus and the built-in model, six ways: jvarlen; a plain Flax and Optax loop padded to the longest, in
 powers of two, and packed by Grain; PyTorch with `group_by_length` of transformers, and with token batches. Run
 `python benchmarks/end_to_end.py [--quick] [--work DIR]`; with `--work`, a benchmark that was interrupted goes on.
-`--tune` tries learning rates, and keeps what is best in `support/end_to_end_rates.json`. Prints a table and writes it,
-with versions, hardware and a plot, to `benchmarks/results/`. Needs the extra `benchmarks`. Each run has a process of
-its own: `end_to_end_jax.py` or `end_to_end_torch.py`, in `support/`.
+`--tune` tries budgets and learning rates, and keeps the best of each way in `support/end_to_end_tuned.json`. Prints a
+table and writes it, with versions, hardware and a plot, to `benchmarks/results/`. Needs the extra `benchmarks`. Each
+run has a process of its own: `end_to_end_jax.py` or `end_to_end_torch.py`, in `support/`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import dataclasses
 import datetime
 import importlib.util
 import io
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -26,7 +28,8 @@ from typing import Any
 
 import numpy as np
 from support.end_to_end_run import Data, Settings, save_data
-from support.end_to_end_tables import WAYS, draw, make_report, rates_table
+from support.end_to_end_tables import WAYS, draw, make_report, reached, tuning_table
+from support.reports import commit
 from support.timing import RESULTS, report, versions_and_hardware
 
 from jvarlen.config import FitConfig
@@ -34,12 +37,14 @@ from jvarlen.datasets import split_held_out, stdlib_functions
 from jvarlen.models import TransformerConfig, flat_params, init_params
 
 FOLDER = Path(__file__).parent
-RATES = FOLDER / "support" / "end_to_end_rates.json"
+TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
 NUM_RUNS = 3
-FIRST_RATES = (1.5e-3, 3e-3, 6e-3)  # each is twice the one before
-LEAST_RATE, LARGEST_RATE = 3e-4, 5e-2
-PILOT = {"horizon": 200_000, "eval_every": 200_000, "target": 0.0, "limit_s": DEADLINE_S}
+RATES = (1.5e-3, 3e-3, 6e-3)
+FEW_SHAPES = "few_shapes"  # jvarlen otherwise, tuned with it
+PARTS_OF_BUDGET = (1, 4)  # the most positions of a batch are divided by
+PILOT = {"eval_every": 20_000, "target": 3.7, "limit_s": 60.0}
+NUM_HELD_OUT = 200  # samples, the same for all: evaluating takes seconds that are not counted
 
 DEMO = FitConfig()  # of `make train`
 FULL = {
@@ -69,7 +74,7 @@ def say(what: str) -> None:
     print(f"{datetime.datetime.now():%H:%M:%S} {what}", file=sys.stderr)
 
 
-def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_out: int | None) -> str:
+def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_out: int) -> str:
     """Writes the files that all processes read, and says how much there is."""
     split = split_held_out(stdlib_functions(progress=False), DEMO.held_out_fraction)
     train, held_out = ([sample[: sizes["longest"]] for sample in part] for part in split)
@@ -81,9 +86,15 @@ def prepare(folder: Path, sizes: dict[str, Any], seeds: Iterable[int], num_held_
     return f"{of_train} to train on, {of_held_out} held out"
 
 
-def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int, learning_rate: float) -> Settings:
+def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Settings:
     files = {"data": str(folder / "data.npz"), "weights": str(folder / f"weights-{seed}.npz")}
-    return Settings(way=way, seed=seed, learning_rate=learning_rate, **files, **sizes)
+    return Settings(way=way, seed=seed, **files, **sizes)
+
+
+def chosen_for(way: str, tuned: dict[str, Any]) -> dict[str, Any]:
+    """What `tune` chose."""
+    way = "jvarlen" if way == FEW_SHAPES else way
+    return {name: tuned["ways"][way][name] for name in ("max_tokens", "learning_rate")}
 
 
 def is_installed(way: str) -> bool:
@@ -109,35 +120,45 @@ def figures_of(runs: list[tuple[Settings, Path]]) -> list[dict[str, Any]]:
 
 
 def is_done(settings: Settings, path: Path) -> bool:
-    return path.exists() and json.loads(path.read_text())["settings"] == dataclasses.asdict(settings)
+    """Whether there are figures of the same settings and commit; of changed code none are taken over."""
+    if not path.exists() or commit()["dirty"]:
+        return False
+    made = json.loads(path.read_text())
+    return (made["settings"], made["code"]) == (dataclasses.asdict(settings), commit())
 
 
 def tune(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
-    """The best rate of each way: of three, and of those beyond as long as the best lies at the end."""
+    """The budget of positions and the rate that take each way the fewest seconds to the target of a pilot."""
     seed = NUM_RUNS  # no run has it
-    prepare(folder, sizes, [seed], None)
-    answer: dict[str, Any] = {"num_tokens": PILOT["horizon"], "seed": seed, "ways": {}}
-    for way in filter(is_installed, WAYS):
-        bits: dict[float, float] = {}
-        following = list(FIRST_RATES)
-        while following:
-            for rate in following:
-                say(f"{WAYS[way].name}, rate {rate:g}")
-                settings = settings_of(folder, sizes | PILOT, way, seed, rate)
-                (run,) = figures_of([(settings, folder / f"pilot-{way}-{rate:g}.json")])
-                bits[rate] = run["points"][-1]["bits_per_byte"]
-            best = min(bits, key=bits.__getitem__)
-            beyond = {min(bits): best / 2, max(bits): best * 2}.get(best)
-            following = [beyond] if beyond is not None and LEAST_RATE < beyond < LARGEST_RATE else []
-        tried = {str(rate): bits[rate] for rate in sorted(bits)}
-        answer["ways"][way] = {"learning_rate": best, "bits_per_byte": tried}
+    prepare(folder, sizes, [seed], NUM_HELD_OUT)
+    answer: dict[str, Any] = {"target": PILOT["target"], "limit_s": PILOT["limit_s"], "seed": seed, "ways": {}}
+    for way in filter(is_installed, [way for way in WAYS if way != FEW_SHAPES]):
+        tried: dict[tuple[int, float], float] = {}
+        for part, rate in itertools.product(PARTS_OF_BUDGET, RATES):
+            chosen = {"max_tokens": sizes["max_tokens"] // part, "learning_rate": rate}
+            say(f"{WAYS[way].name}, {chosen['max_tokens']} positions, rate {rate:g}")
+            settings = settings_of(folder, sizes | PILOT | chosen, way, seed)
+            (run,) = figures_of([(settings, folder / f"pilot-{way}-{chosen['max_tokens']}-{rate:g}.json")])
+            tried[chosen["max_tokens"], rate] = seconds_without_compiling(run, PILOT["target"])
+        max_tokens, rate = min(tried, key=tried.__getitem__)
+        pilots = [
+            {"max_tokens": budget, "learning_rate": of, "seconds": None if math.isinf(taken) else taken}
+            for (budget, of), taken in sorted(tried.items())
+        ]
+        answer["ways"][way] = {"max_tokens": max_tokens, "learning_rate": rate, "pilots": pilots}
     return answer
 
 
-def compare(folder: Path, sizes: dict[str, Any], rates: dict[str, float], *, quick: bool) -> tuple[dict[str, Any], str]:
+def seconds_without_compiling(run: dict[str, Any], target: float) -> float:
+    """To the target, infinite where it was not reached; a pilot is too short for compiling to have its due weight."""
+    end = reached(run, target)
+    return end.total_s - end.seconds["compile"] - end.planning_s if end.is_target else math.inf
+
+
+def compare(folder: Path, sizes: dict[str, Any], choices: dict[str, Any], *, quick: bool) -> tuple[dict[str, Any], str]:
     """Figures of all runs of each way that is installed, and how much data there is."""
     ways, seeds = list(filter(is_installed, WAYS)), range(1 if quick else NUM_RUNS)
-    corpus = prepare(folder, sizes, seeds, 20 if quick else None)
+    corpus = prepare(folder, sizes, seeds, 20 if quick else NUM_HELD_OUT)
     turns = [[(seed, way)] for seed in seeds for way in ways]
     if quick:  # a process a framework
         turns = [[(0, way) for way in ways if WAYS[way].is_jax == is_jax] for is_jax in (True, False)]
@@ -145,7 +166,7 @@ def compare(folder: Path, sizes: dict[str, Any], rates: dict[str, float], *, qui
     for turn in filter(None, turns):
         say(", ".join(f"{WAYS[way].name}, run {seed + 1}" for seed, way in turn))
         given = [
-            (settings_of(folder, sizes, way, seed, rates[way]), folder / f"{way}-{seed}.json") for seed, way in turn
+            (settings_of(folder, sizes | choices[way], way, seed), folder / f"{way}-{seed}.json") for seed, way in turn
         ]
         for (_, way), figures in zip(turn, figures_of(given), strict=True):
             runs[way].append(figures)
@@ -155,7 +176,7 @@ def compare(folder: Path, sizes: dict[str, Any], rates: dict[str, float], *, qui
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few tokens, and no report")
-    parser.add_argument("--tune", action="store_true", help="try learning rates, and keep the best of each way")
+    parser.add_argument("--tune", action="store_true", help="try budgets and rates, and keep the best of each way")
     parser.add_argument(
         "--work",
         type=Path,
@@ -169,13 +190,13 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if options.tune:
             tuned = tune(folder, sizes)
-            RATES.write_text(json.dumps(tuned, indent=2) + "\n")
-            print("\n".join(rates_table(tuned)))
+            TUNED.write_text(json.dumps(tuned, indent=2) + "\n")
+            print("\n".join(tuning_table(tuned)))
             return
-        tuned = None if quick else json.loads(RATES.read_text())
-        rates = {way: tuned["ways"][way]["learning_rate"] if tuned else 1e-2 for way in WAYS}
-        runs, corpus = compare(folder, sizes, rates, quick=quick)
-    settings = settings_of(folder, sizes, "jvarlen", 0, rates["jvarlen"])
+        tuned = None if quick else json.loads(TUNED.read_text())
+        chosen = {way: chosen_for(way, tuned) if tuned else {"learning_rate": 1e-2} for way in WAYS}
+        runs, corpus = compare(folder, sizes, chosen, quick=quick)
+    settings = settings_of(folder, sizes | {"learning_rate": chosen["jvarlen"]["learning_rate"]}, "jvarlen", 0)
     plot = f"{datetime.date.today()}-end-to-end.png"
     lines = [
         f"# To a fixed held-out bits per byte, {datetime.date.today()}",

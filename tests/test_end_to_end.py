@@ -100,12 +100,12 @@ def test_data_come_back_from_their_file(runs, settings, data):
 
 
 def test_an_evaluation_holds_every_sample_once_within_the_budget(runs, data):
-    batches = runs.eval_batches(data.held_out, 32, 64)
+    batches = runs.eval_batches(data.held_out, 32)
     held = [
         tokens[row, :length].tolist() for tokens, lengths in batches for row, length in enumerate(lengths) if length
     ]
     assert sorted(held) == sorted(sample.tolist() for sample in data.held_out)
-    assert {tokens.shape for tokens, _ in batches} == {(16, 4), (8, 8), (4, 16), (2, 32)}
+    assert {tokens.shape for tokens, _ in batches} == {(32, 4), (16, 8), (8, 16), (4, 32)}
 
 
 @pytest.mark.parametrize("name", ["pad_to_longest", "pad_to_powers_of_two"])
@@ -268,62 +268,78 @@ def test_seconds_to_the_target_lie_between_two_evaluations(tables):
 
 def test_a_table_says_what_was_not_reached_and_what_is_not_installed(tables):
     def run(*seconds):
-        return [{"points": [point(8.0, 3.0, 0), point(3.0, s, 1_000)]} for s in seconds]
+        return [of_points(point(8.0, 3.0, 0), point(3.0, s, 1_000)) for s in seconds]
+
+    def of_points(*points):
+        return {"points": points, "settings": {"max_tokens": 4096}}
 
     runs = {
         "jvarlen": run(13.0, 23.0, 18.0),
         "longest": run(43.0, 43.0, 43.0),
-        "powers": [*run(9.0), {"points": [point(4.0, 50.0, 500)]}],
+        "powers": [*run(9.0), of_points(point(4.0, 50.0, 500))],
     }
     lines = tables.result_table(runs, 3.0)
     header, rows = lines[0], {row.split("|")[1].strip(): [cell.strip() for cell in row.split("|")] for row in lines[2:]}
     assert all(len(row) == len(header.split("|")) for row in rows.values())
-    assert rows["jvarlen"][2:4] == ["18.0 (13.0–23.0)", "1.00"]
-    assert rows["Flax and Optax, padded to the longest"][2:4] == ["43.0 (43.0–43.0)", "2.39"]
-    assert rows["Flax and Optax, powers of two"][2:4] == [
+    assert rows["jvarlen"][2:5] == ["4,096", "18.0 (13.0–23.0)", "1.00"]
+    assert rows["Flax and Optax, padded to the longest"][3:5] == ["43.0 (43.0–43.0)", "2.39"]
+    assert rows["Flax and Optax, powers of two"][3:5] == [
         "not reached: 3.500 (3.000–4.000) bits after 29.5 (9.0–50.0)",
         "–",
     ]
-    assert rows["PyTorch, token batches"][2] == "not installed"
+    assert rows["PyTorch, token batches"][3] == "not installed"
 
 
-def test_only_runs_of_the_same_settings_are_taken_over(benchmark, settings, tmp_path):
+def test_only_runs_of_the_same_settings_and_code_are_taken_over(benchmark, settings, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
+    here = {"commit": "a1", "dirty": False}
+    monkeypatch.setattr(benchmark, "commit", lambda: here)
     assert not benchmark.is_done(settings, path)
-    path.write_text(json.dumps({"settings": dataclasses.asdict(settings), "points": []}))
+    path.write_text(json.dumps({"settings": dataclasses.asdict(settings), "code": here, "points": []}))
     assert benchmark.is_done(settings, path)
     assert not benchmark.is_done(dataclasses.replace(settings, seed=1), path)
+    for other in ({"commit": "b2", "dirty": False}, {"commit": "a1", "dirty": True}):
+        monkeypatch.setattr(benchmark, "commit", lambda other=other: other)
+        assert not benchmark.is_done(settings, path)
+    monkeypatch.setattr(benchmark, "commit", lambda: here)
     assert benchmark.figures_of([(settings, path)])[0]["points"] == []  # without a process
 
 
-@pytest.mark.parametrize(
-    ("best", "tried"),
-    [
-        (3e-3, [1.5e-3, 3e-3, 6e-3]),
-        (1.3e-2, [1.5e-3, 3e-3, 6e-3, 1.2e-2, 2.4e-2]),
-        (8e-4, [3.75e-4, 7.5e-4, 1.5e-3, 3e-3, 6e-3]),
-    ],
-)
-def test_rates_are_tried_until_the_best_lies_between_two_others(benchmark, monkeypatch, tmp_path, best, tried):
+@pytest.mark.parametrize(("best_budget", "best_rate"), [(4096, 3e-3), (1024, 6e-3)])
+def test_the_budget_and_the_rate_with_the_fewest_seconds_are_chosen(
+    benchmark, monkeypatch, tmp_path, best_budget, best_rate
+):
     def pilot(runs):
         ((settings, _),) = runs
-        return [{"points": [{"bits_per_byte": 9.0}, {"bits_per_byte": abs(np.log(settings.learning_rate / best))}]}]
+        away = abs(np.log(settings.learning_rate / best_rate)) + abs(np.log(settings.max_tokens / best_budget))
+        return [{"points": [point(8.0, 3.0, 0), point(3.7, 10.0 + away, 1_000)]}]
 
     monkeypatch.setattr(benchmark, "figures_of", pilot)
     monkeypatch.setattr(benchmark, "prepare", lambda *given: "")
     monkeypatch.setattr(benchmark, "is_installed", lambda way: way == "powers")
     (way,) = benchmark.tune(tmp_path, benchmark.FULL)["ways"].values()
-    assert [float(rate) for rate in way["bits_per_byte"]] == pytest.approx(tried)
-    assert way["learning_rate"] == pytest.approx(min(tried, key=lambda rate: abs(np.log(rate / best))))
+    pilots = [(pilot["max_tokens"], pilot["learning_rate"]) for pilot in way["pilots"]]
+    assert pilots == sorted(itertools.product((1024, 4096), benchmark.RATES))
+    assert (way["max_tokens"], way["learning_rate"]) == (best_budget, best_rate)
+
+
+def test_a_pilot_that_misses_its_target_is_not_chosen(benchmark):
+    run = {"points": [point(8.0, 3.0, 0), point(4.0, 13.0, 1_000)]}
+    assert benchmark.seconds_without_compiling(run, 4.0) == 10.0
+    assert benchmark.seconds_without_compiling(run, 3.9) == np.inf
 
 
 def test_the_model_is_that_of_make_train(benchmark):
     assert TransformerConfig(**benchmark.FULL["model"]) == TransformerConfig()
 
 
-def test_there_is_a_rate_for_every_way(benchmark, tables):
-    rates = json.loads(benchmark.RATES.read_text())
-    assert rates["ways"].keys() == tables.WAYS.keys()
-    for way in rates["ways"].values():
-        bits = {float(rate): value for rate, value in way["bits_per_byte"].items()}
-        assert way["learning_rate"] == min(bits, key=bits.__getitem__)
+def test_what_was_chosen_for_every_way_took_the_fewest_seconds(benchmark, tables):
+    tuned = json.loads(benchmark.TUNED.read_text())
+    assert tuned["ways"].keys() == tables.WAYS.keys() - {benchmark.FEW_SHAPES}
+    for name, way in tuned["ways"].items():
+        seconds = {
+            (pilot["max_tokens"], pilot["learning_rate"]): pilot["seconds"]
+            for pilot in way["pilots"]
+            if pilot["seconds"] is not None
+        }
+        assert (way["max_tokens"], way["learning_rate"]) == min(seconds, key=seconds.__getitem__), name

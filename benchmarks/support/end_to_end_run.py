@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from support.reports import commit
 
 PARTS = ("compile", "data", "steps")
 OPTIMIZER = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
@@ -105,12 +106,12 @@ def pad(samples: Iterable[np.ndarray], rows: int, length: int) -> tuple[np.ndarr
     return tokens_BxT, lengths_B
 
 
-def eval_batches(samples: list[np.ndarray], longest: int, max_tokens: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """All samples in four shapes of up to `max_tokens` positions, the same for all ways, as `pad` gives them."""
+def eval_batches(samples: list[np.ndarray], longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """All samples in four shapes of four times `longest` positions, the same for all ways, as `pad` gives them."""
     batches = []
     lower = 0
     for length in (longest // 8, longest // 4, longest // 2, longest):
-        fitting, rows = [sample for sample in samples if lower < len(sample) <= length], max_tokens // length
+        fitting, rows = [sample for sample in samples if lower < len(sample) <= length], 4 * longest // length
         batches += [pad(fitting[start : start + rows], rows, length) for start in range(0, len(fitting), rows)]
         lower = length
     return batches
@@ -221,7 +222,7 @@ def answer_all(ways: dict[str, Callable[[Settings, Data, Stopwatch], Trainer]]) 
     for given, path in json.loads(sys.argv[1]):
         settings, watch = Settings(**given), Stopwatch()
         trainer = ways[settings.way](settings, read_data(settings.data), watch)
-        figures = train(trainer, watch, settings) | {"settings": given}
+        figures = train(trainer, watch, settings) | {"settings": given, "code": commit()}
         # A file is there whole or not at all: an interrupted benchmark goes on from those that are.
         unfinished = Path(path).with_suffix(".part")
         unfinished.write_text(json.dumps(figures))

@@ -34,6 +34,7 @@ class Way(NamedTuple):
 # The first one is what the others are compared with.
 WAYS = {
     "jvarlen": Way("jvarlen", "jvarlen", True),
+    "few_shapes": Way("jvarlen, half as many shapes", "jvarlen", True),
     "longest": Way("Flax and Optax, padded to the longest", "flax", True),
     "powers": Way("Flax and Optax, powers of two", "flax", True),
     "grain": Way("Flax and Optax, packed by Grain", "grain", True),
@@ -104,7 +105,7 @@ def with_spread(values: list[float], form: str) -> str:
     return text if len(values) == 1 else f"{text} ({min(values):{form}}–{max(values):{form}})"
 
 
-def result_row(name: str, runs: list[Reached], first_s: float) -> list[str]:
+def result_row(name: str, max_tokens: int, runs: list[Reached], first_s: float | None) -> list[str]:
     def middle(value: Callable[[Reached], float]) -> float:
         return median([value(run) for run in runs])
 
@@ -115,8 +116,9 @@ def result_row(name: str, runs: list[Reached], first_s: float) -> list[str]:
     is_comparable = all(run.is_target for run in runs)
     return [
         name,
+        f"{max_tokens:,}",
         seconds,
-        f"{middle(lambda run: run.total_s) / first_s:.2f}" if is_comparable else "–",
+        f"{middle(lambda run: run.total_s) / first_s:.2f}" if is_comparable and first_s is not None else "–",
         *(f"{middle(lambda run, part=part: run.seconds[part]):.1f}" for part in PARTS),
         f"{middle(lambda run: run.num_steps):,.0f}",
         f"{middle(lambda run: run.num_tokens):,.0f}",
@@ -130,13 +132,16 @@ def result_row(name: str, runs: list[Reached], first_s: float) -> list[str]:
 def result_table(runs: dict[str, list[Run]], target: float) -> list[str]:
     """A row a way; those that have no runs are not installed."""
     of_ways = {way: [reached(run, target) for run in runs.get(way, [])] for way in WAYS}
-    first_s = median([run.total_s for run in of_ways["jvarlen"]])
+    is_reached = all(run.is_target for run in of_ways["jvarlen"])
+    first_s = median([run.total_s for run in of_ways["jvarlen"]]) if is_reached else None
     header = (
-        "way|seconds to target|factor|compile, s|data, s|steps, s|steps|real tokens|real tokens a second|padding|"
-        "shapes|compilations"
+        "way|positions of a batch|seconds to target|factor|compile, s|data, s|steps, s|steps|real tokens|"
+        "real tokens a second|padding|shapes|compilations"
     )
     rows = [
-        result_row(WAYS[way].name, reached_runs, first_s) if reached_runs else [WAYS[way].name, "not installed"]
+        result_row(WAYS[way].name, runs[way][0]["settings"]["max_tokens"], reached_runs, first_s)
+        if reached_runs
+        else [WAYS[way].name, "", "not installed"]
         for way, reached_runs in of_ways.items()
     ]
     return table(header, [row + [""] * (header.count("|") + 1 - len(row)) for row in rows])
@@ -149,25 +154,26 @@ def compare_frameworks(runs: dict[str, list[Run]], target: float) -> list[str]:
     jax_s, torch_s = (
         median([reached(run, target).tokens_per_s for run in runs[way]]) for way in ("jvarlen", "token_batches")
     )
+    jax_tokens, torch_tokens = (runs[way][0]["settings"]["max_tokens"] for way in ("jvarlen", "token_batches"))
     return [
         "PyTorch runs eagerly, on kernels other than XLA's, and its step takes any shape without compiling. With token "
-        f"batches it trains on {torch_s / jax_s:.2f} times as many real tokens a second here as jvarlen does in JAX; "
-        "what batching alone is worth shows between rows of one framework.",
+        f"batches of {torch_tokens:,} positions it trains on {torch_s / jax_s:.2f} times as many real tokens a second "
+        f"here as jvarlen does in JAX with {jax_tokens:,}; what batching alone is worth shows between rows of one "
+        "framework.",
         "",
     ]
 
 
-def rates_table(rates: dict[str, Any]) -> list[str]:
+def tuning_table(tuned: dict[str, Any]) -> list[str]:
     """What the pilots came to, and what was chosen."""
-    tried = sorted({float(rate) for way in rates["ways"].values() for rate in way["bits_per_byte"]})
-
-    def cell(way: dict[str, Any], rate: float) -> str:
-        bits = way["bits_per_byte"].get(str(rate))
-        text = "" if bits is None else f"{bits:.3f}"
-        return f"**{text}**" if rate == way["learning_rate"] else text
-
-    rows = [[WAYS[name].name, *(cell(way, rate) for rate in tried)] for name, way in rates["ways"].items()]
-    return table("|".join(["way", *(f"{rate:g}" for rate in tried)]), rows)
+    rows = []
+    for name, way in tuned["ways"].items():
+        for pilot in way["pilots"]:
+            is_chosen = all(pilot[key] == way[key] for key in ("max_tokens", "learning_rate"))
+            seconds = "not reached" if pilot["seconds"] is None else f"{pilot['seconds']:.1f}"
+            texts = [f"{pilot['max_tokens']:,}", f"{pilot['learning_rate']:g}", seconds]
+            rows.append([WAYS[name].name, *(f"**{text}**" if is_chosen else text for text in texts)])
+    return table("way|positions of a batch|rate|seconds", rows)
 
 
 def draw(runs: dict[str, list[Run]], target: float) -> Figure:
@@ -191,7 +197,7 @@ def draw(runs: dict[str, list[Run]], target: float) -> Figure:
 
 
 def make_report(
-    runs: dict[str, list[Run]], settings: Settings, sizes: str, rates: dict[str, Any] | None, plot: str
+    runs: dict[str, list[Run]], settings: Settings, sizes: str, tuned: dict[str, Any] | None, plot: str
 ) -> list[str]:
     """The lines between the title and the versions."""
     target = settings.target
@@ -204,7 +210,7 @@ def make_report(
         f"The built-in corpus, samples cut to {settings.longest:,} bytes: {sizes}. One model for all, "
         f"{num_params.pop():,} parameters in float32 (`jvarlen.models`, and in PyTorch `torch_ref`; parity tests hold "
         f"that they are the same function), until {target} bits per held-out byte. No batch has more than "
-        f"{settings.max_tokens:,} positions, padding included.",
+        f"{settings.max_tokens:,} positions, padding included; each way has as many of these as serve it best.",
         "",
         "Each run is a process of its own; the ways take turns. The first run of every way begins with the same "
         "weights, the second with others, and so on; the order of the samples is drawn anew as well. Seconds count "
@@ -223,8 +229,8 @@ def make_report(
         "different (rows, length) that were trained on; compilations: train steps compiled. "
         f"{settings.limit_s:.0f} seconds or {settings.horizon:,} real tokens end a run that does not reach the target.",
         "",
-        "Ways whose batches hold fewer samples take more steps over the same tokens, which alone changes how many "
-        "tokens the target takes: the same budget of positions is not the same batch size.",
+        "The fewer samples a batch holds, the more steps are taken over the same tokens, and the fewer tokens the "
+        "target takes, down to a size: real tokens a second alone do not tell which way is first at the target.",
         "",
         *compare_frameworks(runs, target),
         "",
@@ -234,14 +240,17 @@ def make_report(
         "",
         f"- jvarlen: `make_buckets` ({settings.max_shapes} shapes, lengths rounded to {settings.length_multiple}), "
         '`make_plan(order="shuffle")`, `compile_buckets`, `load`; `planned_schedule` scales the rate by the square '
-        f"root of samples / {settings.base_batch_size}.",
-        f"- Padded to the longest: shuffled samples, {settings.fixed_rows} a batch, all in one shape; `jax.jit`.",
+        f"root of samples / {settings.base_batch_size}. Half as many shapes: the same, to show what compiling weighs "
+        "in a run as short as this.",
+        "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
+        "shape; `jax.jit`.",
         "- Powers of two: shuffled samples, a batch when the bucket of a power of two is full (budget / length "
         "samples), as `bucket_by_sequence_length` of tf.data does it; `jax.jit` compiles a shape when it comes.",
-        f"- Packed by Grain: `BestFitPackIterDataset` over shuffled samples, {settings.fixed_rows} rows of "
+        "- Packed by Grain: `BestFitPackIterDataset` over shuffled samples, rows of "
         f"{settings.longest:,}; attention stays within segments; `jax.jit`.",
-        f"- `group_by_length`: `LengthGroupedSampler` of transformers, {settings.fixed_rows} samples a batch, in a "
-        "`DataLoader` that pads to the longest of a batch; the loop is our own, without the Trainer around it.",
+        "- `group_by_length`: `LengthGroupedSampler` of transformers, as many samples a batch as the budget has rows "
+        "of the longest, in a `DataLoader` that pads to the longest of a batch; the loop is our own, without the "
+        "Trainer around it.",
         "- Token batches: samples sorted by length, a batch as large as rows × longest allow, batches shuffled "
         "(fairseq's rule, by `torch_ref.batch_by_tokens`), in a `DataLoader` likewise.",
         "",
@@ -250,13 +259,14 @@ def make_report(
         f"{settings.horizon:,} real tokens and decays along a cosine to {FINAL_FRACTION:.0%}. It follows tokens, not "
         "steps, as the ways take different numbers of steps for the same samples.",
     ]
-    if rates is not None:
+    if tuned is not None:
         lines += [
             "",
-            "Each way has its own highest rate: the one with the fewest held-out bits per byte after a whole schedule "
-            f"over {rates['num_tokens']:,} real tokens, seed {rates['seed']}; where the best lay at the end of those "
-            "tried, another was tried beyond it. Bits per byte by rate, what was chosen in bold:",
+            "Each way has its own budget of positions, the whole or a quarter of the most, and its own highest rate: "
+            f"those with the fewest seconds to {tuned['target']} bits, early in a run, without compiling; seed "
+            f"{tuned['seed']}, one run of each, of up to {tuned['limit_s']:.0f} seconds. What was chosen is in bold; where that "
+            "is the highest rate tried, a higher one might serve better still:",
             "",
-            *rates_table(rates),
+            *tuning_table(tuned),
         ]
     return lines

@@ -51,7 +51,7 @@ class TorchRun:
         with np.load(settings.weights) as stored:
             torch_ref.load_params(self.model, stored)
         self.num_params = sum(weight.numel() for weight in self.model.parameters())
-        held_out = eval_batches(data.held_out, settings.longest, settings.max_tokens)
+        held_out = eval_batches(data.held_out, settings.longest)
         self._held_out = [labelled(torch.from_numpy(tokens), torch.from_numpy(lengths)) for tokens, lengths in held_out]
         self._num_bytes = sum(map(len, data.held_out))
         samples = [torch.from_numpy(sample.astype(np.int64)) for sample in data.train]
