@@ -264,8 +264,8 @@ def make_report(
             "",
             "Each way has its own budget of positions, the whole or a quarter of the most, and its own highest rate: "
             f"those with the fewest seconds to {tuned['target']} bits, early in a run, without compiling; seed "
-            f"{tuned['seed']}, one run of each, of up to {tuned['limit_s']:.0f} seconds. What was chosen is in bold; where that "
-            "is the highest rate tried, a higher one might serve better still:",
+            f"{tuned['seed']}, one run of each, of up to {tuned['limit_s']:.0f} seconds. What was chosen is in bold; "
+            "where that is the highest rate tried, a higher one might serve better still:",
             "",
             *tuning_table(tuned),
         ]
