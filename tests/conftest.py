@@ -42,7 +42,7 @@ def own_data_home(tmp_path_factory):
 @pytest.fixture(scope="module")
 def optimized():
     """Compile as users do."""
-    before = jax.config.jax_disable_most_optimizations
+    before = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true"
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
