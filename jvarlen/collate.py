@@ -251,15 +251,15 @@ def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch
     return PairBatch(source, lengths, target, lengths, weights, jax.ShapeDtypeStruct((), np.float32))
 
 
-def count_tokens(batch: Any) -> jax.Array | None:
+def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
     """Real tokens of a batch or of a microbatch.
 
     Args:
       batch: a `Batch`, `PackedBatch` or `PairBatch`; traced or not.
+      dtype: of the result: that of the losses and weights that it is summed together with.
 
     Returns:
-      float32[], so that it is summed together with losses and weights (exactly, up to 2²⁴ tokens); None for anything
-      else.
+      float[] (exact up to 2²⁴ tokens in float32); None for anything else.
 
     Example:
       >>> lengths = np.array([[3, 0]])
@@ -274,7 +274,7 @@ def count_tokens(batch: Any) -> jax.Array | None:
         counted = [batch.source_lengths, batch.target_lengths]
     else:
         return None
-    return jnp.asarray(sum(jnp.sum(array) for array in counted), jnp.float32)
+    return jnp.asarray(sum(jnp.sum(array) for array in counted), dtype)
 
 
 def full_batch(spec: Any) -> Any:

@@ -34,7 +34,7 @@ from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.processes import agree, together
 from jvarlen.progress import progress_bar
-from jvarlen.recipe import CompiledBucket, LoweredBucket, Recipe, make_recipe
+from jvarlen.recipe import CompiledBucket, LoweredBucket, Recipe, lower_first, make_recipe
 
 __all__ = ["compile_buckets", "load_compiled"]
 
@@ -50,9 +50,13 @@ def compile_buckets(
     mesh: Mesh | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
+    donate: bool = True,
     options: CompileOptions = _DEFAULT_OPTIONS,
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
+
+    Arrays that the step closes over, such as frozen weights, become arguments of its programs where they come to more
+    than 1 MiB; all buckets share them. What a function with a `jax.jit` of its own closes over stays a constant.
 
     Args:
       step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
@@ -64,6 +68,8 @@ def compile_buckets(
         device. Where its devices belong to several processes, these are all there are, and all of them compile.
       batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       progress: whether to show a progress bar that names the bucket.
+      donate: whether a step may write the next state over the one that it takes, which cannot be used again then. A
+        step that returns the very state that it takes, as that of `make_eval_step`, never does.
       options: of the compiler, the cache, memory and warming up. By default programs are kept in the user's cache
         directory, a setting of JAX for the whole process.
 
@@ -72,7 +78,7 @@ def compile_buckets(
 
     Raises:
       ValueError: buckets or options that are not as described; shards of the mesh that do not divide M; a step that
-        returns another state than it takes; processes that compiled different things.
+        returns another state than it takes, or was made without the mesh; processes that compiled different things.
 
     Example:
       >>> import numpy as np
@@ -93,7 +99,7 @@ def compile_buckets(
         _check_fallback(options, mesh)
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
-        recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options)
+        recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options, donate=donate)
         # What was read from the cache could not wait on the host.
         waits = options.max_live is not None and not recipe.can_serialize_what_was_read
         with without_compilation_cache() if waits else contextlib.nullcontext():
@@ -107,6 +113,7 @@ def _compile(
     """Lowers the buckets one after the other, while threads compile those that are lowered."""
     executables = Executables(recipe.devices, options.max_live)
     rows: list[LedgerRow] = []
+    constants: dict[AnyBucket, tuple[Any, ...]] = {}
     texts: list[str] = []
     ends = _first_and_last(buckets)
     pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
@@ -127,7 +134,11 @@ def _compile(
         for bucket in buckets:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
-            lowered = recipe.lower(bucket)
+            if bucket is buckets[0]:
+                recipe, lowered = lower_first(recipe, bucket)
+            else:
+                lowered = recipe.lower(bucket)
+            constants[bucket] = lowered.constants
             if bucket in ends:
                 texts.append(lowered.program.as_text())  # of the lowered program itself, nothing is kept
                 _check_timed(recipe, lowered, options)
@@ -136,7 +147,7 @@ def _compile(
                 finish_one()
         while pending:
             finish_one()
-    return CompiledBuckets(recipe, executables, rows, _fingerprint(recipe, buckets, texts), options, plan)
+    return CompiledBuckets(recipe, executables, rows, constants, _fingerprint(recipe, buckets, texts), options, plan)
 
 
 def load_compiled(
@@ -148,6 +159,7 @@ def load_compiled(
     mesh: Mesh | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
+    donate: bool = True,
     options: CompileOptions = _DEFAULT_OPTIONS,
 ) -> CompiledBuckets:
     """Takes the executables of a file that `CompiledBuckets.save` wrote; nothing is compiled.
@@ -163,6 +175,7 @@ def load_compiled(
       mesh: as for `compile_buckets`.
       batch_spec: as for `compile_buckets`.
       progress: whether to show a progress bar.
+      donate: as for `compile_buckets`.
       options: as for `compile_buckets`.
 
     Returns:
@@ -175,7 +188,7 @@ def load_compiled(
         options, or of another step, state or batch; what differs is listed.
     """
     with _on_all_processes(mesh):
-        compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, options, progress)
+        compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, donate, options, progress)
     return _ready(compiled, state, mesh, options, progress)
 
 
@@ -186,6 +199,7 @@ def _load(
     plan: PlannedSteps | None,
     mesh: Mesh | None,
     batch_spec: Callable[[Any, int], Any],
+    donate: bool,
     options: CompileOptions,
     progress: bool,
 ) -> CompiledBuckets:
@@ -193,10 +207,14 @@ def _load(
     header, contents = read_compiled(path)
     if options.cache_dir is not None:
         use_compilation_cache(options.cache_dir)
-    recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options)
+    recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options, donate=donate)
     check_environment(path, header["environment"], recipe.environment)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
-    told_apart_by = [recipe.lower(bucket) for bucket in _first_and_last(buckets)]
+    recipe, first_lowered = lower_first(recipe, buckets[0])
+    told_apart_by = [first_lowered, *(recipe.lower(bucket) for bucket in _first_and_last(buckets)[1:])]
+    constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
+    if any(constants.values()):  # those of each bucket are found by tracing it
+        constants |= {bucket: recipe.lower(bucket).constants for bucket in buckets if bucket not in constants}
     _check_timed(recipe, told_apart_by[0], options)
     fingerprint = _fingerprint(recipe, buckets, [lowered.program.as_text() for lowered in told_apart_by])
     if fingerprint != header["fingerprint"]:
@@ -218,7 +236,7 @@ def _load(
             executables.add(bucket, executable, program)
             rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
             bar.update()
-    return CompiledBuckets(recipe, executables, rows, fingerprint, options, plan)
+    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan)
 
 
 def _ready(
@@ -230,6 +248,7 @@ def _ready(
         agree("software and options of the compiler", compiled.common_environment)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
+    compiled.prepare_arithmetic(state)
     return compiled
 
 
@@ -256,7 +275,7 @@ def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
     """Raises ValueError where steps are to be timed, and nothing that they give back can be waited for."""
-    _, metrics = lowered.program.out_info
+    metrics = lowered.program.out_info if recipe.keeps_state else lowered.program.out_info[1]
     if options.time_steps and not jax.tree.leaves(metrics):
         raise ValueError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
 

@@ -6,6 +6,8 @@ What was not planned is refused. `compile_buckets` makes them.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import os
 import time
 import warnings
@@ -19,13 +21,14 @@ import numpy as np
 
 from jvarlen import recompiles
 from jvarlen.buckets import AnyBucket, check_buckets
-from jvarlen.checks import check_at_least_one
+from jvarlen.checks import check_at_least_one, list_first
 from jvarlen.collectives import Collectives, count_collectives
 from jvarlen.compilation_cache import without_compilation_cache
 from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_file import write_compiled
 from jvarlen.executables import Executables, serialized
 from jvarlen.interrupts import raise_if_interrupted
+from jvarlen.leaves import leaves_by_name
 from jvarlen.ledger import Ledger, LedgerRow
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.progress import progress_bar
@@ -50,7 +53,7 @@ _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launche
 class CompiledBuckets:
     """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: use the one that comes back.
+    The state is donated: use the one that comes back. A state that holds an array twice is given a copy of it.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
@@ -62,6 +65,7 @@ class CompiledBuckets:
         recipe: Recipe,
         executables: Executables,
         rows: Iterable[LedgerRow],
+        constants: Mapping[AnyBucket, tuple[Any, ...]],
         fingerprint: str,
         options: CompileOptions,
         plan: PlannedSteps | None = None,
@@ -70,6 +74,7 @@ class CompiledBuckets:
         self._recipe = recipe
         self._executables = executables
         self._rows = {row.bucket: row for row in rows}
+        self._constants = {bucket: arrays for bucket, arrays in constants.items() if arrays}
         self._fingerprint = fingerprint
         self._options = options
         self._plan = plan
@@ -119,19 +124,28 @@ class CompiledBuckets:
             executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
+            state = self._without_aliases(state)
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
-            outputs = executable(state, batch)
-        except (TypeError, ValueError) as error:
-            self._explain(state, batch, bucket, error)
-            raise
+            outputs = self._run(executable, bucket, state, batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            without_aliases = self._without_aliases(state)
+            if without_aliases is state:
+                self._explain(state, batch, bucket, error)
+                raise
+            outputs = self._run(executable, bucket, without_aliases, batch)
         if self._clock is not None:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1
         if self._times_used[bucket] == self._last_use.get(bucket):
             self.release(bucket)
         return outputs
+
+    def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
+        constants = (self._constants[bucket],) if self._constants else ()
+        outputs = executable(state, batch, *constants)
+        return (state, outputs) if self._recipe.keeps_state else outputs
 
     def release(self, *buckets: tuple[int, ...]) -> None:
         """Lets the executables of buckets go; a batch of such a bucket is then refused.
@@ -285,7 +299,41 @@ class CompiledBuckets:
             bar.set_postfix_str(str(bucket))
             for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
                 batch = jax.tree.map(_zeros, spec)
-                state, _ = jax.block_until_ready(self._executables.get(bucket)(state, batch))
+                state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
+
+    def prepare_arithmetic(self, state: Any) -> None:
+        """Compiles what a loop does with scalar metrics, such as adding them up, so that a guard lets it.
+
+        Args:
+          state: what is committed to its devices, as results of a step will be then.
+        """
+        is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
+        executable = self._executables.any_live()
+        info, shardings = executable.out_info, executable.output_shardings
+        if not self._recipe.keeps_state:
+            info, shardings = info[1], shardings[1]
+        for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
+            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
+                _prepare_arithmetic(leaf.dtype, sharding if is_committed or self._recipe.mesh is not None else None)
+
+    def _without_aliases(self, state: Any) -> Any:
+        """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
+        if self._recipe.keeps_state or not self._recipe.donate:
+            return state
+        seen: set[Any] = set()
+        copies = 0
+
+        def own(leaf: Any) -> Any:
+            nonlocal copies
+            buffers = _buffers(leaf)
+            if seen.isdisjoint(buffers):
+                seen.update(buffers)
+                return leaf
+            copies += 1
+            return _copy(leaf)
+
+        unaliased = jax.tree.map(own, state)
+        return unaliased if copies else state
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._rows[bucket].cache_hit and not self._executables.is_stored(bucket)
@@ -323,7 +371,18 @@ class CompiledBuckets:
         self._is_state_checked = True
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
-        """Raises `UnplannedShapeError` where what the executable refused was not planned."""
+        """Raises an error that names what the executable refused: arrays that are gone, or what was not planned."""
+        gone = [
+            f"{name}{path}"
+            for name, tree in (("state", state), ("batch", batch))
+            for path, leaf in leaves_by_name(tree).items()
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        if gone:
+            raise ValueError(
+                f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its "
+                "results there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+            ) from error
         device = self._recipe.device
         difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
             state, self._recipe.state_spec, device
@@ -340,7 +399,36 @@ class CompiledBuckets:
 
 
 def _zeros(spec: jax.ShapeDtypeStruct) -> Any:
+    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
     if spec.sharding is None:
         return np.zeros(spec.shape, spec.dtype)
     shape = spec.sharding.shard_shape(spec.shape)
     return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """What tells whether two arrays share memory."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return [id(leaf)]
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    """A copy where the array lies; nothing is compiled for it."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+@functools.cache
+def _prepare_arithmetic(dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
+    scalar = jax.device_put(np.ones((), dtype), sharding)
+    pairs = ((scalar, scalar), (scalar, 1.0), (1.0, scalar), (scalar, 1), (1, scalar))
+    with recompiles.uncounted_in_thread():
+        for calculate in (operator.add, operator.sub, operator.mul, operator.truediv):
+            for pair in pairs:
+                calculate(*pair)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -13,8 +15,11 @@ from jaxtyping import Int64
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
+    "auto_axes",
     "batch_shardings",
+    "check_compiled_for",
     "check_shards_divide",
+    "compiling_for",
     "data_mesh",
     "devices_of",
     "divide_processor",
@@ -22,6 +27,7 @@ __all__ = [
     "own_microbatches",
     "own_shards",
     "replicate",
+    "with_auto_axes",
 ]
 
 DATA_AXIS = "data"
@@ -52,6 +58,46 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def auto_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with Auto axes.
+
+    `jax.make_mesh` makes Explicit ones by default, with which `shard_map` refuses arrays that were not placed by hand.
+    """
+    if all(axis_type == AxisType.Auto for axis_type in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding on a mesh with Auto axes."""
+    if not isinstance(sharding.mesh, Mesh):
+        return sharding
+    return NamedSharding(auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+_compiled_mesh: ContextVar[Mesh | None] = ContextVar("compiled_mesh", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(mesh: Mesh | None) -> Iterator[None]:
+    """A block in which steps are traced for a mesh; `check_compiled_for` compares it with theirs."""
+    token = _compiled_mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _compiled_mesh.reset(token)
+
+
+def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
+    """Raises ValueError where a step without a mesh is compiled for one, so that every device would compute all."""
+    compiled = _compiled_mesh.get()
+    if mesh is None and compiled is not None and compiled.shape.get(axis_name, 1) > 1:
+        raise ValueError(
+            f"the step was made without a mesh and is compiled for one of {compiled.shape[axis_name]} shards, each of "
+            "which would compute the whole step: give make_train_step, or make_eval_step, the mesh as well"
+        )
 
 
 def divide_processor(num_devices: int) -> None:
@@ -143,7 +189,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
       >>> replicate(np.arange(3), data_mesh(1)).tolist()
       [0, 1, 2]
     """
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole = NamedSharding(auto_axes(mesh), PartitionSpec())
 
     def on_all_devices(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
@@ -172,6 +218,7 @@ def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
       ValueError: no such axis, or its size (the number of shards) does not divide M.
     """
     num_shards_of(mesh, axis_name)
+    mesh = auto_axes(mesh)
 
     def sharding(leaf: Any) -> NamedSharding:
         if not leaf.shape:

@@ -54,6 +54,10 @@ class Executables:
             self._hold(bucket, program)
             return program
 
+    def any_live(self) -> jax.stages.Compiled:
+        """One of the programs on the devices."""
+        return next(iter(self._live.values()))
+
     def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         """The program as `serialized` gives it. KeyError where it was released."""
         return self._stored[bucket] if bucket in self._stored else serialized(self._live[bucket])

@@ -5,28 +5,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jvarlen.checks import list_first
 from jvarlen.distributed import batch_shardings, data_mesh
 from jvarlen.leaves import leaves_by_name
-from jvarlen.train import LossFn, init_train_state, make_train_step
+from jvarlen.losses import LossFn, takes_argument
+from jvarlen.step_sums import sum_step
+from jvarlen.train_state import TrainState, divide_once, init_train_state
 
 __all__ = ["Split", "assert_partition_invariant"]
 
 _ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
-
-# The gradient of a step, exactly: a difference of parameters would be rounded to their size.
-_GRADIENT_AS_STATE = optax.GradientTransformation(
-    init=lambda params: params,
-    update=lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
-)
 
 
 class Split(NamedTuple):
@@ -50,14 +48,23 @@ class Split(NamedTuple):
 
 
 def assert_partition_invariant(
-    loss_fn: LossFn, params: Any, batch: Any, *, num_shards: Sequence[int] | None = None, rtol: float = 1e-12
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    *,
+    extra: Any = None,
+    seed: int = 0,
+    num_shards: Sequence[int] | None = None,
+    rtol: float = 1e-12,
 ) -> list[Split]:
     """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
 
     The rows of the batch are taken as one microbatch, as each divisor of M microbatches, and one by one; each of these
     on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
     microbatches as real ones, also so that one of two shards holds dummies alone; and as nothing but dummies, which
-    must give 0. All is computed in float64, where a mistake stands out from rounding.
+    must give 0. All is computed in float64, where a mistake stands out from rounding. A loss that takes `key` or
+    `extra` has keys or statistics of each microbatch: for it the microbatches stay as they are, and only shards and
+    dummy microbatches vary; the next `extra` must agree as well.
 
     One batch shows what is in it: take one with rows of different lengths or weights, and some parameters that are not
     0. What is wrong in every split alike is not seen, such as padding inside a row that has weight or is attended to;
@@ -65,10 +72,12 @@ def assert_partition_invariant(
     Shards need devices: `jvarlen.distributed.divide_processor` gives a processor several.
 
     Args:
-      loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, as for `make_train_step`.
+      loss_fn: as for `make_train_step`.
       params: pytree of arrays; floats are cast to float64.
       batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
         `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a dummy row.
+      extra: for a loss that takes it; floats are cast to float64.
+      seed: for a loss that takes `key`.
       num_shards: numbers of shards to try; None for all that there are devices for. Each split compiles.
       rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
         relative to the largest. A loss that computes in float32 inside needs about 1e-5, in bfloat16 1e-2.
@@ -78,8 +87,11 @@ def assert_partition_invariant(
 
     Raises:
       AssertionError: some do not; it names splits, leaves, values, errors, and the likely mistake.
-      ValueError: the batch has no weight, or leaves without those axes; or shards that there are no devices for, or
-        that divide no number of microbatches.
+      ValueError: the batch has no weight, or leaves without those axes; shards that there are no devices for, or that
+        divide no number of microbatches; or what `make_train_step` refuses.
+
+    Warns:
+      UserWarning: the sum of weights depends on the parameters, which the gradient of the step leaves out.
 
     Example:
       >>> from jvarlen import Batch
@@ -106,29 +118,30 @@ def assert_partition_invariant(
       The mean of the means of unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation
       Fix".
     """
+    is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with jax.enable_x64(True):
-        params, batch = _in_float64(params), jax.tree.map(np.asarray, _in_float64(batch))
+        state = init_train_state(_in_float64(params), optax.identity(), extra=_in_float64(extra), seed=seed)
+        batch = jax.tree.map(_on_host, _in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
-        shards = _checked_shards(num_shards, num_microbatches, num_microbatches * rows)
+        shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
         meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
-        steps = {p: jax.jit(make_train_step(loss_fn, _GRADIENT_AS_STATE, mesh=mesh)) for p, mesh in meshes.items()}
+        steps = {p: jax.jit(_make_step(loss_fn, mesh)) for p, mesh in meshes.items()}
 
-        def sums_and_gradient(split: Split, batch: Any) -> dict[str, np.ndarray]:
+        def values_of(split: Split, batch: Any) -> dict[str, np.ndarray]:
             mesh = meshes[split.num_shards]
             if mesh is not None:
                 batch = jax.device_put(batch, batch_shardings(batch, mesh))
-            state, metrics = steps[split.num_shards](init_train_state(params, _GRADIENT_AS_STATE), batch)
-            sums = {name: getattr(metrics, name) for name in ("loss", "loss_sum", "weight_sum")}
-            grads = {f"gradient{name}": grad for name, grad in leaves_by_name(state.opt_state).items()}
-            return jax.tree.map(np.asarray, sums | grads)
+            return {name: np.asarray(value) for name, value in steps[split.num_shards](state, batch).items()}
 
-        (reference, whole), *others = _splits(batch, num_microbatches, rows, shards)
-        expected = sums_and_gradient(reference, whole)
+        (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
+        expected = values_of(reference, whole)
         _check_reference(expected)
-        differences = {split: _differences(sums_and_gradient(split, part), expected, rtol) for split, part in others}
-        no_rows = reference._replace(num_dummies=reference.rows)
-        got = sums_and_gradient(no_rows, jax.tree.map(np.zeros_like, whole))
-        differences[no_rows] = _differences(got, jax.tree.map(np.zeros_like, expected), rtol)
+        _warn_of_weights(loss_fn, state, whole)
+        differences = {split: _differences(values_of(split, part), expected, rtol) for split, part in others}
+        no_rows = reference._replace(num_dummies=reference.num_microbatches * reference.rows)
+        got = values_of(no_rows, jax.tree.map(_zeros_like, whole))
+        nothing = {name: np.zeros_like(value) for name, value in expected.items()}
+        differences[no_rows] = _differences(got, nothing, rtol)
     differing = {split: found for split, found in differences.items() if found}
     if differing:
         raise AssertionError(
@@ -138,6 +151,55 @@ def assert_partition_invariant(
             + f"\nlikely: {_likely_mistake(differing)}"
         )
     return [reference, *differences]
+
+
+def _make_step(loss_fn: LossFn, mesh: Mesh | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
+    """A function from state and batch to what a step must not let depend on its split, by name."""
+    sums_of = sum_step(loss_fn, mesh=mesh)
+
+    def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
+        sums = sums_of(state, batch)
+        loss = divide_once(sums.loss, sums.weight)
+        values = {"loss": loss, "loss_sum": sums.loss, "weight_sum": sums.weight}
+        values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
+        grads = leaves_by_name(sums.grads)
+        values |= {f"gradient{name}": divide_once(grad, sums.weight) for name, grad in grads.items()}
+        changes = [divide_once(change, sums.weight) for change in sums.extra]
+        return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
+
+    return step
+
+
+def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
+    def weight_sum(params: Any) -> jax.Array:
+        sums = sum_step(loss_fn, with_grads=False)(state._replace(params=params), batch)
+        return sums.weight
+
+    grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(state.params))
+    if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:
+        warnings.warn(
+            f"the weights depend on parameters, {list_first(names)}: the gradient of a step is that of the sum of "
+            "losses alone, divided by the sum of weights",
+            stacklevel=3,
+        )
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_host(leaf: jax.Array) -> Any:
+    return leaf if _is_key(leaf) else np.asarray(leaf)
+
+
+def _zeros_like(leaf: Any) -> Any:
+    return leaf if _is_key(leaf) else np.zeros_like(leaf)
+
+
+def _padded(leaf: Any, added: list[tuple[int, int]]) -> Any:
+    """With zeros behind each axis; of keys, which have none, with copies of the last."""
+    widths = added + [(0, 0)] * (leaf.ndim - len(added))
+    return jnp.pad(leaf, widths, mode="edge") if _is_key(leaf) else np.pad(leaf, widths)
 
 
 def _in_float64(tree: Any) -> Any:
@@ -176,8 +238,10 @@ def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int
     return list(num_shards)
 
 
-def _splits(batch: Any, num_microbatches: int, rows: int, shards: list[int]) -> Iterator[tuple[Split, Any]]:
-    """Every split and its batch; the whole step as one microbatch comes first."""
+def _splits(
+    batch: Any, num_microbatches: int, rows: int, shards: list[int], *, is_fixed: bool
+) -> Iterator[tuple[Split, Any]]:
+    """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
     num_rows = num_microbatches * rows
 
     def split_into(number: int) -> Any:
@@ -187,15 +251,19 @@ def _splits(batch: Any, num_microbatches: int, rows: int, shards: list[int]) -> 
 
     def with_dummies(microbatches: int, rows: int) -> Any:
         added = [(0, microbatches), (0, rows)]
-        return jax.tree.map(lambda leaf: np.pad(leaf, added + [(0, 0)] * (leaf.ndim - 2)) if leaf.ndim else leaf, batch)
+        return jax.tree.map(lambda leaf: _padded(leaf, added) if leaf.ndim else leaf, batch)
 
-    yield Split(1, num_rows), split_into(1)
-    divisors = {number for number in range(1, num_microbatches + 1) if num_microbatches % number == 0}
-    for number in sorted(divisors | {num_rows} - {1}):
+    if is_fixed:
+        numbers = [num_microbatches]
+    else:
+        numbers = sorted({n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0} | {num_rows})
+    yield Split(numbers[0], num_rows // numbers[0]), split_into(numbers[0])
+    for number in numbers:
         for p in shards:
-            if number % p == 0 and number > 1:
+            if number % p == 0 and (number, p) != (numbers[0], 1):
                 yield Split(number, num_rows // number, p), split_into(number)
-    yield Split(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
+    if not is_fixed:
+        yield Split(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
     for p in sorted({1, 2} & set(shards)) or [1]:
         yield Split(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
 
@@ -213,10 +281,10 @@ class _Difference(NamedTuple):
 
 
 def _check_reference(expected: dict[str, np.ndarray]) -> None:
-    """Raises where nothing can be compared with it."""
+    """Raises where nothing can be compared with what came of the first split."""
     not_finite = [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]
     if not_finite:
-        raise AssertionError(f"the step as one microbatch is not finite in {list_first(not_finite, ', ')}")
+        raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
     if not expected["weight_sum"] > 0:
         raise ValueError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
 

@@ -17,9 +17,12 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen.checks import check_at_least_one, list_first
-from jvarlen.distributed import DATA_AXIS, check_shards_divide, num_shards_of
+from jvarlen.distributed import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.leaves import leaves_by_name
-from jvarlen.train import LossFn, StepFn, make_eval_step, make_train_step, microbatches_of
+from jvarlen.losses import LossFn
+from jvarlen.step_sums import microbatches_of, sum_microbatch
+from jvarlen.train import StepFn, metrics_of, update_state
+from jvarlen.train_state import Metrics, TrainState
 
 __all__ = [
     "STAGE_AXIS",
@@ -156,9 +159,13 @@ def make_pipeline_train_step(
     Raises:
       ValueError: as `make_pipeline_loss_fn`.
     """
-    return _with_whole_step(
-        make_train_step(make_pipeline_loss_fn(stages, mesh=mesh, rematerialize=rematerialize), optimizer)
-    )
+    loss_fn = make_pipeline_loss_fn(stages, mesh=mesh, rematerialize=rematerialize)
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        return update_state(optimizer, state, batch, sum_microbatch(loss_fn, state, batch))
+
+    return train_step
 
 
 def make_pipeline_eval_step(stages: Stages, *, mesh: Mesh) -> StepFn:
@@ -174,7 +181,12 @@ def make_pipeline_eval_step(stages: Stages, *, mesh: Mesh) -> StepFn:
     Raises:
       ValueError: as `make_pipeline_loss_fn`.
     """
-    return _with_whole_step(make_eval_step(make_pipeline_loss_fn(stages, mesh=mesh)))
+    loss_fn = make_pipeline_loss_fn(stages, mesh=mesh)
+
+    def eval_step(params: StagedParams, batch: Any) -> tuple[StagedParams, Metrics]:
+        return params, metrics_of(sum_microbatch(loss_fn, TrainState(params, None), batch, with_grads=False), batch)
+
+    return eval_step
 
 
 def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = False) -> LossFn:
@@ -221,13 +233,7 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
             types = jax.tree.map(lambda leaf: leaf.dtype, params)
             # The gradients of all ticks are summed, in float32 at least.
             ends, stages_of_one = jax.tree.map(lambda leaf: leaf.astype(_sum_type(leaf)), params)
-            # All may differ along both axes: else gradients would be reduced in every tick, in branches that not all
-            # devices take.
-            ends = jax.lax.pcast(ends, _AXES, to="varying")
-            own = jax.lax.pcast(jax.tree.map(lambda leaf: leaf[0], stages_of_one), DATA_AXIS, to="varying")
-            batch = jax.tree.map(
-                lambda leaf: jax.lax.pcast(leaf, STAGE_AXIS if leaf.ndim else _AXES, to="varying"), batch
-            )
+            own = jax.tree.map(lambda leaf: leaf[0], stages_of_one)
             typed = Stages(
                 lambda ends, microbatch: stages.embed(_cast(ends, types.ends), microbatch),
                 lambda own, x, microbatch: stages.stage(_cast(own, types.stages), x, microbatch),
@@ -239,9 +245,17 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
             return jax.lax.psum(sums, _AXES)
 
         batch_spec = jax.tree.map(lambda leaf: PartitionSpec(DATA_AXIS) if leaf.ndim else PartitionSpec(), batch)
-        return jax.shard_map(on_device, mesh=mesh, in_specs=(params_spec, batch_spec), out_specs=PartitionSpec())(
-            params, batch
+        # Unchecked: checked axes refuse loops and branches of a stage that start from constants, and would reduce
+        # gradients in every tick, in branches that not all devices take.
+        on_devices = jax.shard_map(
+            on_device,
+            mesh=auto_axes(mesh),
+            in_specs=(params_spec, batch_spec),
+            out_specs=PartitionSpec(),
+            axis_names=set(_AXES),
+            check_vma=False,
         )
+        return on_devices(params, batch)
 
     return loss_fn
 
@@ -261,8 +275,8 @@ def _run_ticks(
     no_sums = _zeros(jax.eval_shape(lambda: stages.loss(ends, no_x, first)), _sum_type)
 
     def work(received: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
-        x = jax.lax.cond(stage_index == 0, lambda: _like(no_x, stages.embed(ends, microbatch)), lambda: received)
-        x = _like(no_x, stages.stage(own, x, microbatch))
+        x = jax.lax.cond(stage_index == 0, lambda: stages.embed(ends, microbatch), lambda: received)
+        x = stages.stage(own, x, microbatch)
         is_last = stage_index == num_stages - 1
         return x, jax.lax.cond(is_last, lambda: _add(sums, stages.loss(ends, x, microbatch)), lambda: sums)
 
@@ -306,25 +320,7 @@ def _add(sums: Any, more: Any) -> Any:
 
 
 def _zeros(spec: Any, dtype_of: Callable[[Any], Any] = lambda leaf: leaf.dtype) -> Any:
-    """Zeros that may differ along both axes."""
-    return jax.tree.map(lambda leaf: jax.lax.pcast(jnp.zeros(leaf.shape, dtype_of(leaf)), _AXES, to="varying"), spec)
-
-
-def _like(zeros: Any, x: Any) -> Any:
-    """The same values, constants among them as such that may differ along both axes."""
-    return jax.tree.map(
-        lambda zero, leaf: leaf if jax.typeof(leaf) == jax.typeof(zero) else (leaf + zero).astype(zero.dtype), zeros, x
-    )
-
-
-def _with_whole_step(step_fn: StepFn) -> StepFn:
-    """A step whose loss function gets all microbatches at once: the batch is one microbatch to what it is made of."""
-
-    def whole_step(state: Any, batch: Any) -> Any:
-        return step_fn(state, jax.tree.map(lambda leaf: leaf[None] if leaf.ndim else leaf, batch))
-
-    whole_step.__name__ = whole_step.__qualname__ = step_fn.__name__
-    return whole_step
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype_of(leaf)), spec)
 
 
 def _check_stages(params: StagedParams, mesh: Mesh) -> None:

@@ -8,24 +8,40 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen.buckets import AnyBucket
 from jvarlen.compile_options import CompileOptions, check_compiler_options
 from jvarlen.compiled_file import environment_of
-from jvarlen.distributed import batch_shardings, devices_of
+from jvarlen.distributed import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
 from jvarlen.leaves import describe, have_same_containers, leaves_by_name
 from jvarlen.ledger import LedgerRow, row_of
 from jvarlen.recompiles import counting_in_thread
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
+__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "lower_first", "make_recipe"]
+
+
+_HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
+_CONSTANT_BYTES = 2**12  # an array up to here stays a constant
 
 
 class LoweredBucket(NamedTuple):
-    """The program of a bucket before compilation, and the seconds of tracing and lowering it."""
+    """The program of a bucket before compilation.
+
+    Attributes:
+      bucket: its shape.
+      program: takes the state, a batch, and `constants`; gives the next state and metrics, or metrics alone where the
+        step keeps its state.
+      constants: arrays that the step closes over, on the devices that it runs on.
+      keeps_state: whether the step returns the very state that it takes.
+      seconds: of tracing and lowering it.
+    """
 
     bucket: AnyBucket
     program: jax.stages.Lowered
+    constants: tuple[jax.Array, ...]
+    keeps_state: bool
     seconds: float
 
 
@@ -48,6 +64,8 @@ class Recipe:
       mesh: where a step runs; None: the default device.
       devices: those that a step runs on, those of other processes included.
       compiler_options: of XLA.
+      donate: whether a step writes the next state over the one that it takes.
+      keeps_state: whether the step returns the very state that it takes, which is then neither donated nor copied.
     """
 
     step_fn: Callable[[Any, Any], tuple[Any, Any]]
@@ -57,6 +75,9 @@ class Recipe:
     mesh: Mesh | None
     devices: list[jax.Device]
     compiler_options: Mapping[str, Any]
+    donate: bool = True
+    keeps_state: bool = False
+    _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -99,28 +120,62 @@ class Recipe:
         )
 
     def lower(self, bucket: AnyBucket) -> LoweredBucket:
-        """Traces and lowers the step for a bucket; the state is donated.
+        """Traces and lowers the step for a bucket.
 
         Settings of JAX that a `with` block makes are those of one thread: it is called in the user's.
 
         Raises:
           ValueError: the step returns no pair, or a state of other shapes or dtypes than it takes.
         """
+        keeps_state = False
 
         # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
-        def step(state: Any, batch: Any) -> tuple[Any, Any]:
+        def step(state: Any, batch: Any, constants: tuple[Any, ...] = ()) -> Any:
+            nonlocal keeps_state
             outputs = self.step_fn(state, batch)
             self._check_outputs(outputs)
-            return outputs
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(outputs[0]), strict=True)
+            keeps_state = all(given is returned for given, returned in pairs)
+            return outputs[1] if self.keeps_state else outputs
 
         start = time.perf_counter()
-        step.__name__ = step.__qualname__ = self.name
-        shardings = None if self.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, self.state_spec)
-        traced = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).trace(
-            self.state_spec, self.spec(bucket)
+        with compiling_for(self.mesh):
+            traced = self._jitted(step).trace(self.state_spec, self.spec(bucket))
+        constants = self._hoisted(traced.jaxpr)
+        if constants:
+            traced = self._jitted(_with_arguments(traced, constants)).trace(
+                self.state_spec, self.spec(bucket), tuple(constants.values())
+            )
+        return LoweredBucket(
+            bucket, traced.lower(), tuple(constants.values()), keeps_state, time.perf_counter() - start
         )
-        lowered = traced.lower()
-        return LoweredBucket(bucket, lowered, time.perf_counter() - start)
+
+    def _jitted(self, step: Callable[..., Any]) -> Any:
+        step.__name__ = step.__qualname__ = self.name
+        shardings: Any = None
+        if self.mesh is not None and not self.keeps_state:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_spec), None
+        donated = 0 if self.donate and not self.keeps_state else ()
+        return jax.jit(step, donate_argnums=donated, out_shardings=shardings)
+
+    def _hoisted(self, closed: ClosedJaxpr) -> dict[int, jax.Array]:
+        """Which constants become arguments, by their place, on the devices of the step."""
+        sizes = {i: getattr(constant, "nbytes", 0) for i, constant in enumerate(closed.consts)}
+        if sum(sizes.values()) < _HOISTED_FROM_BYTES:
+            return {}
+        return {i: self._place(closed.consts[i]) for i, size in sizes.items() if size > _CONSTANT_BYTES}
+
+    def _place(self, constant: Any) -> jax.Array:
+        """One copy for all buckets."""
+        if id(constant) not in self._placed:
+            if self.mesh is None:
+                placed = jax.device_put(constant)
+            elif isinstance(sharding := getattr(constant, "sharding", None), NamedSharding):
+                placed = jax.device_put(constant, with_auto_axes(sharding))
+            else:
+                placed = replicate(constant, self.mesh)
+            self._placed[id(constant)] = constant, placed
+        return self._placed[id(constant)][1]
 
     def compile(self, lowered: LoweredBucket) -> CompiledBucket:
         """Compiles what `lower` gave, in whatever thread."""
@@ -151,8 +206,11 @@ def make_recipe(
     mesh: Mesh | None,
     batch_spec: Callable[[Any, int], Any],
     options: CompileOptions,
+    *,
+    donate: bool = True,
 ) -> Recipe:
     """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
+    mesh = None if mesh is None else auto_axes(mesh)
     devices = devices_of(mesh)
     recipe = Recipe(
         step_fn=step_fn,
@@ -162,9 +220,33 @@ def make_recipe(
         mesh=mesh,
         devices=devices,
         compiler_options=options.compiler_options(devices[0].platform, len(devices)),
+        donate=donate,
     )
     check_compiler_options(recipe.compiler_options, recipe.device)
     return recipe
+
+
+def lower_first(recipe: Recipe, bucket: AnyBucket) -> tuple[Recipe, LoweredBucket]:
+    """The first bucket lowered, and the recipe for all: tracing tells whether the step keeps its state."""
+    lowered = recipe.lower(bucket)
+    if not lowered.keeps_state:
+        return recipe, lowered
+    recipe = dataclasses.replace(recipe, keeps_state=True)
+    return recipe, recipe.lower(bucket)
+
+
+def _with_arguments(traced: jax.stages.Traced, constants: Mapping[int, Any]) -> Callable[..., Any]:
+    """The traced step as a function of the constants at these places as well."""
+    closed, structure = traced.jaxpr, jax.tree.structure(traced.out_info)
+
+    def step(state: Any, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        consts = list(closed.consts)
+        for i, argument in zip(constants, arguments, strict=True):
+            consts[i] = argument
+        outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*jax.tree.leaves((state, batch)))
+        return jax.tree.unflatten(structure, outputs)
+
+    return step
 
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
@@ -179,9 +261,10 @@ def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
     """
 
     def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding = None if mesh is None else getattr(leaf, "sharding", None)
-        if mesh is not None and not isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(mesh, PartitionSpec())
+        sharding: Any = None if mesh is None else getattr(leaf, "sharding", None)
+        if mesh is not None:
+            is_replicated = not isinstance(sharding, NamedSharding)
+            sharding = NamedSharding(mesh, PartitionSpec()) if is_replicated else with_auto_axes(sharding)
         return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
 
     return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))

@@ -28,6 +28,7 @@ __all__ = [
     "counting_in_thread",
     "dispatched",
     "no_recompiles",
+    "uncounted_in_thread",
 ]
 
 Action = Literal["raise", "warn", "count"]
@@ -148,6 +149,16 @@ def counting_in_thread() -> Iterator[RecompileCount]:
         yield count
 
 
+@contextlib.contextmanager
+def uncounted_in_thread() -> Iterator[None]:
+    """A block in which no guard counts what this thread compiles: what is made ready so that guards need not."""
+    _this_thread.is_uncounted = True
+    try:
+        yield
+    finally:
+        _this_thread.is_uncounted = False
+
+
 def dispatched(bucket: AnyBucket) -> None:
     """Notes the bucket whose step is dispatched now; what is compiled from now on is reported with it."""
     global _last_bucket
@@ -175,6 +186,13 @@ class _CacheHit(threading.local):
 
 
 _cache_hit = _CacheHit()
+
+
+class _ThisThread(threading.local):
+    is_uncounted = False
+
+
+_this_thread = _ThisThread()
 
 
 class _WhileUsed:
@@ -237,6 +255,9 @@ def _on_event(event: str, **details: Any) -> None:
 
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event != _COMPILE_EVENT:
+        return
+    if _this_thread.is_uncounted:
+        _cache_hit.is_hit = False
         return
     function = compile_log.plain_name(str(details.get("fun_name", "an unnamed function")))
     is_hit, _cache_hit.is_hit = _cache_hit.is_hit, False

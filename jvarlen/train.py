@@ -1,4 +1,4 @@
-"""Training step: in go a loss and an optimizer, out comes a pure function (state, batch) -> (state, metrics).
+"""The training step, a pure function (state, batch) -> (state, metrics): accumulate, reduce, update.
 
 The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so that every split of a step over
 shards and accumulation gives the same gradient. Letters: M microbatches.
@@ -6,18 +6,18 @@ shards and accumulation gives the same gradient. Letters: M microbatches.
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from jvarlen.collate import count_tokens
-from jvarlen.distributed import check_shards_divide
+from jvarlen.losses import LossFn
+from jvarlen.step_sums import StepSums, field_of, microbatches_of, next_extra, sum_step
+from jvarlen.train_state import Metrics, TrainState, divide_once, init_train_state
 
 __all__ = [
     "LossFn",
@@ -27,95 +27,77 @@ __all__ = [
     "init_train_state",
     "make_eval_step",
     "make_train_step",
+    "metrics_of",
     "microbatches_of",
+    "update_state",
 ]
 
-LossFn = Callable[[Any, Any], tuple[jax.Array, jax.Array]]
-StepFn = Callable[[Any, Any], tuple[Any, "Metrics"]]
-
-
-class TrainState(NamedTuple):
-    """What a step changes.
-
-    Attributes:
-      params: pytree of arrays.
-      opt_state: the optimizer's.
-    """
-
-    params: Any
-    opt_state: Any
-
-
-class Metrics(NamedTuple):
-    """What a step measures, before the division, so that sums over steps are exact.
-
-    Attributes:
-      loss_sum: float32[], Σ loss × weight.
-      weight_sum: float32[], Σ weight: the predicted tokens, for a language model.
-      num_tokens: float32[], real tokens; None for a batch that is none of `jvarlen`'s.
-    """
-
-    loss_sum: jax.Array
-    weight_sum: jax.Array
-    num_tokens: jax.Array | None = None
-
-    @property
-    def loss(self) -> jax.Array | np.ndarray:
-        """Σ loss / Σ weight, and 0 where Σ weight is 0.
-
-        Outside of traced functions it is divided on the host: that waits for the step, and compiles nothing.
-        """
-        if isinstance(self.loss_sum, jax.core.Tracer):
-            return _divide_once(self.loss_sum, self.weight_sum)
-        loss_sum, weight_sum = np.asarray(self.loss_sum), np.asarray(self.weight_sum)
-        return np.divide(loss_sum, weight_sum, out=np.zeros_like(loss_sum), where=weight_sum > 0)
-
-
-def init_train_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step.
-
-    Args:
-      params: pytree of arrays.
-      optimizer: any Optax optimizer.
-
-    Returns:
-      `TrainState`.
-    """
-    return TrainState(params, optimizer.init(params))
+StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
 
 def make_train_step(
-    loss_fn: LossFn, optimizer: optax.GradientTransformation, *, mesh: Mesh | None = None, axis_name: str = "data"
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str = "data",
+    norms: bool = False,
 ) -> StepFn:
     """A train step with exact normalisation and accumulation over microbatches.
 
+    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. By the names of its parameters it may
+    take more, and it may return more:
+
+    - `key`: a typed key of its own for every microbatch, the same on any number of devices:
+      `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init_train_state(…, seed=)` sets it.
+    - `extra`: `state.extra`, arrays that are no parameters, as they were before the step. The loss returns the next
+      ones last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers by
+      the sum of the changes of microbatches that have weight; other types, such as keys, stay as they are.
+    - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
+
+    The gradient is that of Σ loss alone, divided by Σ weight: weights that depend on the parameters are not
+    differentiated.
+
     Args:
-      loss_fn: `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`, two float scalars; the microbatch is the batch
-        without its leading axis.
-      optimizer: any Optax optimizer; `batch_size=batch.num_sequences` and, for the batches of `jvarlen.collate`,
-        `num_tokens`, both of the whole step, are passed to its update.
-      mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. None: one device.
+      loss_fn: a function of the parameters and a microbatch, which is the batch without its leading axis; see above.
+        The two sums are scalars, of the rows that it is given: what the step's other shards have is added by the step.
+      optimizer: any Optax optimizer. Its update is told what it takes by name, or all where it takes any:
+        `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, `value`, the loss of the step,
+        `grad`, its gradient, and `value_fn(params)`, the loss of the same step for other parameters.
+      mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. Other axes of the mesh
+        are left to the compiler: parameters may be sharded over them. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
+      norms: whether the metrics have the global norms of gradient and updates.
 
     Returns:
-      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. Every leaf
-      of the batch that is not a scalar has leading axis M, and `batch.num_sequences` counts its real samples.
+      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. The batch
+      is any pytree. Every leaf that is not a scalar has leading axis M. A field `num_sequences` (attribute or key of a
+      dict), a scalar, counts the step's real samples; a field `num_tokens`, a scalar of the step or a count for each
+      microbatch, its tokens, which batches of `jvarlen.collate` tell by themselves.
 
     Raises:
-      ValueError: when it is traced, shards that do not divide M.
+      ValueError: when it is traced: shards that do not divide M; a loss that takes what the state doesn't hold, returns
+        something else, or reduces its sums over the mesh itself; a mesh that is not the one it is compiled for.
     """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     optimizer = optax.with_extra_args_support(optimizer)
+    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
+    values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        metrics, grads = _sums(jax.value_and_grad(loss_fn, has_aux=True), state.params, batch, mesh, axis_name)
-        grads = jax.tree.map(
-            lambda grad, param: _divide_once(grad, metrics.weight_sum).astype(param.dtype), grads, state.params
+        @jax.custom_vjp  # its gradient is that of the step: accumulated and reduced as the step's own
+        def value_fn(params: Any) -> jax.Array:
+            return _loss_of(values_of(state._replace(params=params), batch))
+
+        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
+            sums = sums_of(state._replace(params=params), batch)
+            return _loss_of(sums), _mean_grads(sums, params)
+
+        value_fn.defvjp(
+            value_and_grad, lambda grads, by: (jax.tree.map(lambda grad: (by * grad).astype(grad.dtype), grads),)
         )
-        counts = {"batch_size": batch.num_sequences}
-        if metrics.num_tokens is not None:
-            counts["num_tokens"] = metrics.num_tokens
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **counts)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state), metrics
+        return update_state(optimizer, state, batch, sums_of(state, batch), value_fn=value_fn, norms=norms)
 
     return train_step
 
@@ -129,68 +111,84 @@ def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str 
       axis_name: as for `make_train_step`.
 
     Returns:
-      `eval_step(params, batch) -> (params, Metrics)`: a plain function; the parameters come back unchanged, so that
-      `compile_buckets` can donate them as it does a state.
+      `eval_step(state, batch) -> (state, Metrics)`: a plain function. The state is a `TrainState`, or parameters alone
+      for a loss that takes nothing else. It comes back as it is, and where `compile_buckets` compiles this, it is not
+      donated.
 
     Raises:
-      ValueError: when it is traced, shards that do not divide M.
+      ValueError: as `make_train_step`.
     """
+    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
 
-    def without_gradient(params: Any, microbatch: Any) -> tuple[tuple[jax.Array, jax.Array], None]:
-        return loss_fn(params, microbatch), None
-
-    def eval_step(params: Any, batch: Any) -> tuple[Any, Metrics]:
-        metrics, _ = _sums(without_gradient, params, batch, mesh, axis_name)
-        return params, metrics
+    def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+        sums = sums_of(state if isinstance(state, TrainState) else TrainState(state, None), batch)
+        return state, metrics_of(sums, batch)
 
     return eval_step
 
 
-def microbatches_of(batch: Any) -> int:
-    """M: the leading axis of a step's arrays."""
-    return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+def update_state(
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    batch: Any,
+    sums: StepSums,
+    *,
+    value_fn: Callable[[Any], jax.Array] | None = None,
+    norms: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The state after a step, and what it measured, from the step's sums.
+
+    Args:
+      optimizer: has `update` with extra arguments.
+      state: before the step.
+      batch: of the step; its counts are what the optimizer is told.
+      sums: of all its microbatches.
+      value_fn: the loss of the step for other parameters; None: not known.
+      norms: whether the metrics have the norms of gradient and updates.
+    """
+    metrics = metrics_of(sums, batch)
+    grads = _mean_grads(sums, state.params)
+    told = {
+        "batch_size": _scalar_field(batch, "num_sequences"),
+        "num_tokens": metrics.num_tokens,
+        "value": metrics.loss,
+        "grad": grads,
+        "value_fn": value_fn,
+    }
+    parameters = inspect.signature(optimizer.update).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    told = {name: value for name, value in told.items() if value is not None and (takes_any or name in parameters)}
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
+    if norms:
+        metrics = metrics._replace(grad_norm=optax.global_norm(grads), update_norm=optax.global_norm(updates))
+    return (
+        state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            extra=next_extra(state.extra, sums) if sums.extra else state.extra,
+            step=None if state.step is None else state.step + 1,
+        ),
+        metrics,
+    )
 
 
-def _divide_once(total: jax.Array, weight_sum: jax.Array) -> jax.Array:
-    """Total / weight_sum, and 0 where the weight is 0."""
-    return jnp.where(weight_sum > 0, total / jnp.where(weight_sum > 0, weight_sum, 1), 0).astype(total.dtype)
+def _mean_grads(sums: StepSums, params: Any) -> Any:
+    return jax.tree.map(lambda grad, param: divide_once(grad, sums.weight).astype(param.dtype), sums.grads, params)
 
 
-def _sums(value_fn: Callable, params: Any, batch: Any, mesh: Mesh | None, axis_name: str) -> tuple[Metrics, Any]:
-    """Metrics and gradients summed over all microbatches, on all shards."""
-    num_microbatches = microbatches_of(batch)
-    microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    if mesh is None:
-        return _accumulate(value_fn, params, microbatches)
-    check_shards_divide(num_microbatches, mesh, axis_name)
-
-    def on_shard(params: Any, microbatches: Any) -> tuple[Metrics, Any]:
-        # Replicated parameters would put the gradients' all-reduce inside the loop; as varying ones they are reduced
-        # after.
-        params = jax.lax.pcast(params, axis_name, to="varying")
-        return jax.lax.psum(_accumulate(value_fn, params, microbatches, varying_over=axis_name), axis_name)
-
-    split, whole = PartitionSpec(axis_name), PartitionSpec()
-    return jax.shard_map(on_shard, mesh=mesh, in_specs=(whole, split), out_specs=whole)(params, microbatches)
+def _loss_of(sums: StepSums) -> jax.Array:
+    return divide_once(sums.loss, sums.weight)
 
 
-def _accumulate(
-    value_fn: Callable, params: Any, microbatches: Any, *, varying_over: str | None = None
-) -> tuple[Metrics, Any]:
-    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of its sums and for the loop
-    def one(microbatch: Any) -> tuple[Metrics, Any]:
-        (loss_sum, weight_sum), grads = value_fn(params, microbatch)
-        sums = Metrics(loss_sum, weight_sum, count_tokens(microbatch)), grads
-        # Sums of many small numbers: whatever they are computed in, they are added in float32 at least.
-        return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.promote_types(jnp.result_type(leaf), jnp.float32)), sums)
+def metrics_of(sums: StepSums, batch: Any) -> Metrics:
+    """What a step measured, from its sums and the counts that its batch tells."""
+    num_tokens = field_of(batch, "num_tokens")
+    of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss.dtype)
+    return Metrics(sums.loss, sums.weight, sums.num_tokens if of_step is None else of_step, sums.sums)
 
-    def add(sums: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
-    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-    if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches)):
-        return one(first)  # a loop of one turn, and its sums with zero, would cost time and memory
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
-    if varying_over is not None:
-        zeros = jax.lax.pcast(zeros, varying_over, to="varying")
-    return jax.lax.scan(add, zeros, microbatches)[0]
+def _scalar_field(batch: Any, name: str) -> jax.Array | None:
+    value = field_of(batch, name)
+    if value is not None and jnp.ndim(value):
+        raise ValueError(f"{name} of the batch must be a scalar, of the whole step, not an array {jnp.shape(value)}")
+    return value
