@@ -119,7 +119,7 @@ class Checkpoints:
                 _remove_parts(self._directory)
                 part.mkdir()
                 _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
-            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(state))
+            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_without_keys(state)))
         except OSError as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -233,10 +233,10 @@ class Checkpoints:
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise ValueError(f"it is of another model or optimizer: {leaves}")
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_keys(state))
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
-            return self._checkpointer.restore(path / "state", args=args), place
+            return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
         except (ValueError, LookupError, TypeError, OSError) as error:
             raise ValueError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
@@ -302,6 +302,24 @@ def open_checkpoints(
             warnings.warn(str(error), stacklevel=3)  # what ended the block is what the caller is to hear of
         raise
     checkpoints.close()
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _without_keys(state: Any) -> Any:
+    """The state with the words of typed keys in their place, which is what is written."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+
+
+def _with_keys(restored: Any, state: Any) -> Any:
+    """The restored state with typed keys where `state` has them."""
+
+    def typed(leaf: Any, like: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+
+    return jax.tree.map(typed, restored, state)
 
 
 def _is_main() -> bool:

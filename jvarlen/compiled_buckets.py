@@ -117,7 +117,7 @@ class CompiledBuckets:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
         try:
-            bucket = self._bucket_of[signature(batch)]
+            bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
             executable = self._executables.get(bucket)
         except (KeyError, AttributeError):  # a Python number has no shape
             bucket, batch = self._fall_back(batch)
@@ -405,6 +405,17 @@ def _zeros(spec: jax.ShapeDtypeStruct) -> Any:
         return np.zeros(spec.shape, spec.dtype)
     shape = spec.sharding.shard_shape(spec.shape)
     return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))
+
+
+def _canonical(batch: Any) -> Any:
+    """The batch with its NumPy arrays in the types that they have on a device, such as float32 for float64."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(cast, batch)
 
 
 def _buffers(leaf: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class Course:
       lengths: int64[N] of the samples to train on; the buckets are chosen for them.
       eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets a plan of its own in the same
         buckets.
+      optimizer: in place of that of the settings; its rates are not known here.
 
     Attributes:
       buckets: the static shapes.
@@ -56,9 +57,10 @@ class Course:
       num_steps: steps of the whole training.
       steps_per_epoch: S.
       plan_of_epoch: the plan of an epoch, from its number.
-      rates_of_epoch: the `Rates` of an epoch, from its number.
-      optimizer: AdamW on the schedule, its updates scaled by batch size. Where the schedule counts sequences or tokens,
-        all epochs are planned once, and the base rates of all their steps are a constant of the program.
+      rates_of_epoch: the `Rates` of an epoch, from its number; None with an optimizer of one's own.
+      optimizer: the given one, or AdamW on the schedule, its updates scaled by batch size. Where the schedule counts
+        sequences or tokens, all epochs are planned once, and the base rates of all their steps are a constant of the
+        program.
 
     Raises:
       ValueError: settings that do not fit the lengths; samples at fault are listed.
@@ -69,6 +71,7 @@ class Course:
         config: FitConfig,
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+        optimizer: optax.GradientTransformation | None = None,
     ):
         self._seed = config.seed
         self.buckets = config.plan.make_buckets(lengths)
@@ -90,7 +93,15 @@ class Course:
         all_steps = self.steps_per_epoch * config.num_epochs
         self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
 
-        settings = config.optimizer
+        self.rates_of_epoch: Callable[[int], Rates] | None = None
+        if optimizer is None:
+            self._schedule_rates(config.optimizer)
+        else:
+            self.optimizer = optimizer
+
+    def _schedule_rates(self, settings: OptimizerConfig) -> None:
+        """Sets the optimizer of the settings, and its rates."""
+        plan_of_epoch = self.plan_of_epoch
         unit = settings.schedule_unit
         if unit == "steps":
             counted = np.ones(self.num_steps, np.int64)
@@ -162,10 +173,10 @@ class Course:
 
     def record(self, place: Place) -> dict[str, Any]:
         """What the plan tells of the step at `place`, for the log."""
-        plan, rates = self.plan_of_epoch(place.epoch), self.rates_of_epoch(place.epoch)
+        plan = self.plan_of_epoch(place.epoch)
         bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
         num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.positions_per_step[place.step])
-        return {
+        record = {
             "step": place.num_steps_done,
             "epoch": place.epoch,
             "num_sequences": int(plan.num_sequences[place.step]),
@@ -174,10 +185,15 @@ class Course:
             "padding": 1.0 - num_tokens / num_positions,
             "bucket_rows": bucket.rows,
             "bucket_length": bucket.length,
-            "base_learning_rate": float(rates.base[place.step]),
-            "learning_rate_scale": float(rates.scale[place.step]),
-            "learning_rate": float(rates.in_force[place.step]),
         }
+        if self.rates_of_epoch is not None:
+            rates = self.rates_of_epoch(place.epoch)
+            record |= {
+                "base_learning_rate": float(rates.base[place.step]),
+                "learning_rate_scale": float(rates.scale[place.step]),
+                "learning_rate": float(rates.in_force[place.step]),
+            }
+        return record
 
 
 def _base_schedule(settings: OptimizerConfig, total: int) -> optax.Schedule:

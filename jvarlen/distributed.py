@@ -54,7 +54,10 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     if num_devices is not None and not 1 <= num_devices <= fewest:
         few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
         listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
-        raise ValueError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}")
+        hint = ""
+        if num_devices > fewest and devices[0].platform == "cpu":
+            hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {num_devices})"
+        raise ValueError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
     devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)

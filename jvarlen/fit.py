@@ -1,4 +1,4 @@
-"""Fit: in goes a configuration, out come a trained model and a run directory.
+"""A whole training, from a configuration to a run directory.
 
 The whole line around one pure step, from the data to the summary, in the order in which a run shows it.
 """
@@ -9,17 +9,17 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+import optax
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int64
 
 from jvarlen.checkpoint import Place, open_checkpoints
-from jvarlen.collate import packed_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets
 from jvarlen.compiled_buckets import CompiledBuckets
@@ -30,15 +30,20 @@ from jvarlen.datasets import Split, known_lengths
 from jvarlen.distributed import batch_shardings, replicate
 from jvarlen.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.ledger import Ledger
-from jvarlen.models import init_params, make_loss_fn
+from jvarlen.lengths import DataSource
+from jvarlen.losses import LossFn
+from jvarlen.measure_samples import measure_lengths
 from jvarlen.plan import Plan
+from jvarlen.plan_source import CollateFn
 from jvarlen.processes import agree, gather_texts, is_any_interrupted, naming_lost_processes, together
 from jvarlen.recompiles import no_recompiles
 from jvarlen.report import length_histogram
 from jvarlen.run_dir import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.summary import Summary, write_summary
+from jvarlen.task import BatchSpec, Task
 from jvarlen.trackers import Tracker, open_trackers
-from jvarlen.train import LossFn, TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.train import make_eval_step, make_train_step
+from jvarlen.train_state import TrainState
 from jvarlen.training_data import TrainingData, open_training_data
 from jvarlen.training_loop import TrainingLoop
 from jvarlen.watchdog import ending_stalled_processes
@@ -81,10 +86,18 @@ def fit(
     config: FitConfig,
     data: Split | None = None,
     *,
+    loss_fn: LossFn | None = None,
+    params: Any = None,
+    optimizer: optax.GradientTransformation | None = None,
+    collate: CollateFn | None = None,
+    length_fn: Callable[[Any], int] | None = None,
+    eval_loss_fn: LossFn | None = None,
+    extra: Any = None,
+    batch_spec: BatchSpec | None = None,
     mesh: Mesh | None = None,
     trackers: Mapping[str, Tracker] | None = None,
 ) -> FitResult:
-    """Trains a small language model, every shape compiled before the first step and none afterwards.
+    """Trains the built-in language model, or a loss of one's own, every shape compiled before the first step.
 
     Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C, or SIGTERM), it ends after the
     step in flight with everything saved; `config.resume` then goes on with exactly the steps that were left. So it does
@@ -94,10 +107,23 @@ def fit(
     to rounding, on any number of devices and processes, and a run may be resumed on another number. Of several
     processes, all call this, process 0 prints and writes, and all must reach its directory, where the checkpoints are.
 
+    A model of one's own needs `loss_fn` and `params`; `config.model` is then not used. A loss that takes a key gets
+    keys of `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and
+    evaluation. To resume, call it again with the same arguments and `config.run_dir` or `config.resume`.
+
     Args:
       config: the settings.
-      data: tokens to train on and to hold out, the same on all processes; None for the files of the settings, or the
+      data: samples to train on and to hold out, the same on all processes; None for the files of the settings, or the
         built-in corpus.
+      loss_fn: as for `make_train_step`.
+      params: pytree of arrays, where training begins; those that are placed on `mesh` stay as they lie.
+      optimizer: in place of `config.optimizer`; the log then has no learning rates.
+      collate: as for `load`; None for samples of tokens.
+      length_fn: gives the length of a sample, as for `measure_lengths`; None for `len`, or the lengths that a dataset
+        has in its attribute `lengths`.
+      eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
+      extra: for losses that take it.
+      batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
       mesh: devices to train on, along an axis "data"; None: those of the settings.
       trackers: what takes records besides those of the settings, by names to call them; closed at the end. Of several
         processes, those of process 0.
@@ -116,17 +142,28 @@ def fit(
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
     """
+    task = Task(
+        loss_fn=loss_fn,
+        params=params,
+        eval_loss_fn=eval_loss_fn,
+        extra=extra,
+        optimizer=optimizer,
+        collate=collate,
+        batch_spec=batch_spec,
+        length_fn=length_fn,
+    )
     # Before the block: where processes meet, JAX takes SIGTERM for itself.
     if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
         mesh = config.make_mesh()
     if not _is_main():
         config = dataclasses.replace(config, progress=False)
     with remembered_interrupts(), contextlib.ExitStack() as held:
-        return _fit(config, data, mesh, trackers or {}, held)
+        return _fit(config, task, data, mesh, trackers or {}, held)
 
 
 def _fit(
     config: FitConfig,
+    task: Task,
     given: Split | None,
     mesh: Mesh | None,
     trackers: Mapping[str, Tracker],
@@ -134,19 +171,18 @@ def _fit(
 ) -> FitResult:
     _check_mesh(config, mesh)
     with together("plan the training"):
-        planned = _plan(config, given)
+        planned = _plan(config, task, given)
     course = planned.course
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(config, first_plan, planned.data, held)
-    model = dataclasses.replace(config.model, vocab_size=planned.data.vocab_size)
 
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
-    loss_fn = make_loss_fn(model)
-    state = init_train_state(init_params(model, config.seed), course.optimizer)
+    task = task.with_model(config.model, planned.data.vocab_size, config.seed)
+    state = task.init_state(course.optimizer, config.seed)
     if mesh is not None:
-        state = replicate(state, mesh)
+        state = _place(state, mesh)
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
@@ -169,13 +205,14 @@ def _fit(
         )
     )
 
-    compiled = _compile(config, course, loss_fn, state, place, mesh)
+    compiled = _compile(config, task, planned, state, place, mesh)
     loop = TrainingLoop(
         config=config,
         course=course,
         data=planned.data,
-        lengths=planned.lengths,
-        eval_lengths=planned.eval_lengths,
+        task=task,
+        lengths=planned.lengths if task.compares_lengths else None,
+        eval_lengths={name: of_set if task.compares_lengths else None for name, of_set in planned.eval_lengths.items()},
         mesh=mesh,
         train_step=compiled.train_step,
         eval_step=compiled.eval_step,
@@ -187,7 +224,7 @@ def _fit(
     with naming_lost_processes("training"):
         trained = _train(loop, state, place)
     ledger = compiled.train_step.ledger.with_plan(first_plan)
-    summary = _summary_of(trained, compiled, ledger)
+    summary = _summary_of(trained, compiled, ledger, is_language_model=task.is_language_model)
     with together("write the summary"):
         if _is_main():
             write_summary(run_dir, summary, ledger)
@@ -206,23 +243,30 @@ class _Compiled(NamedTuple):
 
 
 def _compile(
-    config: FitConfig, course: Course, loss_fn: LossFn, state: TrainState, place: Place, mesh: Mesh | None
+    config: FitConfig, task: Task, planned: _Planned, state: TrainState, place: Place, mesh: Mesh | None
 ) -> _Compiled:
     """Compiles the steps for the buckets that are used from a place on."""
+    course, data = planned.course, planned.data
+    assert task.loss_fn is not None
+    batch_spec = task.batch_spec_for(
+        {"training": course.plan_of_epoch(place.epoch), **course.eval_plans},
+        {"training": data.train, **data.evaluation},
+        packed=config.plan.pack,
+    )
     compile_for = functools.partial(
         compile_buckets,
         microbatches_per_step=config.plan.microbatches_per_step,
         mesh=mesh,
-        batch_spec=packed_batch_spec if config.plan.pack else token_batch_spec,
+        batch_spec=batch_spec,
         progress=config.progress,
         options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
     )
     start = time.perf_counter()
     steps_left = course.steps_left(place)
     buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
-    train_step = compile_for(make_train_step(loss_fn, course.optimizer, mesh=mesh), state, buckets)
+    train_step = compile_for(make_train_step(task.loss_fn, course.optimizer, mesh=mesh), state, buckets)
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-    eval_step = compile_for(make_eval_step(loss_fn, mesh=mesh), state.params, course.eval_buckets)
+    eval_step = compile_for(make_eval_step(task.eval_loss_fn or task.loss_fn, mesh=mesh), state, course.eval_buckets)
     return _Compiled(train_step, eval_step, time.perf_counter() - start)
 
 
@@ -232,14 +276,14 @@ class _Trained(NamedTuple):
     Attributes:
       state: after the last step that was taken.
       place: likewise.
-      bits_per_token: of each evaluation after the last step of training; empty where it was interrupted.
+      evaluations: of each set, `Task.measure` after the last step of training; empty where it was interrupted.
       num_compilations: programs that were compiled after the first step.
       was_interrupted: whether steps, or that evaluation, are left.
     """
 
     state: TrainState
     place: Place
-    bits_per_token: dict[str, float]
+    evaluations: dict[str, float]
     num_compilations: int
     was_interrupted: bool
 
@@ -249,11 +293,11 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
     # The first evaluation, save and exchange come before the guard: all compile small things once.
     _raise_if_any_interrupted()
     if loop.is_evaluated_at(place):
-        state, evaluations = loop.evaluate(state, place)
+        evaluations = loop.evaluate(state, place)
         if place.held_out_bits_per_byte_before is None and evaluations is not None:
-            place = dataclasses.replace(place, held_out_bits_per_byte_before=evaluations[HELD_OUT].bits_per_token)
+            place = dataclasses.replace(place, held_out_bits_per_byte_before=loop.task.measure(evaluations[HELD_OUT]))
     else:
-        state = loop.warm_up_evaluation(state)
+        loop.warm_up_evaluation(state)
     _raise_if_any_interrupted()
     loop.save(state, place)
     if _is_main() and loop.config.run_dir is None:
@@ -264,20 +308,21 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
         state, place = loop.run(state, place)
         was_interrupted = True
         if place.num_steps_done == loop.course.num_steps:
-            state, evaluations = loop.evaluate(state, place)
+            evaluations = loop.evaluate(state, place)
             if evaluations is not None:
                 was_interrupted = False
-                after = {name: evaluation.bits_per_token for name, evaluation in evaluations.items()}
+                after = {name: loop.task.measure(evaluation) for name, evaluation in evaluations.items()}
         loop.save(state, place, after.get(HELD_OUT))
         if was_interrupted:
             loop.checkpoints.wait()
             saved = f"{place.num_steps_done:,} steps are saved"
-            _say("Interrupted", saved, f"jvarlen train --resume {loop.run_dir}")
+            is_own = not loop.task.is_language_model
+            _say("Interrupted", saved, f"{'fit with resume=' if is_own else 'jvarlen train --resume '}{loop.run_dir}")
     return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 
 
-def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger) -> Summary:
-    place, after = trained.place, trained.bits_per_token
+def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, *, is_language_model: bool) -> Summary:
+    place, after = trained.place, trained.evaluations
     return Summary(
         held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
         held_out_bits_per_byte_after=after.get(HELD_OUT),
@@ -294,12 +339,24 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger) -> Summa
         num_adjusted=place.num_adjusted_done,
         compilations_after_first_step=trained.num_compilations,
         interrupted=trained.was_interrupted,
+        evaluated_in="bits per token" if is_language_model else "loss",
     )
 
 
 def _is_main() -> bool:
     """Whether this is the process that prints and writes."""
     return jax.process_index() == 0
+
+
+def _place(state: TrainState, mesh: Mesh) -> TrainState:
+    """The state on a mesh: what lies on it already stays, all else is replicated."""
+
+    def placed(leaf: Any) -> jax.Array:
+        sharding = getattr(leaf, "sharding", None)
+        is_there = isinstance(sharding, NamedSharding) and sharding.device_set == set(mesh.devices.flat)
+        return leaf if is_there else replicate(leaf, mesh)
+
+    return jax.tree.map(placed, state)
 
 
 def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
@@ -328,15 +385,20 @@ class _Planned(NamedTuple):
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]
 
 
-def _plan(config: FitConfig, given: Split | None) -> _Planned:
+def _plan(config: FitConfig, task: Task, given: Split | None) -> _Planned:
+    def lengths_of(dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N"]:
+        if task.length_fn is None:
+            return known_lengths(dataset, progress=progress)
+        return measure_lengths(dataset, task.length_fn, progress=progress)
+
     data = open_training_data(config, given)
-    lengths = known_lengths(data.train, progress=config.progress)
+    lengths = lengths_of(data.train, config.progress)
     held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
     _say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
 
-    eval_lengths = {name: known_lengths(dataset, progress=False) for name, dataset in data.evaluation.items()}
-    course = Course(config, lengths, eval_lengths)
-    rates = course.rates_of_epoch(0).in_force
+    eval_lengths = {name: lengths_of(dataset, False) for name, dataset in data.evaluation.items()}
+    course = Course(config, lengths, eval_lengths, task.optimizer)
+    rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
     _say("Plan", report, f"training takes {course.num_steps:,} steps")
     raise_if_interrupted()

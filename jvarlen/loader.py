@@ -322,6 +322,7 @@ def _as_text(ids: Int64[np.ndarray, " n"]) -> str:
 
 def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:
     """The batch on its devices; of several processes, each has a part of the `num_microbatches`."""
+    batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
     if mesh is None or num_microbatches is None:
         return jax.device_put(batch, None if mesh is None else batch_shardings(batch, mesh))
 

@@ -58,7 +58,9 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     takes_extra = "extra" in parameters and state.extra is not None
 
     def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
-        arguments = ({"key": key} if takes_key else {}) | ({"extra": state.extra} if takes_extra else {})
+        arguments = {"key": key} if takes_key else {}
+        if takes_extra:  # made anew: NNX's variables may only be changed under the trace that made them
+            arguments["extra"] = jax.tree.map(lambda leaf: leaf, state.extra)
         returned = loss_fn(params, microbatch, **arguments)
         form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):

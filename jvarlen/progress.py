@@ -70,16 +70,26 @@ class StepDisplay:
       num_steps_done: of an earlier part of it, which is resumed.
       progress: False shows nothing.
       seconds: between two lines in a log. The first and the last step have one each.
+      in_bits: whether the loss is nats a token, and shown in bits.
 
     Example:
       >>> with StepDisplay(10, progress=False) as display:
       ...     display.update({"step": 0})
     """
 
-    def __init__(self, num_steps: int, num_steps_done: int = 0, *, progress: bool = True, seconds: float = 10.0):
+    def __init__(
+        self,
+        num_steps: int,
+        num_steps_done: int = 0,
+        *,
+        progress: bool = True,
+        seconds: float = 10.0,
+        in_bits: bool = True,
+    ):
         is_bar = progress and sys.stderr.isatty()
         self._is_shown = progress
         self._num_steps = num_steps
+        self._in_bits = in_bits
         self._bar = tqdm(total=num_steps, initial=num_steps_done, desc="train", unit="step", disable=not is_bar)
         self._seconds = _BAR_S if is_bar else seconds
         self._next_line = -math.inf
@@ -112,9 +122,9 @@ class StepDisplay:
     def _show(self, record: Mapping[str, Any]) -> None:
         step_s = max(self._step_s, 1e-9)
         figures = (
-            f"loss {record['loss'] / math.log(2):.3f} bits/token",
+            f"loss {record['loss'] / math.log(2):.3f} bits/token" if self._in_bits else f"loss {record['loss']:.4g}",
             f"{self._num_tokens / step_s:,.0f} tokens/s",
-            f"lr {record['learning_rate']:.1e}",
+            *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             f"{record['bucket_rows']}×{record['bucket_length']}",
             f"wait {self._data_wait_s / step_s:.1%}".replace("%", " %"),
         )

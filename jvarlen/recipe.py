@@ -110,7 +110,7 @@ class Recipe:
 
     def spec(self, bucket: AnyBucket) -> Any:
         """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, spread over the mesh."""
-        spec = self.batch_spec(bucket, self.microbatches_per_step)
+        spec = jax.tree.map(_canonical, self.batch_spec(bucket, self.microbatches_per_step))
         if self.mesh is None:
             return spec
         return jax.tree.map(
@@ -247,6 +247,12 @@ def _with_arguments(traced: jax.stages.Traced, constants: Mapping[int, Any]) -> 
         return jax.tree.unflatten(structure, outputs)
 
     return step
+
+
+def _canonical(leaf: Any) -> jax.ShapeDtypeStruct:
+    """With the dtype that such an array has on a device: float64 is float32 there, unless 64-bit types are enabled."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
 
 
 def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:

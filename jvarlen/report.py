@@ -97,9 +97,10 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
         axes[0].plot(steps, bits, color="0.8", linewidth=0.8, label="step")
         axes[0].plot(steps, smoothed(bits), color="C0", label="smoothed")
         axes[0].legend(frameon=False)
-        axes[1].plot(steps, columns["base_learning_rate"], color="0.6", label="base")
-        axes[1].plot(steps, columns["learning_rate"], ".", color="C1", markersize=3, label="in force")
-        axes[1].legend(frameon=False)
+        if "learning_rate" in columns:  # an optimizer of one's own doesn't tell
+            axes[1].plot(steps, columns["base_learning_rate"], color="0.6", label="base")
+            axes[1].plot(steps, columns["learning_rate"], ".", color="C1", markersize=3, label="in force")
+            axes[1].legend(frameon=False)
         axes[2].plot(steps, columns["num_sequences"], ".", color="C2", markersize=3)
         axes[3].plot(steps, columns["bucket_length"], ".", color="C3", markersize=3)
     for axis, label in zip(axes, _AXES, strict=True):

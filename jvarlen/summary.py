@@ -1,4 +1,4 @@
-"""Summary: in go the figures of a run and its ledger, out come its table and the files that a run leaves behind."""
+"""The summary of a run: its table, and the files that a run leaves behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Summary:
     """What a run came to; `summary.json` holds the same.
 
     Attributes:
-      held_out_bits_per_byte_before: on held-out samples, before the first step; per token where these are no bytes.
+      held_out_bits_per_byte_before: on held-out samples, before the first step; per token where these are no bytes; for
+        a loss of one's own, that loss.
       held_out_bits_per_byte_after: the same after the last step; None where the run was interrupted.
       evaluations: the same of every set that is evaluated on, by name; empty where the run was interrupted.
       num_steps: steps done.
@@ -35,6 +36,7 @@ class Summary:
         there are several.
       compilations_after_first_step: programs compiled since; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
+      evaluated_in: what evaluations are in: `"bits per token"`, or `"loss"` for a loss of one's own.
     """
 
     held_out_bits_per_byte_before: float
@@ -52,14 +54,15 @@ class Summary:
     num_adjusted: int
     compilations_after_first_step: int
     interrupted: bool
+    evaluated_in: str = "bits per token"
 
     def __str__(self) -> str:
         after = self.held_out_bits_per_byte_after
         lines = {
-            "held-out bits per token before": f"{self.held_out_bits_per_byte_before:.3f}",
-            "held-out bits per token after": "– (interrupted)" if after is None else f"{after:.3f}",
+            f"held-out {self.evaluated_in} before": f"{self.held_out_bits_per_byte_before:.3f}",
+            f"held-out {self.evaluated_in} after": "– (interrupted)" if after is None else f"{after:.3f}",
             **{
-                f"bits per token on {name}": f"{bits:.3f}"
+                f"{self.evaluated_in} on {name}": f"{bits:.3f}"
                 for name, bits in self.evaluations.items()
                 if name != HELD_OUT
             },

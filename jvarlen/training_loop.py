@@ -1,4 +1,4 @@
-"""Training loop: in go compiled steps and a place in the course, out come the state and the place after the last step.
+"""The training loop, from a place in the course to the last step.
 
 One host loop around one pure step. Metrics are read a step late, so that no step waits for them.
 """
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen.checkpoint import Checkpoints, Place
-from jvarlen.collate import pack_to_bucket, pad_to_bucket
+from jvarlen.checks import list_first
 from jvarlen.compiled_buckets import CompiledBuckets
 from jvarlen.config import FitConfig
 from jvarlen.course import Course
@@ -29,8 +29,9 @@ from jvarlen.loader import BatchIterator, load
 from jvarlen.processes import is_any_interrupted
 from jvarlen.profiling import StepMeter, StepProfiler
 from jvarlen.progress import StepDisplay, show_line
+from jvarlen.task import Task
 from jvarlen.trackers import Trackers
-from jvarlen.train import Metrics, TrainState
+from jvarlen.train_state import Metrics, TrainState
 from jvarlen.training_data import TrainingData
 
 __all__ = ["TrainingLoop"]
@@ -46,8 +47,9 @@ class TrainingLoop:
       config: the settings.
       course: all steps.
       data: what is trained and evaluated on.
-      lengths: int64[N] of the samples to train on.
-      eval_lengths: int64[H] of each set to evaluate on, by name.
+      task: what is trained.
+      lengths: int64[N] of the samples to train on; None compares no lengths.
+      eval_lengths: int64[H] of each set to evaluate on, by name; likewise.
       mesh: the devices; None for one.
       train_step: compiled for the buckets of the steps that are left.
       eval_step: compiled for the buckets of evaluations.
@@ -60,8 +62,9 @@ class TrainingLoop:
     config: FitConfig
     course: Course
     data: TrainingData
-    lengths: Int64[np.ndarray, " N"]
-    eval_lengths: Mapping[str, Int64[np.ndarray, " H"]]
+    task: Task
+    lengths: Int64[np.ndarray, " N"] | None
+    eval_lengths: Mapping[str, Int64[np.ndarray, " H"] | None]
     mesh: Mesh | None
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
@@ -77,50 +80,56 @@ class TrainingLoop:
         is_due = every is not None and place.num_steps_done % every == 0
         return is_due or place.num_steps_done in (0, self.course.num_steps)
 
-    def evaluate(self, state: TrainState, place: Place) -> tuple[TrainState, dict[str, Evaluation] | None]:
+    def evaluate(self, state: TrainState, place: Place) -> dict[str, Evaluation] | None:
         """Evaluates on every set, once at a place; None where it was interrupted."""
         if self._evaluated is not None and self._evaluated[0] == place.num_steps_done:
-            return state, self._evaluated[1]
-        state, evaluations = self._evaluate(state)
+            return self._evaluated[1]
+        evaluations = self._evaluate(state)
         if evaluations is None:
-            return state, None
+            return None
         about = {"step": place.num_steps_done, "time_s": place.train_s}
+        told = [f"evaluation after step {place.num_steps_done:,}"]
         for name, evaluation in evaluations.items():
-            self.trackers.log(about | {"evaluation": name} | evaluation._asdict())
-        told = (f"{name} {evaluation.bits_per_token:.3f} bits/token" for name, evaluation in evaluations.items())
-        show_line(" · ".join([f"evaluation after step {place.num_steps_done:,}", *told]), progress=self.config.progress)
+            bits = evaluation.bits_per_token
+            figures = {"bits_per_token": bits, "num_tokens": round(evaluation.weight)}
+            if self.task.is_language_model:
+                told.append(f"{name} {bits:.3f} bits/token")
+            else:
+                figures["mean_loss"] = evaluation.loss
+                told.append(f"{name} loss {evaluation.loss:.4g}")
+            self.trackers.log(about | {"evaluation": name} | figures | evaluation.sums)
+            told += [f"{of_sum} {mean:.4g}" for of_sum, mean in evaluation.sums.items()]
+        show_line(" · ".join(told), progress=self.config.progress)
         self._evaluated = place.num_steps_done, evaluations
-        return state, evaluations
+        return evaluations
 
-    def warm_up_evaluation(self, state: TrainState) -> TrainState:
+    def warm_up_evaluation(self, state: TrainState) -> None:
         """Evaluates on little and forgets it, since the first evaluation compiles small things."""
-        return self._evaluate(state, max_steps=1)[0]
+        self._evaluate(state, max_steps=1)
 
     def save(self, state: TrainState, place: Place, metric: float | None = None) -> None:
         """Saves in the background; what was logged before is on disk by then."""
         self.trackers.sync()
         self.checkpoints.save(state, place, metric=metric)
 
-    def _evaluate(
-        self, state: TrainState, max_steps: int | None = None
-    ) -> tuple[TrainState, dict[str, Evaluation] | None]:
+    def _evaluate(self, state: TrainState, max_steps: int | None = None) -> dict[str, Evaluation] | None:
         def must_stop(num_steps: int) -> bool:
             self.tick()
             return _is_interrupted_at(num_steps)
 
-        params, evaluations = evaluate(
+        return evaluate(
             self.eval_step,
-            state.params,
+            state,
             self.course.eval_plans,
             self.data.evaluation,
             self.eval_lengths,
             must_stop=must_stop,
             mesh=self.mesh,
             max_steps=max_steps,
+            collate=self.task.collate_for(packed=self.config.plan.pack),
             on_mismatch=self.config.on_mismatch,
             verify=self.config.verify,
         )
-        return state._replace(params=params), evaluations
 
     def run(self, state: TrainState, place: Place) -> tuple[TrainState, Place]:
         """Takes the steps that are left, or those before an interrupt."""
@@ -135,7 +144,7 @@ class TrainingLoop:
             num_epochs=-(-course.num_steps // course.steps_per_epoch),
             start_step=place.step,
             num_workers=config.num_workers,
-            collate=pack_to_bucket if config.plan.pack else pad_to_bucket,
+            collate=self.task.collate_for(packed=config.plan.pack),
             lengths=self.lengths,
             on_mismatch=config.on_mismatch,
             verify=config.verify,
@@ -143,7 +152,12 @@ class TrainingLoop:
         steps_left = course.num_steps - place.num_steps_done
         with (
             contextlib.closing(batches),
-            StepDisplay(course.num_steps, place.num_steps_done, progress=config.progress) as display,
+            StepDisplay(
+                course.num_steps,
+                place.num_steps_done,
+                progress=config.progress,
+                in_bits=self.task.is_language_model,
+            ) as display,
             StepProfiler(self.run_dir / "profile", config.profile, steps_left=steps_left) as profiler,
         ):
             batch = next(batches)  # starting to read is no wait of a step
@@ -167,13 +181,13 @@ class TrainingLoop:
                     account.finish(*running)
                     running = None
                     place = account.with_counts(place)
-                    bits = None
+                    metric = None
                     if is_evaluated:
-                        state, evaluations = self.evaluate(state, place)
-                        bits = None if evaluations is None else evaluations[HELD_OUT].bits_per_token
+                        evaluations = self.evaluate(state, place)
+                        metric = None if evaluations is None else self.task.measure(evaluations[HELD_OUT])
                         account.skip_since(place)
                     if is_saved:
-                        self.save(state, place, bits)
+                        self.save(state, place, metric)
                 if _is_interrupted_at(place.num_steps_done):
                     break
                 batch = account.next_batch()
@@ -211,9 +225,15 @@ class _Account:
 
         Raises:
           FloatingPointError: the loss is no number.
+          ValueError: a sum of the loss has the name of another figure.
         """
+        metrics = jax.device_get(metrics)
         weight = float(metrics.weight_sum)
         record["loss"] = float(metrics.loss_sum) / weight if weight else 0.0
+        sums = {name: value for name, value in metrics.sums.items() if np.ndim(value) == 0}
+        if clashing := sums.keys() & (record.keys() | {"time_s"}):
+            raise ValueError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")
+        record |= {name: float(value) / (weight or 1.0) for name, value in sums.items()}
         if not math.isfinite(record["loss"]):
             raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")
         record |= {"time_s": self._train_s()} | self._meter.end_step()

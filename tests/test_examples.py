@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -66,6 +67,35 @@ def test_ten_line_plan_pads_much_less_than_padding_to_the_longest(run):
     num_samples, num_steps = numbers(r"([\d,]+) samples, each in one of ([\d,]+) steps", printed)
     assert numbers(r"total\s+([\d,]+)\s+([\d,]+)", printed) == [num_samples, num_steps]
     assert num_samples == 50_000
+
+
+def test_own_state_learns_with_dropout_and_running_statistics(run):
+    printed = run(EXAMPLES / "own_state_nnx.py")
+    epochs = re.findall(r"^epoch \d: 2,000 samples, loss ([\d.]+), accuracy ([\d.]+)$", printed, re.MULTILINE)
+    assert len(epochs) == 3
+    assert float(epochs[-1][0]) < float(epochs[0][0]) / 2
+    assert float(epochs[-1][1]) > 0.9
+
+
+def test_speech_ctc_resumes_and_has_the_numbers_of_one_device(run, tmp_path):
+    def records(run_dir):
+        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    example, run_dir = EXAMPLES / "speech_ctc.py", tmp_path / "runs" / "speech_ctc"
+    run(example, "20", "4")
+    assert "40 steps on 4 devices" in run(example, "40", "4")
+    spread = records(run_dir)
+    run_dir.rename(tmp_path / "spread")
+    run(example, "40", "1")
+    alone = records(run_dir)
+    assert [row["step"] for row in spread if "loss" in row] == list(range(40))
+    losses, accuracies = (
+        [[row[name] for row in rows if "loss" in row] for rows in (spread, alone)] for name in ("loss", "accuracy")
+    )
+    np.testing.assert_allclose(*losses, rtol=1e-3)  # float32, and dropout by the same keys
+    np.testing.assert_allclose(*accuracies, atol=0.05)
+    held_out = [row for row in spread if row.get("evaluation") == "held_out"]
+    assert held_out[-1]["mean_loss"] < held_out[0]["mean_loss"] / 4
 
 
 def test_own_jsonl_resumes_with_the_steps_that_are_left_and_learns(run, tmp_path):

@@ -26,7 +26,7 @@ LAYERS = [
     "content_key", "length_cache", "line_files", "tokenized", "arrow_files", "data_files", "models", "measure",
     "report", "wandb_process", "charts", "trackers", "setting_checks", "plan_config", "data_config", "config",
     "training_data", "course", "svg_figures", "html_page", "plan_figures", "html_report", "run_records",
-    "run_lines", "run_figures", "run_report", "run_dir", "summary", "evaluation", "profiling", "training_loop",
+    "run_lines", "run_figures", "run_report", "run_dir", "summary", "evaluation", "profiling", "task", "training_loop",
     "fit", "plan_checks", "partition_checks", "testing", "cli",
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]

@@ -1,7 +1,6 @@
-"""Style: each module says what goes in and what comes out, lists what others may use, and fits the eye."""
+"""Style: each module lists what others may use."""
 
 import ast
-import re
 from pathlib import Path
 
 import jvarlen
@@ -14,10 +13,6 @@ MODULES = {
     if path.stem not in ("__init__", "__main__")
 }
 PARSED = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-
-IN_AND_OUT = re.compile(r"[^:]+: in (?:go|goes|come|comes) .+, out (?:go|goes|come|comes) .+")
-MAX_LINES = 420
-MAX_LINES_OF_CODE = 70  # of a function: the signature and what it does, without docstrings, comments and blank lines
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -54,23 +49,6 @@ def imported_names(module):
     for node in ast.walk(module):
         if isinstance(node, ast.ImportFrom) and node.module in PARSED:
             yield from ((node.module, alias.name) for alias in node.names)
-
-
-def lines_of_code(function, lines):
-    docstrings = {
-        line
-        for node in ast.walk(function)
-        if isinstance(node, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(node) is not None
-        for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)
-    }
-    inside = range(function.lineno, function.end_lineno + 1)
-    texts = [lines[number - 1].strip() for number in inside if number not in docstrings]
-    return sum(bool(text) and not text.startswith("#") for text in texts)
-
-
-def test_the_first_line_of_a_module_says_what_goes_in_and_what_comes_out():
-    first_lines = {name: (ast.get_docstring(module) or "").split("\n")[0] for name, module in PARSED.items()}
-    assert not {name: line for name, line in first_lines.items() if not IN_AND_OUT.fullmatch(line)}
 
 
 def test_a_module_lists_all_that_others_use_and_nothing_else():
@@ -116,15 +94,3 @@ def test_the_names_in_all_are_sorted():
         name: names for name, module in PARSED.items() if (names := listed(module) or []) != sorted(names, key=place)
     }
     assert not unsorted
-
-
-def test_no_module_and_no_function_is_too_long_to_read_in_one_sitting():
-    too_long = []
-    for name, path in MODULES.items():
-        lines = path.read_text().splitlines()
-        if len(lines) > MAX_LINES:
-            too_long.append(f"{name} has {len(lines)} lines")
-        for node in ast.walk(PARSED[name]):
-            if isinstance(node, FUNCTIONS) and (count := lines_of_code(node, lines)) > MAX_LINES_OF_CODE:
-                too_long.append(f"{name}.{node.name} has {count} lines of code")
-    assert not too_long
