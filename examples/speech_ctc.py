@@ -16,7 +16,7 @@ import optax
 from flax import linen as nn
 
 import jvarlen
-from jvarlen.config import PlanConfig
+from jvarlen.plan_config import PlanConfig
 from jvarlen.datasets import Split
 
 num_steps, num_devices = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, 60), (2, 4)))

@@ -37,14 +37,14 @@ from jvarlen.recompiles import RecompileError, no_recompiles
 from jvarlen.sharded_rows import shard_local_rows
 from jvarlen.sort import local_sort, sample_sort
 from jvarlen.streams import StreamBatches, StreamStep, stream_batches
-from jvarlen.train import TrainState, init_train_state, make_eval_step, make_train_step
+from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
 from jvarlen.unplanned import UnplannedShapeError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel",
-    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Mixture", "PackedBatch", "Packing", "PairBatch",
+    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing", "PairBatch",
     "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask", "batch_by_tokens",
     "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",

@@ -160,7 +160,7 @@ def update_state(
     told = {name: value for name, value in told.items() if value is not None and (takes_any or name in parameters)}
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
     if norms:
-        metrics = metrics._replace(grad_norm=optax.global_norm(grads), update_norm=optax.global_norm(updates))
+        metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
     return (
         state._replace(
             params=optax.apply_updates(state.params, updates),
