@@ -11,8 +11,8 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, fit, scale_by_batch_size
 from jvarlen.checkpoint import open_checkpoints
-from jvarlen.plan_config import PlanConfig
 from jvarlen.datasets import Split
+from jvarlen.plan_config import PlanConfig
 from jvarlen.report import read_metrics
 from jvarlen.run_report import read_runs
 
