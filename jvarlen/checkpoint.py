@@ -26,7 +26,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jvarlen.files import move_into_place, write_atomically
-from jvarlen.leaves import describe, leaves_by_name
+from jvarlen.leaves import describe, is_key, leaves_by_name
 from jvarlen.manifest import check_manifest, write_manifest
 from jvarlen.processes import agree
 
@@ -305,7 +305,7 @@ def open_checkpoints(
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, jax.Array) and is_key(leaf)
 
 
 def _without_keys(state: Any) -> Any:

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen.buckets import AnyBucket, Bucket, PairBucket
 from jvarlen.checks import list_offenders
+from jvarlen.leaves import is_key, zeros_of
 
 __all__ = [
     "Batch",
@@ -284,9 +285,9 @@ def full_batch(spec: Any) -> Any:
       spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
 
     Returns:
-      A pytree of NumPy arrays: ones, but for lengths and positions as full rows have them.
+      A pytree of NumPy arrays: ones, but for lengths and positions as full rows have them, and for typed keys.
     """
-    batch = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), spec)
+    batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
     if isinstance(batch, Batch):
         num_rows = np.float32(batch.lengths.size)
         return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]), num_sequences=num_rows)

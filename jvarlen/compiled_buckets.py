@@ -28,7 +28,7 @@ from jvarlen.compile_options import CompileOptions
 from jvarlen.compiled_file import write_compiled
 from jvarlen.executables import Executables, serialized
 from jvarlen.interrupts import raise_if_interrupted
-from jvarlen.leaves import leaves_by_name
+from jvarlen.leaves import leaves_by_name, zeros_of
 from jvarlen.ledger import Ledger, LedgerRow
 from jvarlen.planned_steps import PlannedSteps
 from jvarlen.progress import progress_bar
@@ -298,7 +298,7 @@ class CompiledBuckets:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
             for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
-                batch = jax.tree.map(_zeros, spec)
+                batch = jax.tree.map(zeros_of, spec)
                 state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
 
     def prepare_arithmetic(self, state: Any) -> None:
@@ -396,15 +396,6 @@ class CompiledBuckets:
         if unknown:
             raise ValueError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
-
-
-def _zeros(spec: jax.ShapeDtypeStruct) -> Any:
-    if jnp.issubdtype(spec.dtype, jax.dtypes.prng_key):
-        return jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
-    if spec.sharding is None:
-        return np.zeros(spec.shape, spec.dtype)
-    shape = spec.sharding.shard_shape(spec.shape)
-    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))
 
 
 def _canonical(batch: Any) -> Any:

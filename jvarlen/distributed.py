@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
+from jvarlen.leaves import is_key
+
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
@@ -197,7 +199,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     def on_all_devices(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
             return leaf
-        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if isinstance(leaf, jax.Array) and is_key(leaf):
             data = on_all_devices(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         array = np.asarray(leaf)

@@ -1,12 +1,14 @@
-"""Leaves: in goes a pytree, out come its leaves by name, and what each of them is, in words."""
+"""The leaves of a pytree: by name, in words, and as zeros."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-__all__ = ["describe", "have_same_containers", "leaves_by_name"]
+__all__ = ["describe", "have_same_containers", "is_key", "leaves_by_name", "zeros_of"]
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -27,3 +29,18 @@ def have_same_containers(one: Any, other: Any) -> bool:
     """Whether two pytrees differ in their leaves alone."""
     structures: list[object] = [jax.tree.structure(tree) for tree in (one, other)]
     return structures[0] == structures[1]
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or the shape of one, is of typed random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:
+    """Zeros as a shape says: a NumPy array, or a JAX array where a sharding or typed keys are asked for."""
+    if is_key(spec):
+        return jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
+    if spec.sharding is None:
+        return np.zeros(spec.shape, spec.dtype)
+    shape = spec.sharding.shard_shape(spec.shape)
+    return jax.make_array_from_callback(spec.shape, spec.sharding, lambda _: np.zeros(shape, spec.dtype))

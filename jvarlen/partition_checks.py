@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jvarlen.checks import list_first
 from jvarlen.distributed import batch_shardings, data_mesh
-from jvarlen.leaves import leaves_by_name
+from jvarlen.leaves import is_key, leaves_by_name
 from jvarlen.losses import LossFn, takes_argument
 from jvarlen.step_sums import sum_step
 from jvarlen.train_state import TrainState, divide_once, init_train_state
@@ -184,22 +184,18 @@ def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
         )
 
 
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def _on_host(leaf: jax.Array) -> Any:
-    return leaf if _is_key(leaf) else np.asarray(leaf)
+    return leaf if is_key(leaf) else np.asarray(leaf)
 
 
 def _zeros_like(leaf: Any) -> Any:
-    return leaf if _is_key(leaf) else np.zeros_like(leaf)
+    return leaf if is_key(leaf) else np.zeros_like(leaf)
 
 
 def _padded(leaf: Any, added: list[tuple[int, int]]) -> Any:
     """With zeros behind each axis; of keys, which have none, with copies of the last."""
     widths = added + [(0, 0)] * (leaf.ndim - len(added))
-    return jnp.pad(leaf, widths, mode="edge") if _is_key(leaf) else np.pad(leaf, widths)
+    return jnp.pad(leaf, widths, mode="edge") if is_key(leaf) else np.pad(leaf, widths)
 
 
 def _in_float64(tree: Any) -> Any:

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import numpy as np
 
 from jvarlen.checks import list_first
 from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.leaves import describe, leaves_by_name
+from jvarlen.leaves import describe, leaves_by_name, zeros_of
 from jvarlen.partition_checks import Split, assert_partition_invariant
 from jvarlen.plan_checks import assert_exactly_once, assert_same_batches
 from jvarlen.recompiles import Recompilation, no_recompiles
@@ -67,7 +66,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
 
 def _copied(leaf: Any) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+        return zeros_of(leaf)
     return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
