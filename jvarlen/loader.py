@@ -296,7 +296,9 @@ def _read_epoch(
         if digest is not None:
             _check_ids(plan, step, own)
             digest.add(step.step, step.ids)
-        batch = _put(step.batch, mesh, None if own is None else num_microbatches)
+        # On a CPU, JAX would go on using the shared memory that arrays of workers lie in.
+        host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
+        batch = _put(host_batch, mesh, None if own is None else num_microbatches)
         return _Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
     num_steps = plan.num_steps - start_step
@@ -318,6 +320,10 @@ def _as_text(ids: Int64[np.ndarray, " n"]) -> str:
     return np.array2string(
         ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}
     )
+
+
+def _copied(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:

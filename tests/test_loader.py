@@ -1,6 +1,8 @@
 """Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -213,6 +215,44 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     loading["hangs"].close()
     assert time.monotonic() - start < 10
     assert own_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["taken to its end", "closed", "forgotten", "failed"])
+def test_no_shared_memory_is_left_by_an_epoch(how):
+    """Without the garbage collector, which comes when it likes, and however many batches are kept."""
+    gc.disable()
+    try:
+        before = own_shared_memory()
+        batches = load(plan_with_seven_late(), Failing("raises") if how == "failed" else DATASET, num_workers=2)
+        kept, used, error = [], set(), None
+        try:
+            for batch in batches:
+                kept.append(batch)
+                used |= own_shared_memory() - before
+                if how in ("closed", "forgotten") and len(kept) == 5:
+                    break
+        except OSError as raised:
+            error = raised
+        assert len(used) > 10
+        assert (error is not None) == (how == "failed")
+        if how == "closed":
+            batches.close()
+        elif how == "forgotten":
+            del batches
+        assert is_soon(lambda: not any(Path("/dev/shm", name).exists() for name in used))
+    finally:
+        gc.enable()
+
+
+def own_shared_memory():
+    """Names in /dev/shm of what this process and its workers have mapped: arrays, and semaphores of queues."""
+    names = set()
+    for pid in (os.getpid(), *(process.pid for process in own_processes())):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.update(re.findall(r" /dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return names
 
 
 @pytest.mark.slow
