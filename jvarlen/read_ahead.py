@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from jvarlen.interrupts import without_interrupts
+from jvarlen.shared_memory import describe_room
 
 __all__ = ["ReadAhead", "end_with_parent"]
 
@@ -133,10 +135,10 @@ class ReadAhead(Iterator[Any]):
     def _worker_error(self) -> RuntimeError:
         code = max(self._exit_codes(), key=abs)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return RuntimeError(
-            f"a worker process {how} before step {self._next_step} was read. Where memory ran out, take fewer workers; "
-            "otherwise see what it printed"
-        )
+        advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
+        if code == -signal.SIGBUS:  # several workers may find room for one step
+            advice = f"It wrote to a file in memory that had no room, or was cut: {describe_room()}"
+        return RuntimeError(f"a worker process {how} before step {self._next_step} was read. {advice}")
 
 
 def end_with_parent(worker_index: int, num_workers: int) -> None:

@@ -164,6 +164,8 @@ class Failing:
                     os._exit(3)
                 case "is killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "has no room":
+                    os.kill(os.getpid(), signal.SIGBUS)
                 case "hangs":
                     time.sleep(1000)
         return DATASET[index]
@@ -184,7 +186,7 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     """All at once, because starting a process takes longer than all that is looked at."""
     monkeypatch.setattr("jvarlen.read_ahead._GRACE_S", 1.0)
     plan = plan_with_seven_late()
-    hows = ["raises", "raises no pickle", "exits", "is killed", "hangs"]
+    hows = ["raises", "raises no pickle", "exits", "is killed", "has no room", "hangs"]
     loading = {how: load(plan, Failing(how), num_workers=1) for how in hows}
 
     def ended(how):
@@ -205,10 +207,15 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     assert num_given == plan.num_steps - 1
     assert repr(error).startswith("RuntimeError('NoPickle(")
     assert "while reading sample 7" in error.__notes__
-    for how, said in (("exits", "ended with exit code 3"), ("is killed", "was killed by signal 9")):
+    for how, said in (
+        ("exits", "ended with exit code 3"),
+        ("is killed", "was killed by signal 9"),
+        ("has no room", f"was killed by signal {signal.SIGBUS.value}"),
+    ):
         num_given, error = ended(how)
         assert isinstance(error, RuntimeError)
         assert f"a worker process {said} before step {num_given} was read" in str(error)
+        assert ("/dev/shm" in str(error)) == (how == "has no room")
     for _ in range(plan.num_steps - 1):
         next(loading["hangs"])
     start = time.monotonic()
