@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from support.bfloat16_on_cpu import environment_for_bfloat16
 from support.gpu_sizes import FULL, QUICK
 from support.gpu_tables import make_lines
 from support.timing import report
@@ -32,7 +33,7 @@ ON_PROCESSOR = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "
 
 def ask(module: str, *, quick: bool) -> dict[str, Any]:
     """What a process answered; under "failed", by part, what did not work."""
-    environment = os.environ | ENVIRONMENT | (ON_PROCESSOR if quick else {})
+    environment = os.environ | ENVIRONMENT | (ON_PROCESSOR | environment_for_bfloat16() if quick else {})
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(FOLDER.parent), str(FOLDER), os.environ.get("PYTHONPATH")))
     )

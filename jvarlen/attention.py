@@ -1,7 +1,7 @@
 """Attention: in go queries, keys, values and the lengths or segments of rows, out comes what each position attends to.
 
 `jax.nn.dot_product_attention`, told of padding and of packed samples in ways that build no B×T×T mask where that can be
-had. Letters: B rows, T positions, Q queries at a time, H heads, K head size.
+had. Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from jvarlen.masks import attention_mask, padding_mask, segment_mask
 
@@ -25,9 +25,9 @@ _LONG = 1024  # positions from which memory for all of T² is worth saving
 
 def attend(
     query: Float[Array, "B T H K"],
-    key: Float[Array, "B T H K"],
-    value: Float[Array, "B T H K"],
-    lengths: Int[Array, " B"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    lengths: Integer[Array, " B"],
     *,
     causal: bool = True,
     implementation: AttentionImplementation | None = None,
@@ -38,9 +38,9 @@ def attend(
 
     Args:
       query: float[B, T, H, K].
-      key: float[B, T, H, K].
-      value: float[B, T, H, K].
-      lengths: int[B], tokens a row; 0 for a dummy row.
+      key: float[B, T, N, K]; N divides H, and head h of the queries attends to head h // (H / N).
+      value: float[B, T, N, K].
+      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, told the lengths: XLA makes the
         mask as it needs it, while the logits of all pairs of positions take memory; `"cudnn"` holds nothing of size T²,
@@ -64,7 +64,9 @@ def attend(
         return attend_within_segments(query, key, value, segment_ids, causal=causal, implementation="chunked")
     if implementation == "mask" or query.dtype == jnp.float64:
         return _attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
-    one_at_least = jnp.maximum(lengths, 1)  # a row that sees nothing must be finite in any implementation
+    one_at_least = jnp.maximum(
+        lengths.astype(jnp.int32), 1
+    )  # a row that sees nothing must be finite in any implementation
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=causal, key_value_seq_lengths=one_at_least, implementation=implementation
     )
@@ -72,9 +74,9 @@ def attend(
 
 def attend_within_segments(
     query: Float[Array, "B T H K"],
-    key: Float[Array, "B T H K"],
-    value: Float[Array, "B T H K"],
-    segment_ids: Int[Array, "B T"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    segment_ids: Integer[Array, "B T"],
     *,
     causal: bool = True,
     implementation: SegmentAttentionImplementation | None = None,
@@ -83,9 +85,9 @@ def attend_within_segments(
 
     Args:
       query: float[B, T, H, K].
-      key: float[B, T, H, K].
-      value: float[B, T, H, K].
-      segment_ids: int[B, T], the sample of each position; 0 where there is no token.
+      key: float[B, T, N, K], as in `attend`.
+      value: float[B, T, N, K].
+      segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
         takes some queries at a time, on any device: memory grows with T instead of T², in the backward pass as well,
@@ -130,8 +132,8 @@ def _chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
 
 def _attend_by_mask(
     query: Float[Array, "B Q H K"],
-    key: Float[Array, "B T H K"],
-    value: Float[Array, "B T H K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
     mask: Bool[Array, "B Q T"],
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "B Q H K"]:
@@ -139,6 +141,11 @@ def _attend_by_mask(
     if query.dtype != jnp.float64:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
     # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
-    logits_BxHxQxT = jnp.einsum("BQHK,BTHK->BHQT", query, key) / jnp.sqrt(query.shape[-1])
-    weights_BxHxQxT = jax.nn.softmax(jnp.where(mask, logits_BxHxQxT, jnp.finfo(query.dtype).min), axis=-1)
-    return jnp.einsum("BHQT,BTHK->BQHK", weights_BxHxQxT, value)
+    num_heads, num_kv_heads = query.shape[2], key.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads} heads of queries must be a multiple of the {num_kv_heads} of keys and values")
+    query_BxQxNxGxK = query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[3])
+    logits_BxNxGxQxT = jnp.einsum("BQNGK,BTNK->BNGQT", query_BxQxNxGxK, key) / jnp.sqrt(query.shape[3])
+    logits_BxNxGxQxT = jnp.where(mask[:, None], logits_BxNxGxQxT, jnp.finfo(query.dtype).min)
+    weights_BxNxGxQxT = jax.nn.softmax(logits_BxNxGxQxT, axis=-1)
+    return jnp.einsum("BNGQT,BTNK->BQNGK", weights_BxNxGxQxT, value).reshape(query.shape)

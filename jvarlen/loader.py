@@ -25,6 +25,7 @@ from jvarlen.lengths import DataSource
 from jvarlen.plan_source import AnyPlan, CollateFn, OnMismatch, PlanSource, ReadStep, StepSource, read_sample
 from jvarlen.processes import agree
 from jvarlen.read_ahead import ReadAhead, end_with_parent
+from jvarlen.shared_memory import check_room
 from jvarlen.streams import StreamStep
 
 __all__ = ["BatchIterator", "PlanSource", "load", "load_stream"]
@@ -132,7 +133,8 @@ def load(
       start_step: the first step to give; no step before it is read.
       num_workers: processes that read and collate; 0 does it in a thread of this process. The order is the plan's
         whatever their number. Workers are spawned for each epoch, so that `dataset` and `collate` must pickle; they end
-        with this process, however it ends.
+        with this process, however it ends. Each keeps up to 10 steps in /dev/shm, of which a container of Docker has
+        64 MB where `--shm-size` gives it no more.
       collate: makes the arrays of one step from its `StepSamples`. What is not a scalar has leading axis M.
       lengths: integers[N], or [N, 2] of pairs: what the plan was made for. Each sample's `len()` is compared with its
         own, both cut where the plan cuts. None compares the tokens of a whole step, where `collate` does that.
@@ -151,7 +153,8 @@ def load(
       ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
         `lengths`; shards that do not divide M; processes with plans that differ; and, when a step comes, samples of
         other lengths than planned, and what `collate` refuses.
-      RuntimeError: when a step comes: a worker process died, or, with `verify`, other samples were read.
+      RuntimeError: when a step comes: a worker process died, or has too little room in /dev/shm; or, with `verify`,
+        other samples were read.
 
     Example:
       >>> from jvarlen.plan import make_plan
@@ -285,7 +288,7 @@ def _read_epoch(
     if num_workers:
         _mark_absl_flags_as_parsed()
         options = grain.MultiprocessingOptions(num_workers, per_worker_buffer_size=_HOST_BUFFER)
-        read = read.mp_prefetch(options, worker_init_fn=end_with_parent)
+        read = read.map(check_room).mp_prefetch(options, worker_init_fn=end_with_parent)
     planned_steps = itertools.count(start_step)
     digest = IdsDigest() if verify else None
 
@@ -296,7 +299,9 @@ def _read_epoch(
         if digest is not None:
             _check_ids(plan, step, own)
             digest.add(step.step, step.ids)
-        batch = _put(step.batch, mesh, None if own is None else num_microbatches)
+        # On a CPU, JAX would go on using the shared memory that arrays of workers lie in.
+        host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
+        batch = _put(host_batch, mesh, None if own is None else num_microbatches)
         return _Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
     num_steps = plan.num_steps - start_step
@@ -318,6 +323,10 @@ def _as_text(ids: Int64[np.ndarray, " n"]) -> str:
     return np.array2string(
         ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}
     )
+
+
+def _copied(leaf: Any) -> Any:
+    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:

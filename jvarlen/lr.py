@@ -102,7 +102,8 @@ def scale_by_batch_size(
     changes. Other extra arguments are ignored, so that one call of `update` serves transformations of both units.
 
     Args:
-      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`.
+      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as
+        `optax.inject_hyperparams` does: a value that would be refused then scales by NaN.
       rule: as in `lr_scale`; a function must accept JAX arrays.
       unit: what the batch size counts: real `"sequences"`, taken from the extra argument `batch_size`, or real
         `"tokens"`, taken from `num_tokens`, which `make_train_step` passes for the batches of `jvarlen.collate`. For a
@@ -132,14 +133,19 @@ def scale_by_batch_size(
       As for `lr_scale`.
     """
     check_choices(unit=(unit, BatchSizeUnit))
-    lr_scale(base_batch_size, base_batch_size, rule)  # what it refuses is refused here
+    base: Any = base_batch_size
+    is_traced = isinstance(base, jax.core.Tracer)
+    known = 1.0 if is_traced else base
+    lr_scale(known, known, rule)  # what it refuses is refused here
+    if is_traced:
+        base = jnp.where((base > 0) & (base < jnp.inf), base, jnp.nan)
     name = _EXTRA_ARGUMENTS[unit]
 
     def update_fn(updates, state, params=None, **extra_args):
         del params
         if name not in extra_args:
             raise TypeError(f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update")
-        ratio = jnp.asarray(extra_args[name], float) / base_batch_size
+        ratio = jnp.asarray(extra_args[name], float) / base
         scale = apply_rule(jnp, ratio, rule)
         return jax.tree.map(lambda update: (update * scale).astype(update.dtype), updates), state
 

@@ -65,7 +65,8 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
         raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
     sizes = np.asarray(batch_size, np.float64)
     _check_not_negative("batch sizes", sizes)
-    with jax.enable_x64(True):  # a function written with jax.numpy computes in float32 otherwise
+    # A function written with jax.numpy computes in float32 otherwise; and not at all while a program is traced.
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
         scales = np.asarray(apply_rule(np, sizes / float(base_batch_size), rule), np.float64)
     if scales.shape != sizes.shape:
         raise ValueError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")

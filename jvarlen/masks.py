@@ -6,16 +6,16 @@ The B×T×T mask costs memory that grows with T²; `jvarlen.attention` does with
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Integer
 
 __all__ = ["attention_mask", "padding_mask", "segment_mask"]
 
 
-def padding_mask(lengths: Int[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
+def padding_mask(lengths: Integer[Array, " B"], seq_length: int) -> Bool[Array, "B T"]:
     """Which positions hold tokens.
 
     Args:
-      lengths: int[B], tokens a row; 0 for a dummy row.
+      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
       seq_length: T.
 
     Returns:
@@ -28,11 +28,11 @@ def padding_mask(lengths: Int[Array, " B"], seq_length: int) -> Bool[Array, "B T
     return jnp.arange(seq_length) < lengths[:, None]
 
 
-def attention_mask(lengths: Int[Array, " B"], seq_length: int, *, causal: bool = True) -> Bool[Array, "B T T"]:
+def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bool = True) -> Bool[Array, "B T T"]:
     """Which positions (last axis) each position (middle axis) may attend to.
 
     Args:
-      lengths: int[B], tokens a row; 0 for a dummy row.
+      lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
       seq_length: T.
       causal: whether a position sees only itself and what comes before it.
 
@@ -48,8 +48,8 @@ def attention_mask(lengths: Int[Array, " B"], seq_length: int, *, causal: bool =
 
 
 def segment_mask(
-    query_segments: Int[Array, "B Q"],
-    key_segments: Int[Array, "B T"],
+    query_segments: Integer[Array, "B Q"],
+    key_segments: Integer[Array, "B T"],
     *,
     causal: bool = True,
     first_query: Int[Array, ""] | int = 0,
@@ -57,8 +57,8 @@ def segment_mask(
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
 
     Args:
-      query_segments: int[B, Q], the segments of some consecutive positions; all of them, say.
-      key_segments: int[B, T], the segments of all positions.
+      query_segments: int[B, Q] of any integer type, the segments of some consecutive positions; all of them, say.
+      key_segments: int[B, T], likewise, the segments of all positions.
       causal: whether a position sees only itself and what comes before it.
       first_query: the position of the first query.
 

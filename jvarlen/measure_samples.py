@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from jvarlen.shard_files import Check, ShardFiles, Values
 __all__ = ["measure_difficulty", "measure_lengths"]
 
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
+_MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
 
 
 def measure_lengths(
@@ -41,7 +43,8 @@ def measure_lengths(
 
     Args:
       dataset: has `len()` and integer indexing.
-      length_fn: gives the tokens of a sample: an int, a NumPy integer, or a 0-d array of one.
+      length_fn: gives the tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is refused for
+        samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the like.
       num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
         `length_fn` must pickle, and each takes some seconds and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
@@ -54,9 +57,10 @@ def measure_lengths(
       `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
 
     Raises:
-      ValueError: an empty dataset; what is no integer, which ends the measuring; lengths below 1, listed at the end,
-        when all samples are measured (their shards are not kept); `shards` of another measuring, or damaged; arguments
-        out of range; a dataset or function that does not pickle, with workers.
+      ValueError: an empty dataset; what is no integer, and samples whose fields `len` counts (looked for in the first
+        4,096 samples and every 1,024th after them), which end the measuring; lengths below 1, listed at the end, when
+        all samples are measured (their shards are not kept); `shards` of another measuring, or damaged; arguments out
+        of range; a dataset or function that does not pickle, with workers.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is told; the cause is its error. Or a worker
         process died.
 
@@ -66,6 +70,9 @@ def measure_lengths(
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
       array([1, 3])
+      >>> pairs = [([7, 8, 9], 0), ([7], 1)]  # tokens and a label
+      >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
+      array([3, 1])
     """
     return _measure(dataset, length_fn, _LENGTHS, num_workers, progress, shards, shard_size)
 
@@ -122,6 +129,7 @@ class _Quantity(NamedTuple):
         if types == {float} and self.is_allowed(0.0):
             return np.fromiter(values, np.float64, len(values)).view(np.int64), True
         numbers = list(map(_unwrap, values))
+        _refuse_records(numbers, samples)
         refused = [
             place
             for place, number in enumerate(numbers)
@@ -141,6 +149,33 @@ class _Quantity(NamedTuple):
 def _unwrap(value: Any) -> Any:
     """The Python number in a NumPy scalar or a 0-d array, of whatever library; anything else as it is."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+class _Record(NamedTuple):
+    """What stands for the length of a sample whose `len` is its number of fields; `fields` names them."""
+
+    fields: str
+
+
+def _len_of_tokens(sample: Any) -> int | _Record:
+    """`len`, where it counts tokens."""
+    if isinstance(sample, list | tuple):
+        sized = [field for field in sample[:_MAX_FIELDS] if hasattr(field, "__len__")]
+        if any(not isinstance(field, str | bytes | bytearray) and getattr(field, "ndim", 1) for field in sized):
+            return _Record(f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}")
+    elif isinstance(sample, Mapping):
+        return _Record(f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}")
+    return len(sample)
+
+
+def _refuse_records(lengths: list[Any], samples: range) -> None:
+    ids = [sample_id for sample_id, length in zip(samples, lengths, strict=True) if isinstance(length, _Record)]
+    if ids:
+        fields = np.array([length.fields for length in lengths if isinstance(length, _Record)])
+        raise ValueError(
+            f"length_fn=len counts fields of these samples, not tokens: {list_offenders(np.array(ids), fields)}; give "
+            "measure_lengths a length_fn that counts the tokens, such as lambda sample: len(sample[0])"
+        )
 
 
 def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
@@ -195,9 +230,10 @@ def _measure(
             check=quantity.check,
         )
         missing = files.read()
+    work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None)
     bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
-        contextlib.closing(measure_ranges(Work(dataset, function, quantity.to_words), missing, num_workers)) as parts,
+        contextlib.closing(measure_ranges(work, missing, num_workers)) as parts,
         bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
     ):
         for part in parts:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import queue
+import signal
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 from jvarlen.interrupts import without_interrupts
+from jvarlen.shared_memory import describe_room
 
 __all__ = ["ReadAhead", "end_with_parent"]
 
@@ -70,7 +73,10 @@ class ReadAhead(Iterator[Any]):
         self._shared = shared = _Shared(queue.SimpleQueue(), threading.Semaphore(_DEVICE_BUFFER), threading.Event())
         self._next_step = first_step
         self._thread = threading.Thread(
-            target=_read, args=(steps, deliver, first_step, num_steps, shared), name="read-ahead", daemon=True
+            target=_read,
+            args=(steps, deliver, first_step, num_steps, num_workers, shared),
+            name="read-ahead",
+            daemon=True,
         )
         self._workers: set[BaseProcess] = set()
         with _STARTING, without_interrupts():  # Ctrl-C is for the main thread to handle; workers would die of it
@@ -129,10 +135,10 @@ class ReadAhead(Iterator[Any]):
     def _worker_error(self) -> RuntimeError:
         code = max(self._exit_codes(), key=abs)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return RuntimeError(
-            f"a worker process {how} before step {self._next_step} was read. Where memory ran out, take fewer workers; "
-            "otherwise see what it printed"
-        )
+        advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
+        if code == -signal.SIGBUS:  # several workers may find room for one step
+            advice = f"It wrote to a file in memory that had no room, or was cut: {describe_room()}"
+        return RuntimeError(f"a worker process {how} before step {self._next_step} was read. {advice}")
 
 
 def end_with_parent(worker_index: int, num_workers: int) -> None:
@@ -168,7 +174,27 @@ def _close(shared: _Shared) -> None:
 
 
 def _read(
-    steps: Iterable[Any], deliver: Callable[[Any], Any], first_step: int, num_steps: int, shared: _Shared
+    steps: Iterable[Any],
+    deliver: Callable[[Any], Any],
+    first_step: int,
+    num_steps: int,
+    num_workers: int,
+    shared: _Shared,
+) -> None:
+    _take(steps, deliver, first_step, num_steps, num_workers, shared)
+    if num_workers:
+        # Grain's iterators refer to each other and to the last step; until they are collected, the shared memory and
+        # the semaphores of an epoch stay in /dev/shm.
+        gc.collect()
+
+
+def _take(
+    steps: Iterable[Any],
+    deliver: Callable[[Any], Any],
+    first_step: int,
+    num_steps: int,
+    num_workers: int,
+    shared: _Shared,
 ) -> None:
     with contextlib.ExitStack() as held:
         try:
@@ -182,6 +208,10 @@ def _read(
                     found = next(iterator)
                 except StopIteration:
                     raise RuntimeError(f"reading ended before step {step} was read; {num_steps} were planned") from None
+                except Exception as error:
+                    if num_workers:  # the worker's own traceback is a note; this one would keep Grain's iterators
+                        error.__traceback__ = None
+                    raise
                 shared.found.put((deliver(found), None))
                 del found
         except BaseException as error:  # whoever waits would wait for ever

@@ -92,6 +92,79 @@ def test_all_forms_of_mask_give_what_each_sample_gives_alone(causal, dtype):
                 assert (np.asarray(grad)[~is_token] == 0).all()
 
 
+def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal):
+    """Attention of one sample in NumPy, and the gradients of its weighted sum, each head of queries by itself."""
+    outputs, *grads = (np.zeros_like(x) for x in (q_LxHxK, q_LxHxK, k_LxNxK, v_LxNxK))
+    scale = 1 / np.sqrt(q_LxHxK.shape[2])
+    for head in range(q_LxHxK.shape[1]):
+        kv_head = head * k_LxNxK.shape[1] // q_LxHxK.shape[1]
+        q, k, v, weights = q_LxHxK[:, head], k_LxNxK[:, kv_head], v_LxNxK[:, kv_head], weights_LxHxK[:, head]
+        powers_LxL = np.exp(q @ k.T * scale)
+        powers_LxL = np.tril(powers_LxL) if causal else powers_LxL
+        probabilities_LxL = powers_LxL / powers_LxL.sum(axis=1, keepdims=True)
+        outputs[:, head] = probabilities_LxL @ v
+        of_probabilities = weights @ v.T
+        of_logits = probabilities_LxL * (
+            of_probabilities - (of_probabilities * probabilities_LxL).sum(axis=1, keepdims=True)
+        )
+        grads[0][:, head] = of_logits @ k * scale
+        grads[1][:, kv_head] += of_logits.T @ q * scale
+        grads[2][:, kv_head] += probabilities_LxL.T @ weights
+    return outputs, grads
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_groups_of_query_heads_share_keys_and_values_in_all_forms(dtype, num_kv_heads, causal):
+    with jax.enable_x64(dtype == "float64"):
+        atol = {"float64": 1e-12, "float32": 4e-6}[dtype]
+        rng = np.random.default_rng(0)
+        shapes = [(len(ROWS), ROWS.max(), heads, 4) for heads in (6, num_kv_heads, num_kv_heads, 6)]
+        *qkv, weights = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+        weights *= (np.arange(ROWS.max()) < ROWS[:, None])[..., None, None]
+
+        for form in FORMS:
+
+            def together(*qkv, form=form):
+                outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
+                return jnp.sum(outputs * weights), outputs
+
+            grads, outputs = jax.grad(together, argnums=(0, 1, 2), has_aux=True)(*map(jnp.array, qkv))
+            assert outputs.dtype == dtype
+            for row, n in enumerate(ROWS):
+                expected, expected_grads = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), causal)
+                np.testing.assert_allclose(outputs[row, :n], expected, atol=atol)
+                for grad, expected_grad in zip(grads, expected_grads, strict=True):
+                    np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_heads_that_do_not_divide_those_of_queries_are_refused(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        query, key = jnp.ones((1, 2, 3, 4), dtype), jnp.ones((1, 2, 2, 4), dtype)
+        for form in FORMS:
+            with pytest.raises(ValueError, match="multiple of"):
+                FORMS[form](query, key, key, lengths=jnp.array([2]), causal=True)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
+def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
+    with jax.enable_x64("64" in dtype):
+        q, k, v = (x.astype(jnp.float32) for x in random_qkv(len(ROWS), 5))
+        lengths = jnp.array(ROWS, dtype)
+        assert lengths.dtype == dtype
+        is_token = padding_mask(lengths, 5)
+        attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "mask", "chunks")]
+        attended += [
+            attend_within_segments(q, k, v, is_token.astype(dtype), implementation=name) for name in ("xla", "chunked")
+        ]
+        for outputs in attended[1:]:
+            np.testing.assert_allclose(outputs[is_token], attended[0][is_token], atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal, dtype):

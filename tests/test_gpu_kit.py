@@ -69,6 +69,14 @@ def sizes(monkeypatch):
 
 
 @pytest.fixture
+def environment_for_bfloat16(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    function = importlib.import_module("support.bfloat16_on_cpu").environment_for_bfloat16
+    function.cache_clear()
+    return function
+
+
+@pytest.fixture
 def tables(sizes):
     return importlib.import_module("support.gpu_tables")
 
@@ -109,6 +117,46 @@ def test_an_epoch_is_the_sum_of_its_steps(tables):
     assert [row[7] for row in cells] == ["1.00", "2.50"]
     assert [row[8:] for row in cells] == [["1", "50.0%"], ["0.4", "20.0%"]]
     assert "c, some lengths" in lines[-1]
+
+
+# Dies unless the variable is one of its arguments; notes each run in a file.
+PRODUCT = """
+import os, signal, sys
+path, *working = sys.argv[1:]
+isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "any")
+open(path, "a").write(isa + " ")
+if isa not in working:
+    os.kill(os.getpid(), signal.SIGILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("working", "tried", "found"),
+    [
+        (["any", "AVX2"], ["any"], None),
+        (["AVX512_CORE_BF16", "AVX2"], ["any", "AVX512_CORE_FP16", "AVX512_CORE_BF16"], "AVX512_CORE_BF16"),
+        ([], ["any", "AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2"], None),
+    ],
+)
+def test_products_of_bfloat16_get_the_highest_setting_that_they_survive(
+    environment_for_bfloat16, working, tried, found, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    command = (sys.executable, "-S", "-c", PRODUCT, str(tmp_path / "tried"), *working)
+    for _ in range(2):  # and no child is started for the second
+        assert environment_for_bfloat16(command) == ({"ONEDNN_MAX_CPU_ISA": found} if found else {})
+        assert (tmp_path / "tried").read_text().split() == tried
+
+
+def test_a_setting_that_the_user_made_stays(environment_for_bfloat16, monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert environment_for_bfloat16(("/nowhere",)) == {}
+
+
+def test_products_of_bfloat16_survive_here(environment_for_bfloat16):
+    bfloat16_on_cpu = sys.modules["support.bfloat16_on_cpu"]
+    environment = os.environ | environment_for_bfloat16()
+    subprocess.run([sys.executable, "-c", bfloat16_on_cpu.PRODUCTS], env=environment, check=True)
 
 
 def test_what_failed_or_is_missing_is_in_the_report(sizes, tables):

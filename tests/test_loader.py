@@ -1,6 +1,8 @@
 """Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
 
+import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import multiprocessing
@@ -162,6 +164,8 @@ class Failing:
                     os._exit(3)
                 case "is killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "has no room":
+                    os.kill(os.getpid(), signal.SIGBUS)
                 case "hangs":
                     time.sleep(1000)
         return DATASET[index]
@@ -182,7 +186,7 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     """All at once, because starting a process takes longer than all that is looked at."""
     monkeypatch.setattr("jvarlen.read_ahead._GRACE_S", 1.0)
     plan = plan_with_seven_late()
-    hows = ["raises", "raises no pickle", "exits", "is killed", "hangs"]
+    hows = ["raises", "raises no pickle", "exits", "is killed", "has no room", "hangs"]
     loading = {how: load(plan, Failing(how), num_workers=1) for how in hows}
 
     def ended(how):
@@ -203,16 +207,59 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
     assert num_given == plan.num_steps - 1
     assert repr(error).startswith("RuntimeError('NoPickle(")
     assert "while reading sample 7" in error.__notes__
-    for how, said in (("exits", "ended with exit code 3"), ("is killed", "was killed by signal 9")):
+    for how, said in (
+        ("exits", "ended with exit code 3"),
+        ("is killed", "was killed by signal 9"),
+        ("has no room", f"was killed by signal {signal.SIGBUS.value}"),
+    ):
         num_given, error = ended(how)
         assert isinstance(error, RuntimeError)
         assert f"a worker process {said} before step {num_given} was read" in str(error)
+        assert ("/dev/shm" in str(error)) == (how == "has no room")
     for _ in range(plan.num_steps - 1):
         next(loading["hangs"])
     start = time.monotonic()
     loading["hangs"].close()
     assert time.monotonic() - start < 10
     assert own_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["taken to its end", "closed", "forgotten", "failed"])
+def test_no_shared_memory_is_left_by_an_epoch(how):
+    """Without the garbage collector, which comes when it likes, and however many batches are kept."""
+    gc.disable()
+    try:
+        before = own_shared_memory()
+        batches = load(plan_with_seven_late(), Failing("raises") if how == "failed" else DATASET, num_workers=2)
+        kept, used, error = [], set(), None
+        try:
+            for batch in batches:
+                kept.append(batch)
+                used |= own_shared_memory() - before
+                if how in ("closed", "forgotten") and len(kept) == 5:
+                    break
+        except OSError as raised:
+            error = raised
+        assert len(used) > 10
+        assert (error is not None) == (how == "failed")
+        if how == "closed":
+            batches.close()
+        elif how == "forgotten":
+            del batches
+        assert is_soon(lambda: not any(Path("/dev/shm", name).exists() for name in used))
+    finally:
+        gc.enable()
+
+
+def own_shared_memory():
+    """Names in /dev/shm of what this process and its workers have mapped: arrays, and semaphores of queues."""
+    names = set()
+    for pid in (os.getpid(), *(process.pid for process in own_processes())):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.update(re.findall(r" /dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return names
 
 
 @pytest.mark.slow

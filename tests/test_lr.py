@@ -219,6 +219,33 @@ def test_dtypes_of_updates_are_kept():
     assert updates.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("rule", ["linear", "sqrt", None, jnp.sqrt])
+def test_an_injected_base_batch_size_gives_the_same_scale(rule):
+    injected = optax.inject_hyperparams(scale_by_batch_size, static_args=("rule", "unit"))
+    transform = injected(base_batch_size=3, rule=rule, unit="tokens")
+    init, update = jax.jit(transform.init), jax.jit(transform.update)
+    gradient = jnp.ones(2)
+    state = init(gradient)
+    for size in (1, 7, 10**6):
+        updates, state = update(gradient, state, num_tokens=jnp.float32(size))
+        expected, _ = scale_by_batch_size(3, rule=rule, unit="tokens").update(gradient, None, num_tokens=size)
+        np.testing.assert_allclose(updates, expected, rtol=3e-7)
+    state.hyperparams["base_batch_size"] = jnp.float32(7)  # what injecting is for
+    updates, _ = update(gradient, state, num_tokens=28.0)
+    assert updates.tolist() == [float(lr_scale(28, 7, rule))] * 2
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0, np.inf, np.nan])
+def test_a_base_batch_size_that_cannot_be_refused_while_traced_gives_nan(base):
+    update = jax.jit(lambda base: scale_by_batch_size(base).update(jnp.ones(2), None, batch_size=3)[0])
+    assert jnp.isnan(update(base)).all()
+    for concrete in (base, jnp.float32(base)):
+        with pytest.raises(ValueError, match="base_batch_size"):
+            scale_by_batch_size(concrete)
+        with pytest.raises(ValueError, match="base_batch_size"):
+            jax.jit(lambda: scale_by_batch_size(base).update(jnp.ones(2), None, batch_size=3)[0])()
+
+
 @pytest.mark.parametrize("base", [0, -1, float("nan")])
 def test_the_base_batch_size_is_positive(base):
     for call in (lambda: lr_scale(1, base), lambda: scale_by_batch_size(base), lambda: planned_schedule(PLAN, 1, base)):

@@ -1,10 +1,13 @@
 """Measured samples: the function's numbers and nothing else, by however many processes, in however many calls."""
 
+import array
+import collections
 import os
 import signal
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvarlen.datasets import known_lengths
 from jvarlen.interrupts import remembered_interrupts
 from jvarlen.measure_samples import measure_difficulty, measure_lengths
 from tests.processes import started
@@ -112,6 +116,57 @@ def test_what_is_no_number_is_refused_by_id_and_value(value, said):
 def test_lengths_are_no_floats():
     with pytest.raises(ValueError, match=r"lengths must be integers that fit int64: id 0: 1\.0, id 1: 2\.0"):
         measure_lengths([1.0, 2.0], identity, progress=False)
+
+
+TOKENS = np.arange(7)
+PairOfFields = collections.namedtuple("PairOfFields", "tokens label")
+RECORDS = {
+    "tuple of list, int": ([1, 2, 3], 0),
+    "tuple of int, ndarray": (0, TOKENS),
+    "tuple of str, tuple, int": ("name", (1, 2), 0),
+    "list of int, ndarray, int": [5, TOKENS, 0],
+    "list of list, list": [[1, 2], [3]],
+    "list of dict": [{"tokens": TOKENS}],
+    "tuple of ArrayImpl, int": (jnp.arange(7), 0),
+    "PairOfFields of ndarray, int": PairOfFields(TOKENS, 1),
+    "dict with the keys 'tokens', 'label'": {"tokens": TOKENS, "label": 1},
+    "UserDict with the keys 'tokens'": collections.UserDict(tokens=TOKENS),
+    "mappingproxy with the keys 0": types.MappingProxyType({0: "text"}),
+}
+
+
+@pytest.mark.parametrize("said", RECORDS)
+@pytest.mark.parametrize("measured", [measure_lengths, known_lengths])
+def test_a_number_of_fields_is_no_length(measured, said):
+    tokens = [1, 2]
+    with pytest.raises(ValueError, match="length_fn=len counts fields") as refused:
+        measured([tokens, RECORDS[said], tokens, RECORDS[said]], progress=False)
+    assert f"id 1: {said}, id 3: {said}; give measure_lengths a length_fn" in str(refused.value)
+    assert measure_lengths([RECORDS[said]], lambda sample: len(sample), progress=False).tolist() == [len(RECORDS[said])]
+
+
+def test_records_among_many_samples_are_refused():
+    samples = [[1]] * 20_000 + [([1], 0)] * 1_024
+    with pytest.raises(ValueError, match="id 20480: tuple of list, int"):
+        measure_lengths(samples, progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_refuse_records(tmp_path):
+    with pytest.raises(ValueError, match=r"length_fn.* id 3: tuple of list, int"):
+        measure_lengths([[1], [1], [1], ([1], 0)], num_workers=1, shards=tmp_path, progress=False)
+
+
+TOKENS_OF_ALL_KINDS = (
+    "ab", b"ab", bytearray(2), [1, 2], (1, 2), ["a", "bc"], (b"a", b"b"), [1.5, None], range(2), {1, 2}, np.arange(2),
+    np.zeros((2, 5)), jnp.arange(2), [np.int64(1), np.array(2)], [jnp.array(1)] * 2, array.array("i", [1, 2]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", TOKENS_OF_ALL_KINDS, ids=repr)
+def test_len_of_tokens_is_a_length(sample):
+    assert measure_lengths([sample], progress=False).tolist() == [2]
 
 
 def test_all_refused_values_are_told_at_the_end():

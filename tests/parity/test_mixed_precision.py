@@ -1,12 +1,17 @@
 """Both models in bfloat16, each in its framework's way: losses as near as the roundings let them be."""
 
+import os
+
 import jax
 import numpy as np
 import torch
 
 import jvarlen
 import torch_ref
+from benchmarks.support.bfloat16_on_cpu import environment_for_bfloat16
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+
+os.environ.update(environment_for_bfloat16())  # here: once a test has multiplied anything, it is too late
 
 CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2, compute_dtype="bfloat16")
 
