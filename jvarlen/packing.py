@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen.checks import is_integer, list_offenders
-from jvarlen.curriculum import sample_order, stable_argsort
+from jvarlen.curriculum import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 from jvarlen.edges import check_edges
 from jvarlen.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
 
@@ -92,7 +92,8 @@ def pack_samples(
       lengths: integers[N], tokens a sample.
       row_lengths: the tokens that rows may hold: one integer, or several, strictly ascending, as `choose_row_lengths`
         gives them.
-      order: as in `sample_order`.
+      order: as in `sample_order`, but that `"shuffle"` draws from a random stream of the packing's own: a plan of the
+        rows with the same seed is independent of it.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what becomes of samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
@@ -116,7 +117,11 @@ def pack_samples(
     lengths = check_lengths(lengths)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     max_length = int(capacities[-1])
-    ids = sample_order(lengths, order, seed=seed, epoch=epoch)
+    check_seed(seed, epoch)
+    if isinstance(order, str) and order == "shuffle":
+        ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    else:
+        ids = sample_order(lengths, order)
     ordered = lengths[ids]
     is_long = ordered > max_length
     num_long = int(np.count_nonzero(is_long))

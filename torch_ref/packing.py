@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.checks import check_integer, to_tensor
 from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
-from torch_ref.order import sample_order, stable_argsort
+from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 from torch_ref.rows import Cost
 
 __all__ = ["Packing", "check_row_lengths", "choose_row_lengths", "pack_samples"]
@@ -89,7 +89,7 @@ def pack_samples(
         lengths: [N] integers >= 1, in tokens.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
-            every epoch, in rows of the same sizes.
+            every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest row: "error" | "drop" | "truncate".
@@ -108,7 +108,11 @@ def pack_samples(
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
     check_overlong(overlong)
-    ids = sample_order(checked, order, seed=seed, epoch=epoch)
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    if isinstance(order, str) and order == "shuffle":
+        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
+    else:
+        ids = sample_order(checked, order)
     fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]

@@ -28,7 +28,8 @@ def pack_samples(
     overlong: str = "error",
 ) -> list[Row]:
     """Return the rows in the order of opening."""
-    ids = slow.sample_order(lengths, order, seed=seed, epoch=epoch)
+    shuffled = order == "shuffle"
+    ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1) if shuffled else slow.sample_order(lengths, order)
     longest = row_lengths[-1]
     if overlong == "drop":
         ids = [i for i in ids if lengths[i] <= longest]
