@@ -4,10 +4,9 @@
 
 from jvarlen.attention import attend, attend_within_segments
 from jvarlen.batching import Batches, batch_by_tokens
-from jvarlen.buckets import Bucket, PairBucket, choose_row_lengths, make_buckets
-from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_batch
-from jvarlen.collate import pack_to_bucket, packed_batch_spec, pad_pairs_to_bucket, pair_batch_spec
-from jvarlen.collate import pad_to_bucket, token_batch_spec
+from jvarlen.buckets import Bucket, PairBucket, make_buckets
+from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_batch, pack_to_bucket
+from jvarlen.collate import packed_batch_spec, pad_pairs_to_bucket, pad_to_bucket, pair_batch_spec, token_batch_spec
 from jvarlen.compilation_cache import use_compilation_cache
 from jvarlen.compile import compile_buckets, load_compiled
 from jvarlen.compile_options import CompileOptions
@@ -34,6 +33,7 @@ from jvarlen.pairs import make_pair_buckets
 from jvarlen.plan import Plan, make_plan
 from jvarlen.processes import agree, initialize_processes, together
 from jvarlen.recompiles import RecompileError, no_recompiles
+from jvarlen.row_lengths import choose_row_lengths
 from jvarlen.sharded_rows import shard_local_rows
 from jvarlen.sort import local_sort, sample_sort
 from jvarlen.streams import StreamBatches, StreamStep, stream_batches

@@ -17,17 +17,18 @@ from jaxtyping import Bool, Int64
 
 from jvarlen.budget import Budget, CostFn, make_budget, round_up
 from jvarlen.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
-from jvarlen.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, least_rows_when_packed, optimal_edges
+from jvarlen.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
 from jvarlen.lengths import Overlong, check_lengths, check_overlong
 
 __all__ = [
     "AnyBucket",
     "Bucket",
     "CostFn",
+    "CountedSamples",
     "PairBucket",
     "Strategy",
     "check_buckets",
-    "choose_row_lengths",
+    "checked_budget",
     "make_buckets",
 ]
 
@@ -149,7 +150,7 @@ def make_buckets(
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
       "Ckmeans.1d.dp"; here the cost of a cluster is that of the padded steps it takes.
     """
-    budget = _checked_budget(
+    budget = checked_budget(
         max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
     )
     check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
@@ -161,7 +162,7 @@ def make_buckets(
         max_length = int(given[-1])
     elif strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
-    counted = _Counted(lengths, max_length, overlong, length_multiple, counts)
+    counted = CountedSamples(lengths, max_length, overlong, length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
         edges = given
@@ -174,66 +175,6 @@ def make_buckets(
         edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
     _, rows = budget.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(budget, edges))
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
-
-
-def choose_row_lengths(
-    lengths: npt.ArrayLike,
-    max_tokens: int,
-    *,
-    max_shapes: int = 4,
-    max_length: int | None = None,
-    overlong: Overlong = "truncate",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
-) -> tuple[int, ...]:
-    """Chooses a few lengths of rows for packing; `pack_samples` then fills rows of these lengths.
-
-    A class of samples, those between two of the chosen lengths, is taken to need the rows that it needs at least: room
-    for all its tokens, and no two samples longer than half a row in one. The set that is cheapest so is found exactly.
-    Where a token costs more in a long row, as in attention, short samples get short rows. Without a cost, where only
-    tokens count, use the longest length alone (`max_shapes=1`): samples of all lengths fill its rows best, which
-    counting class by class does not show.
-
-    Args:
-      lengths: as in `make_buckets`.
-      max_tokens: as in `make_buckets`.
-      max_shapes: the most lengths.
-      max_length: as in `make_buckets`.
-      overlong: as in `make_buckets`.
-      microbatches_per_step: as in `make_buckets`.
-      row_multiple: as in `make_buckets`.
-      length_multiple: as in `make_buckets`.
-      cost: as in `make_buckets`.
-      compile_seconds: as in `make_buckets`.
-      max_cost: as in `make_buckets`.
-      memory: as in `make_buckets`.
-      max_bytes: as in `make_buckets`.
-
-    Returns:
-      Lengths of rows, strictly ascending; the last holds the longest sample.
-
-    Raises:
-      ValueError: as in `make_buckets`.
-
-    Example:
-      >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
-      (8,)
-    """
-    budget = _checked_budget(
-        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
-    )
-    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
-    counted = _Counted(lengths, max_length, overlong, length_multiple)
-    rounded = counted.histogram.rounded
-    caps = counted.checked_caps(budget, rounded)
-    held = least_rows_when_packed(counted.histogram)
-    return tuple(optimal_edges(rounded, held, caps, max_shapes, budget, cost, compile_seconds).tolist())
 
 
 def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
@@ -263,7 +204,7 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def _checked_budget(
+def checked_budget(
     max_tokens: int,
     microbatches_per_step: int,
     row_multiple: int,
@@ -274,6 +215,7 @@ def _checked_budget(
     memory: CostFn | None,
     max_bytes: float | None,
 ) -> Budget:
+    """The budget of a choice of shapes; raises ValueError where an argument of it is not as `make_buckets` says."""
     check_at_least_one(max_shapes=max_shapes)
     if compile_seconds is not None:
         is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf
@@ -300,7 +242,7 @@ def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray
     return array.astype(np.int64, copy=False)
 
 
-class _Counted:
+class CountedSamples:
     """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
 
     def __init__(

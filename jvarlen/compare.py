@@ -15,13 +15,14 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen.batching import batch_by_tokens
-from jvarlen.buckets import Bucket, choose_row_lengths, make_buckets
+from jvarlen.buckets import Bucket, make_buckets
 from jvarlen.budget import Budget, CostFn, checked_cost, make_budget, round_up
 from jvarlen.checks import check_at_least_one, list_offenders, offenders_where
 from jvarlen.edges import Strategy
 from jvarlen.lengths import Overlong, check_lengths, check_overlong
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import make_plan
+from jvarlen.row_lengths import choose_row_lengths
 
 __all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
 
@@ -277,7 +278,7 @@ class _Epoch(NamedTuple):
         return self._planned(self.lengths, buckets)
 
     def in_packed_rows(self) -> _Steps:
-        # Where only tokens count, nothing packs better than long rows.
+        # Without a cost the longest length alone: one shape to compile.
         max_shapes = self.max_shapes if self.limits["cost"] else 1
         options = self.choice | self.limits | {"max_shapes": max_shapes}
         row_lengths = choose_row_lengths(self.lengths_by_id, self.max_tokens, **options)

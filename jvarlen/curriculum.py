@@ -1,6 +1,6 @@
 """Order: in go lengths or difficulties and a seed, out comes the order in which samples come, int64[N].
 
-NumPy only. Every random choice is a value of one counter-based stream keyed by (seed, epoch), never by a process, a
+NumPy only. Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
 device or the clock, so that the order is the same everywhere.
 """
 
@@ -18,6 +18,7 @@ from jvarlen.lengths import check_lengths
 
 __all__ = [
     "CHUNK",
+    "PACKING_STREAM",
     "Order",
     "PackedKeys",
     "check_difficulty",
@@ -34,6 +35,8 @@ Order = Literal["dataset", "length", "length_descending", "shuffle"]
 CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
 _VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
+
+PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
 def sample_order(
@@ -118,14 +121,16 @@ def _shuffle_within_blocks(
     return packed.view(np.int64)
 
 
-def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[np.ndarray, " count"]:
-    """Values `start` to `start + count - 1` of the 32-bit stream of (seed, epoch).
+def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0) -> UInt64[np.ndarray, " count"]:
+    """Values `start` to `start + count - 1` of a 32-bit stream of (seed, epoch).
 
     Args:
       count: how many values.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       start: the place of the first value; a process can compute its own part of the stream.
+      stream: 0 for orders and plans, `PACKING_STREAM` for packings; the highest word of Philox's counter, so that no
+        value of one stream is in another.
 
     Returns:
       uint64[count], each below 2**32.
@@ -134,22 +139,22 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0) -> UInt64[
       ValueError: seed or epoch out of range.
     """
     values = np.empty(count, np.uint64)
-    for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start):
+    for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start, stream=stream):
         values[first : first + len(chunk)] = chunk
     return values
 
 
 def random_key_chunks(
-    count: int, *, seed: int, epoch: int, start: int = 0
+    count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0
 ) -> Iterator[tuple[int, UInt64[np.ndarray, " chunk"]]]:
     """The values of `random_keys` in chunks that stay in the cache, each with the place of its first in the result."""
     check_seed(seed, epoch)
-    stream = np.random.Philox(key=np.array([seed, epoch], np.uint64))
+    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, stream], np.uint64))
     blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
-    stream.advance(blocks)
-    stream.random_raw(skipped)
+    philox.advance(blocks)
+    philox.random_raw(skipped)
     for first in range(0, count, CHUNK):
-        yield first, stream.random_raw(min(CHUNK, count - first)) >> np.uint64(32)
+        yield first, philox.random_raw(min(CHUNK, count - first)) >> np.uint64(32)
 
 
 class PackedKeys(NamedTuple):

@@ -14,7 +14,15 @@ from jaxtyping import Int64, Shaped
 from jvarlen.budget import Budget, CostFn, checked_cost, round_up
 from jvarlen.lengths import ends_to_offsets
 
-__all__ = ["CLOSED_FORMS", "Histogram", "Strategy", "check_edges", "least_rows_when_packed", "optimal_edges"]
+__all__ = [
+    "CLOSED_FORMS",
+    "Histogram",
+    "Strategy",
+    "bucket_costs",
+    "check_edges",
+    "least_rows_when_packed",
+    "optimal_edges",
+]
 
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
@@ -122,7 +130,7 @@ def optimal_edges(
     for j in range(1, num_lengths + 1):
         length = np.full(j, rounded[j - 1])
         steps, rows = budget.steps_and_rows(num_held(j), np.full(j, caps[j - 1]))
-        bucket_cost = _total_cost(steps * budget.microbatches_per_step, rows, length, cost, compile_seconds)
+        bucket_cost = bucket_costs(steps * budget.microbatches_per_step, rows, length, cost, compile_seconds)
         cheapest[0, j] = bucket_cost[0]
         totals = cheapest[:-1, :j] + bucket_cost
         first = totals.argmin(axis=1)
@@ -150,13 +158,14 @@ def check_edges(edges: Sequence[int]) -> Int64[np.ndarray, " K"]:
     return given.astype(np.int64)
 
 
-def _total_cost(
+def bucket_costs(
     microbatches: Int64[np.ndarray, " i"],
     rows: Int64[np.ndarray, " i"],
     length: Int64[np.ndarray, " i"],
     cost: CostFn | None,
     compile_seconds: float | None,
 ) -> Shaped[np.ndarray, " i"]:
+    """What each bucket costs in all its microbatches: positions in int64 without a cost, else its unit in float64."""
     if cost is None:
         return microbatches * (rows * length)
     total = microbatches.astype(np.float64) * checked_cost(cost, rows, length)

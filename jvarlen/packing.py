@@ -18,11 +18,11 @@ import numpy.typing as npt
 from jaxtyping import Int64
 
 from jvarlen.checks import is_integer, list_offenders
-from jvarlen.curriculum import sample_order, stable_argsort
+from jvarlen.curriculum import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 from jvarlen.edges import check_edges
 from jvarlen.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
 
-__all__ = ["Packing", "pack_samples"]
+__all__ = ["Packing", "pack_samples", "rows_by_tokens"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,7 +92,8 @@ def pack_samples(
       lengths: integers[N], tokens a sample.
       row_lengths: the tokens that rows may hold: one integer, or several, strictly ascending, as `choose_row_lengths`
         gives them.
-      order: as in `sample_order`.
+      order: as in `sample_order`, but that `"shuffle"` draws from a random stream of the packing's own: a plan of the
+        rows with the same seed is independent of it.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what becomes of samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
@@ -116,7 +117,11 @@ def pack_samples(
     lengths = check_lengths(lengths)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     max_length = int(capacities[-1])
-    ids = sample_order(lengths, order, seed=seed, epoch=epoch)
+    check_seed(seed, epoch)
+    if isinstance(order, str) and order == "shuffle":
+        ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    else:
+        ids = sample_order(lengths, order)
     ordered = lengths[ids]
     is_long = ordered > max_length
     num_long = int(np.count_nonzero(is_long))
@@ -134,13 +139,13 @@ def pack_samples(
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
     placed = _best_fit(ordered[first].tolist(), counts.tolist(), capacities.tolist())
-    row = placed.row_of_samples()
+    row, capacity = placed.row_of_samples(), placed.capacity()
     by_row = stable_argsort(row)
     return Packing(
         sample_ids=ids[by_row],
-        row_offsets=ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(placed.capacity)))),
+        row_offsets=ends_to_offsets(np.cumsum(np.bincount(row, minlength=len(capacity)))),
         sample_lengths=ordered[by_row],
-        capacity=placed.capacity,
+        capacity=capacity,
         row_lengths=tuple(capacities.tolist()),
         overlong=overlong,
         num_dropped=num_long if overlong == "drop" else 0,
@@ -148,13 +153,42 @@ def pack_samples(
     )
 
 
+def rows_by_tokens(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> dict[int, int]:
+    """How many rows `pack_samples` fills with how many tokens.
+
+    Args:
+      lengths: distinct lengths of samples, descending, each at most the last capacity.
+      counts: samples of each.
+      capacities: the tokens that rows may hold, ascending.
+
+    Returns:
+      Numbers of rows by their tokens; some may be 0.
+    """
+    placed = _best_fit(lengths, counts, capacities)
+    num_rows: collections.Counter[int] = collections.Counter()
+    for capacity, opened in placed.opened:
+        num_rows[capacity] += opened
+    for capacity, space, num_alike in placed.unfilled:
+        num_rows[capacity] -= num_alike
+        num_rows[capacity - space] += num_alike
+    return num_rows
+
+
 class _Placed(NamedTuple):
-    """Samples in the order of placing, as runs: `num_samples` of a length, `per_row` a row, from `first_row` on."""
+    """Samples in the order of placing, as runs: `num_samples` of a length, `per_row` a row, from `first_row` on.
+
+    Rows in the order of opening as (capacity, number), and those with space left as (capacity, space, number).
+    """
 
     first_row: list[int]
     per_row: list[int]
     num_samples: list[int]
-    capacity: Int64[np.ndarray, " R"]
+    opened: list[tuple[int, int]]
+    unfilled: list[tuple[int, int, int]]
+
+    def capacity(self) -> Int64[np.ndarray, " R"]:
+        """int64[R], the tokens that each row has room for."""
+        return np.repeat(*np.array(self.opened).T)
 
     def row_of_samples(self) -> Int64[np.ndarray, " n"]:
         """int64[n], the row of each sample."""
@@ -164,36 +198,36 @@ class _Placed(NamedTuple):
         return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
 
 
-def _best_fit(lengths: list[int], counts: list[int], capacities: list[int]) -> _Placed:
+def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> _Placed:
     """Places `counts` samples of each of the descending `lengths`.
 
     A row that took a sample and still holds another of that length is again the one with the least space that does, so
     each row takes as many as it holds before the next one is looked at.
     """
     runs: list[tuple[int, int, int]] = []
-    opened: list[tuple[int, int]] = []  # capacity and number of rows
+    opened: list[tuple[int, int]] = []
     num_rows = 0
     spaces: list[int] = []  # of open rows, ascending, distinct
-    rows_with: dict[int, collections.deque[tuple[int, int]]] = {}  # by space: first row and number of rows
+    rows_with: dict[int, collections.deque[tuple[int, int, int]]] = {}  # by space: first row, number, capacity
     for length, count in zip(lengths, counts, strict=True):
         while count:
             place = bisect.bisect_left(spaces, length)
             if place < len(spaces):
                 space = spaces[place]
                 rows = rows_with[space]
-                first, num_alike = rows.popleft()
+                first, num_alike, capacity = rows.popleft()
                 per_row = space // length
                 used = min(num_alike, -(-count // per_row))
                 if used < num_alike:
-                    rows.appendleft((first + used, num_alike - used))
+                    rows.appendleft((first + used, num_alike - used, capacity))
                 elif not rows:
                     del spaces[place], rows_with[space]
             else:
-                space = capacities[bisect.bisect_left(capacities, length)]
+                space = capacity = capacities[bisect.bisect_left(capacities, length)]
                 per_row = space // length
                 first, used = num_rows, -(-count // per_row)
                 num_rows += used
-                opened.append((space, used))
+                opened.append((capacity, used))
             num_placed = min(count, used * per_row)
             count -= num_placed
             runs.append((first, per_row, num_placed))
@@ -206,7 +240,7 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: list[int]) -> _
                     if left not in rows_with:
                         bisect.insort(spaces, left)
                         rows_with[left] = collections.deque()
-                    rows_with[left].append((row, num_alike))
+                    rows_with[left].append((row, num_alike, capacity))
     first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
-    capacity = np.repeat(*np.array(opened).T)
-    return _Placed(first_row, per_rows, num_samples, capacity)
+    unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
+    return _Placed(first_row, per_rows, num_samples, opened, unfilled)

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.buckets import Bucket, Strategy, choose_row_lengths, make_buckets
+from jvarlen.buckets import Bucket, Strategy, make_buckets
 from jvarlen.costs import CostModel
 from jvarlen.curriculum import Order
 from jvarlen.lengths import Overlong
 from jvarlen.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.packing import Packing, pack_samples
 from jvarlen.plan import Plan, make_plan
+from jvarlen.row_lengths import choose_row_lengths
 from jvarlen.setting_checks import check_at_least, check_setting
 
 __all__ = ["PlanConfig"]
@@ -150,7 +151,7 @@ class PlanConfig:
         if not self.pack:
             return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
         if limits["cost"] is None:
-            choice["max_shapes"] = 1  # where only tokens count, nothing packs better than long rows
+            choice["max_shapes"] = 1  # the longest length alone: one shape to compile
         row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
         rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
         return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)

@@ -26,7 +26,9 @@ __all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "r
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 
-_FORMAT_VERSION = 1
+# 2: packings draw from a random stream of their own, so that the same arguments can give other packed plans.
+_FORMAT_VERSION = 2
+_READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
@@ -141,9 +143,10 @@ def _read_arrays(archive: zipfile.ZipFile) -> Fields:
     if "format_version.npy" not in names:
         raise ValueError("it holds no plan (no format_version)")
     version = _read_array(archive.read("format_version.npy"))
-    if version.shape != () or version != _FORMAT_VERSION:
+    if version.shape != () or version not in _READABLE_VERSIONS:
         said = reprlib.repr(version.tolist())
-        raise ValueError(f"its format_version is {said}, this version of the library reads {_FORMAT_VERSION}")
+        readable = " and ".join(map(str, _READABLE_VERSIONS))
+        raise ValueError(f"its format_version is {said}, this version of the library reads {readable}")
     expected = {f"{name}.npy" for name in _FIELDS}
     packed = {f"{name}.npy" for name in _PACKED_FIELDS}
     if (at_fault := expected ^ set(names)) and at_fault != packed:

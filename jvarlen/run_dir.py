@@ -195,7 +195,7 @@ def resumed_run_dir(
     if saved_plan.digest != plan.digest:
         raise ValueError(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
-            "a run can only be resumed with its own plan, and the data differ"
+            "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     saved_keys = _load_keys(run_dir / "data.json")
     if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:

@@ -15,8 +15,9 @@ ROOT = Path(jvarlen.__file__).parent
 LAYERS = [
     "files", "threads", "interrupts", "progress", "portable_errors", "checks", "lengths", "manifest",
     "sample_workers", "shard_files", "measure_samples", "curriculum", "pacing", "costs", "budget", "edges",
-    "buckets", "stream_state", "streams", "pairs", "kernels", "batching", "packing", "grouping", "emission",
-    "plan_file", "plan_table", "planned_steps", "plan", "compare", "leaves", "distributed", "processes", "watchdog",
+    "buckets", "stream_state", "streams", "pairs", "kernels", "batching", "packing", "row_lengths", "grouping",
+    "emission", "plan_file", "plan_table", "planned_steps", "plan", "compare", "leaves", "distributed", "processes",
+    "watchdog",
     "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
     "distributed_plan", "ids_digest", "sort_file", "collate", "masks", "attention", "plan_source", "shared_memory",
     "read_ahead", "loader", "collectives", "compile_log", "recompiles", "compilation_cache", "compile_options",
@@ -31,9 +32,9 @@ LAYERS = [
 ]  # fmt: skip
 NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
 TORCH_LAYERS = [
-    "checks", "lengths", "order", "rows", "costs", "edges", "buckets", "pacing", "packing", "pairs", "batching",
-    "streams", "mixtures", "plan_file", "plan_report", "assign", "emission", "plan", "lr", "loader", "model",
-    "train", "unplanned", "graphs", "compile", "sort",
+    "checks", "lengths", "order", "rows", "costs", "edges", "buckets", "pacing", "packing", "row_lengths", "pairs",
+    "batching", "streams", "mixtures", "plan_file", "plan_report", "assign", "emission", "plan", "lr", "loader",
+    "model", "train", "unplanned", "graphs", "compile", "sort",
 ]  # fmt: skip
 
 

@@ -12,9 +12,10 @@ from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, load_params
 from torch_ref.order import sample_order
 from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from torch_ref.packing import Packing, choose_row_lengths, pack_samples
+from torch_ref.packing import Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
+from torch_ref.row_lengths import choose_row_lengths
 from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.train import loss_sums, to_device, train_step

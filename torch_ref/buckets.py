@@ -319,10 +319,26 @@ class Cheapest:
         Returns:
             int64[k], as `optimal_edges` chooses them.
         """
-        return optimal_edges(self.distinct, max_shapes, lambda last: self._costs(num_held(last), last))
+        return optimal_edges(self.distinct, max_shapes, lambda j: self._costs(num_held(j), slice(j, j + 1)))
 
-    def _costs(self, num_held: Tensor, last: int) -> Tensor:
-        length, cap = self.distinct[last : last + 1], self._caps[last : last + 1]
+    def total(self, places: Sequence[int], num_held: Sequence[int]) -> float:
+        """Return the cost of some buckets.
+
+        Args:
+            places: where their lengths are among the distinct ones, ascending.
+            num_held: how many samples or rows each holds.
+
+        Returns:
+            An int without a cost function, else a float, summed from the shortest bucket up.
+        """
+        costs = self._costs(torch.tensor(num_held), torch.tensor(places)).tolist()
+        total: float = costs[0]
+        for each in costs[1:]:
+            total += each
+        return total
+
+    def _costs(self, num_held: Tensor, places: slice | Tensor) -> Tensor:
+        length, cap = self.distinct[places], self._caps[places]
         rows, steps = self._rule.rows_and_steps(num_held, cap)
         microbatches = steps * self._rule.microbatches_per_step
         if self._cost is None:

@@ -1,6 +1,8 @@
 """Learning rate: in go batch sizes and a base rate, out come rates: numbers, a table, or a torch scheduler."""
 
 import math
+import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
@@ -8,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from torch_ref.checks import list_offenders
 from torch_ref.plan import Plan
@@ -125,16 +127,20 @@ class VariableBatchSizeLR(LRScheduler):
 
     The wrapped scheduler never sees the scaling: before it steps, every group gets its unscaled rate back, because most
     of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
-    each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale.
+    each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale. A group that
+    is added later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped
+    scheduler goes on with one group more is up to it, as without scaling.
 
     Args:
-        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one.
+        optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined
+            below the scale: `VariableBatchSizeLR(ChainedScheduler([...]), ...)`, and likewise `SequentialLR`.
         batch_sizes: [S] numbers >= 0, the batch size of each step, such as a plan's `num_sequences`; they repeat.
         base_batch_size: the batch size for which the base rate was chosen, > 0, in the same unit.
         rule: as in `lr_scale`.
 
     Raises:
-        ValueError: if `batch_sizes` is not 1-D with at least one element, or for what `lr_scale` refuses.
+        ValueError: if `batch_sizes` is not 1-D with at least one element, or for what `lr_scale` refuses; and later, if
+            it is made a member of a `ChainedScheduler` or `SequentialLR`, whose others would count scaled rates in.
 
     Example:
         >>> import torch
@@ -171,6 +177,31 @@ class VariableBatchSizeLR(LRScheduler):
         self._wrapped: LRScheduler | None = None
         super().__init__(optimizer)
         self._wrapped = wrapped
+        # The optimizer does not keep the scheduler alive.
+        method = weakref.WeakMethod(self._scale_new_groups)
+
+        def scale_new_groups(*_: Any) -> None:
+            if (scale := method()) is not None:
+                scale()
+
+        weakref.finalize(self, optimizer.register_step_pre_hook(scale_new_groups).remove)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer whose rates are scaled."""
+        # The first thing that these two ask of a member, before they change anything.
+        asking = sys._getframe(1).f_locals.get("self")
+        if isinstance(asking, ChainedScheduler | SequentialLR):
+            name = type(asking).__name__
+            raise ValueError(
+                f"VariableBatchSizeLR cannot be a member of {name}, where other schedulers see its scaled rates: put "
+                f"it around them, VariableBatchSizeLR({name}(...), batch_sizes, base_batch_size)"
+            )
+        return self._optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the wrapped scheduler, then scale its rates for the next step.
@@ -179,6 +210,7 @@ class VariableBatchSizeLR(LRScheduler):
             *args: handed to the wrapped scheduler (`ReduceLROnPlateau` wants a metric).
             **kwargs: likewise.
         """
+        self._scale_new_groups()
         if self._wrapped is not None:
             _set_rates(self.optimizer, self._unscaled_lrs)
             self._wrapped.step(*args, **kwargs)
@@ -187,15 +219,16 @@ class VariableBatchSizeLR(LRScheduler):
 
     def get_last_lr(self) -> list[float | Tensor]:
         """Return the rate in force of each parameter group, whoever set it."""
+        self._scale_new_groups()
         return _get_rates(self.optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rate of each parameter group at the current step, `last_epoch`."""
-        scale = float(self._scales[self.last_epoch % len(self._scales)])
-        return [rate * scale for rate in self._unscaled_lrs]
+        return [rate * self._scale for rate in self._unscaled_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the sequence, the unscaled rates and the wrapped scheduler's state; no batch sizes."""
+        self._scale_new_groups()
         kept = ("last_epoch", "_step_count", "_unscaled_lrs")
         wrapped = None if self._wrapped is None else self._wrapped.state_dict()
         return {**{name: self.__dict__[name] for name in kept}, "wrapped": wrapped}
@@ -207,16 +240,37 @@ class VariableBatchSizeLR(LRScheduler):
             state_dict: what `state_dict` gave, from a scheduler built alike.
 
         Raises:
-            ValueError: if only one of the two wraps a scheduler.
+            ValueError: if only one of the two wraps a scheduler, or the optimizer has not as many parameter groups.
         """
         state = dict(state_dict)
         wrapped = state.pop("wrapped")
         if (wrapped is None) != (self._wrapped is None):
             raise ValueError("the state and this scheduler must both wrap a scheduler, or neither")
+        num_groups, num_in_state = len(self.optimizer.param_groups), len(state["_unscaled_lrs"])
+        if num_groups != num_in_state:
+            raise ValueError(
+                f"the optimizer has {num_groups} parameter groups, the state {num_in_state}: give the optimizer all "
+                "groups first, those included that were added on the way"
+            )
         if self._wrapped is not None:
             self._wrapped.load_state_dict(wrapped)
         self.__dict__.update(state)
         _set_rates(self.optimizer, self.get_lr())
+
+    @property
+    def _scale(self) -> float:
+        return float(self._scales[self.last_epoch % len(self._scales)])
+
+    def _scale_new_groups(self) -> None:
+        groups = self.optimizer.param_groups
+        for group in groups[len(self._unscaled_lrs) :]:
+            rate = group["lr"]
+            # A default rate that is a tensor is that of other groups too, and scaled already.
+            known = zip(groups, self._unscaled_lrs, strict=False)
+            shared = [unscaled for other, unscaled in known if isinstance(rate, Tensor) and other["lr"] is rate]
+            unscaled = shared[0] if shared else _plain(rate)
+            self._unscaled_lrs = [*self._unscaled_lrs, unscaled]
+            _set_rate(group, unscaled * self._scale)
 
 
 def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:
@@ -227,13 +281,20 @@ def _check_not_negative(what: str, values: NDArray[np.float64]) -> None:
 
 def _get_rates(optimizer: Optimizer) -> list[float | Tensor]:
     # A tensor rate is changed in place by torch: keep a copy. Others become plain numbers, which safe loading reads.
-    rates = (group["lr"] for group in optimizer.param_groups)
-    return [rate.clone() if isinstance(rate, Tensor) else float(rate) for rate in rates]
+    return [_plain(group["lr"]) for group in optimizer.param_groups]
+
+
+def _plain(rate: float | Tensor) -> float | Tensor:
+    return rate.clone() if isinstance(rate, Tensor) else float(rate)
 
 
 def _set_rates(optimizer: Optimizer, rates: list[float | Tensor]) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate.item() if isinstance(rate, Tensor) else rate)
-        else:
-            group["lr"] = rate
+        _set_rate(group, rate)
+
+
+def _set_rate(group: dict[str, Any], rate: float | Tensor) -> None:
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate.item() if isinstance(rate, Tensor) else rate)
+    else:
+        group["lr"] = rate

@@ -10,10 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 
-__all__ = ["ORDERS", "check_difficulty", "random_keys", "sample_order", "stable_argsort"]
+__all__ = ["ORDERS", "PACKING_STREAM", "check_difficulty", "random_keys", "sample_order", "stable_argsort"]
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 _BLOCK_KEYS = 2**62
+# Orders and plans draw from stream 0.
+PACKING_STREAM = 1
 
 
 def sample_order(
@@ -74,7 +76,7 @@ def sample_order(
     return ids[np.lexsort(columns)]
 
 
-def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int64]:
+def random_keys(seed: int, epoch: int, start: int, count: int, stream: int = 0) -> NDArray[np.int64]:
     """Return a stretch of the random keys of an epoch.
 
     Args:
@@ -83,15 +85,18 @@ def random_keys(seed: int, epoch: int, start: int, count: int) -> NDArray[np.int
         start: the first position in the stream; sample i has position i, step s position N + s, block j position
             2**62 + j.
         count: how many keys.
+        stream: which of the independent streams: the last word of the counter.
 
     Returns:
         int64[count], each in [0, 2**32): the upper halves of NumPy's raw Philox stream, which never changes between
         versions and depends on no process or device.
     """
-    stream = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    philox = np.random.Philox(
+        key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64)
+    )
     # A unit of `advance` is four values.
-    stream.advance(start // 4)
-    return (stream.random_raw(start % 4 + count)[start % 4 :] >> np.uint64(32)).astype(np.int64)
+    philox.advance(start // 4)
+    return (philox.random_raw(start % 4 + count)[start % 4 :] >> np.uint64(32)).astype(np.int64)
 
 
 def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray[np.int64]:

@@ -3,25 +3,22 @@
 Letters: n samples in R rows.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.checks import check_integer, to_tensor
 from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
-from torch_ref.order import sample_order, stable_argsort
-from torch_ref.rows import Cost
+from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "check_row_lengths", "choose_row_lengths", "pack_samples"]
+__all__ = ["Packing", "Rows", "check_row_lengths", "pack_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +86,7 @@ def pack_samples(
         lengths: [N] integers >= 1, in tokens.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
-            every epoch, in rows of the same sizes.
+            every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest row: "error" | "drop" | "truncate".
@@ -108,12 +105,16 @@ def pack_samples(
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
     check_overlong(overlong)
-    ids = sample_order(checked, order, seed=seed, epoch=epoch)
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    if isinstance(order, str) and order == "shuffle":
+        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
+    else:
+        ids = sample_order(checked, order)
     fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]
     distinct, counts = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
-    rows = _Rows(sizes)
+    rows = Rows(sizes)
     for length, count in zip(distinct.tolist(), counts.tolist(), strict=True):
         rows.place(length, count)
     row, capacity = rows.row_of_samples(), rows.capacity()
@@ -128,72 +129,6 @@ def pack_samples(
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
     )
-
-
-def choose_row_lengths(
-    lengths: ArrayLike,
-    max_tokens: int,
-    *,
-    max_shapes: int = 4,
-    max_length: int | None = None,
-    overlong: str = "truncate",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: Cost | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: Cost | None = None,
-    max_bytes: float | None = None,
-) -> tuple[int, ...]:
-    """Choose the lengths of packed rows: the dynamic program of `make_buckets`, over rows in place of samples.
-
-    A class of samples counts as the rows that it needs at least: its tokens by the length of the row, rounded up, or
-    the number of its samples that are longer than half a row, whichever is more.
-
-    Args:
-        lengths: [N] integers >= 1, in tokens.
-        max_tokens: the budget: rows times length of a microbatch never exceed it.
-        max_shapes: at most this many lengths.
-        max_length: the longest row is at most this long.
-        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
-        microbatches_per_step: M.
-        row_multiple: as in `make_buckets`.
-        length_multiple: row lengths are multiples of it.
-        cost: as in `make_buckets`.
-        compile_seconds: as in `make_buckets`.
-        max_cost: as in `make_buckets`.
-        memory: as in `make_buckets`.
-        max_bytes: as in `make_buckets`.
-
-    Returns:
-        The lengths, strictly ascending.
-
-    Raises:
-        ValueError: as in `make_buckets`.
-
-    Example:
-        >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2)
-        (3, 90)
-    """
-    max_shapes = check_integer("max_shapes", max_shapes)
-    rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
-    check_compile_seconds(cost, compile_seconds)
-    multiple = check_integer("length_multiple", length_multiple)
-    fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
-    cheapest = Cheapest(fitting, rule, cost, compile_seconds)
-    ordered, before = fitting.ordered, cheapest.before
-    tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
-
-    def num_rows(last: int) -> Tensor:
-        length = cheapest.distinct[last]
-        by_tokens = -(-(tokens_before[last + 1] - tokens_before[: last + 1]) // length)
-        # The lengths ascend: those of at most half a row come before all longer ones.
-        halves = torch.searchsorted(ordered, length // 2, right=True)
-        return torch.maximum(by_tokens, before[last + 1] - before[: last + 1].clamp(min=halves))
-
-    return tuple(cheapest.edges(max_shapes, num_rows).tolist())
 
 
 def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
@@ -216,7 +151,7 @@ class _Placing(NamedTuple):
     per_row: int
 
 
-class _Rows:
+class Rows:
     """Open rows by the space they have left: equal ones as intervals (first row, number of rows)."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -245,6 +180,19 @@ class _Rows:
                 space = self._spaces[index]
             count -= self._fill(space, length, count)
 
+    def num_held(self) -> list[int]:
+        """Return how many rows have each size as the smallest that holds their tokens."""
+        firsts = list(accumulate((number for _, number in self._opened), initial=0))
+        held = [0] * len(self._sizes)
+        for size, number in self._opened:
+            held[bisect_left(self._sizes, size)] += number
+        for space, queue in self._queues.items():
+            for first, number in queue:
+                size = self._opened[bisect_right(firsts, first) - 1][0]
+                held[bisect_left(self._sizes, size)] -= number
+                held[bisect_left(self._sizes, size - space)] += number
+        return held
+
     def row_of_samples(self) -> NDArray[np.int64]:
         """Return int64[n], the row of each sample in the order of placing."""
         first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
@@ -262,7 +210,7 @@ class _Rows:
         first, num_rows = queue.popleft()
         if not queue:
             del self._queues[space]
-            self._spaces.remove(space)
+            del self._spaces[bisect_left(self._spaces, space)]
         per_row = space // length
         full = min(num_rows, count // per_row)
         rest = 0

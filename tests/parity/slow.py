@@ -25,18 +25,18 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
-def philox_words(seed: int, epoch: int, count: int) -> list[int]:
-    """Return the raw 64-bit words of Philox 4x64 with ten rounds, whose counter starts at 1."""
+def philox_words(seed: int, epoch: int, count: int, stream: int = 0) -> list[int]:
+    """Return the raw 64-bit words of Philox 4x64 with ten rounds, whose counter starts at 1, its last word apart."""
     words: list[int] = []
     block = 0
     while len(words) < count:
         block += 1
-        words += _philox_block(seed, epoch, block)
+        words += _philox_block(seed, epoch, block, stream)
     return words[:count]
 
 
-def _philox_block(seed: int, epoch: int, counter: int) -> list[int]:
-    c0, c1, c2, c3, k0, k1 = counter, 0, 0, 0, seed, epoch
+def _philox_block(seed: int, epoch: int, counter: int, stream: int = 0) -> list[int]:
+    c0, c1, c2, c3, k0, k1 = counter, 0, 0, stream, seed, epoch
     for _ in range(10):
         high0, low0 = divmod(0xD2E7470EE14C6C93 * c0, _WORD)
         high1, low1 = divmod(0xCA5A826395121157 * c2, _WORD)
@@ -50,9 +50,9 @@ def random_key(seed: int, epoch: int, position: int) -> int:
     return _philox_block(seed, epoch, position // 4 + 1)[position % 4] >> 32
 
 
-def random_order(seed: int, epoch: int, start: int, count: int) -> list[int]:
+def random_order(seed: int, epoch: int, start: int, count: int, stream: int = 0) -> list[int]:
     """Return 0..count-1 ascending by (key, i), where i has the key at `start + i` of the stream."""
-    keys = [word >> 32 for word in philox_words(seed, epoch, start + count)[start:]]
+    keys = [word >> 32 for word in philox_words(seed, epoch, start + count, stream)[start:]]
     return sorted(range(count), key=lambda i: (keys[i], i))
 
 

@@ -28,7 +28,8 @@ def pack_samples(
     overlong: str = "error",
 ) -> list[Row]:
     """Return the rows in the order of opening."""
-    ids = slow.sample_order(lengths, order, seed=seed, epoch=epoch)
+    shuffled = order == "shuffle"
+    ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1) if shuffled else slow.sample_order(lengths, order)
     longest = row_lengths[-1]
     if overlong == "drop":
         ids = [i for i in ids if lengths[i] <= longest]
@@ -51,13 +52,8 @@ def pack_samples(
 
 
 def rows_held(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
-    """Return how many rows the samples of each edge need at least."""
-    counts = []
-    for k, edge in enumerate(edges):
-        shorter = edges[k - 1] if k else 0
-        held = [length for length in lengths if shorter < length <= edge]
-        counts.append(max(slow.ceil_div(sum(held), edge), sum(2 * length > edge for length in held)))
-    return counts
+    """Return how many of the rows that the samples are packed into each edge holds in a plan."""
+    return slow.samples_per_edge([row.num_tokens for row in pack_samples(lengths, edges)], edges)
 
 
 def choose_row_lengths(

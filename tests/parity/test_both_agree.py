@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from . import PACKAGES
-from .inputs import ORDERS
+from .inputs import ORDERS, moderate
 
 pytestmark = pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
 
@@ -278,6 +280,39 @@ def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max
         )
         for package in both
     )
+    assert one == other
+
+
+@moderate
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=9, max_size=60),
+    max_shapes=st.integers(2, 6),
+    max_sets=st.integers(1, 60),
+    length_multiple=st.sampled_from([1, 3]),
+    num_microbatches=st.integers(1, 3),
+)
+def test_both_search_alike_where_not_all_row_lengths_are_tried(
+    both: list[ModuleType],
+    lengths: list[int],
+    max_shapes: int,
+    max_sets: int,
+    length_multiple: int,
+    num_microbatches: int,
+) -> None:
+    """With limits far below the real ones, so that these end the search at any point."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("jvarlen.row_lengths._MAX_SETS", max_sets)
+        patched.setattr("torch_ref.row_lengths._MOST_SETS", max_sets)
+        one, other = (
+            package.choose_row_lengths(
+                lengths,
+                180,
+                max_shapes=max_shapes,
+                length_multiple=length_multiple,
+                microbatches_per_step=num_microbatches,
+            )
+            for package in both
+        )
     assert one == other
 
 

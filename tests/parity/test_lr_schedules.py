@@ -1,5 +1,6 @@
 """The same schedules in Optax and in PyTorch: the same rates in the tables, in force in torch, and applied by JAX."""
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,108 @@ def test_a_plateau_is_resumed_with_what_it_remembers(tmp_path: Path) -> None:
     torch.save(whole.state_dict(), tmp_path / "state.pt")
     resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert follow(resumed, metrics[4:]) == expected[4:]
+
+
+NEW_GROUP_RATES: dict[str, tuple[Callable[[Optimizer], Any], list[list[float]]]] = {
+    # Scales 2, 0.5, 1, 2; the new group comes with rate 3 when the scale is 0.5.
+    "constant": (lambda o: o, [[2.0], [0.5, 1.5], [1.0, 3.0], [2.0, 6.0]]),
+    "halved": (lambda o: schedulers.ExponentialLR(o, 0.5), [[2.0], [0.25, 1.5], [0.25, 1.5], [0.25, 1.5]]),
+    "halved once": (lambda o: schedulers.StepLR(o, 2, 0.5), [[2.0], [0.5, 1.5], [0.5, 1.5], [1.0, 3.0]]),
+}
+
+
+@pytest.mark.parametrize("name", NEW_GROUP_RATES)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_group_that_is_added_later_has_its_own_rate_scaled(name: str, kind: Callable[[float], Any]) -> None:
+    """From its first step on, as the update itself shows, and then as the wrapped scheduler goes on with it."""
+    make, expected = NEW_GROUP_RATES[name]
+    old, new = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
+    optimizer = SGD([{"params": [old], "lr": kind(1.0)}])
+    scheduler = torch_ref.VariableBatchSizeLR(make(optimizer), [8, 2, 4], 4)
+    for t, rates in enumerate(expected):
+        if t == 1:
+            optimizer.add_param_group({"params": [new], "lr": kind(3.0)})
+        for param in (old, new):
+            param.detach().zero_()
+            param.grad = torch.ones(1)
+        optimizer.step()
+        assert [-group["params"][0].item() for group in optimizer.param_groups] == rates
+        assert [float(rate) for rate in scheduler.get_last_lr()] == rates
+        scheduler.step()
+
+
+def test_a_group_added_with_the_default_rate_has_that_of_the_others() -> None:
+    """Also where the default is a tensor, which all groups share."""
+    for rate in (1.0, torch.tensor(1.0)):
+        optimizer = AdamW([torch.zeros(1, requires_grad=True)], lr=rate)
+        scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), [8, 2, 4], 4)
+        optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+        for expected in (2.0, 0.25, 0.25):
+            optimizer.step()
+            assert [float(group["lr"]) for group in optimizer.param_groups] == [expected, expected]
+            scheduler.step()
+
+
+def test_a_state_goes_with_groups_that_were_added() -> None:
+    """Saved as soon as there is one; an optimizer with fewer groups is told so."""
+    whole = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
+    list(run(whole, 3))
+    whole.optimizer.add_param_group(weights(3.0)[0])
+    state = whole.state_dict()
+    resumed = torch_ref.VariableBatchSizeLR(AdamW(weights(7.0, 7.0, 7.0)), SIZES, 4)
+    resumed.load_state_dict(state)
+    assert resumed.get_last_lr() == [1.75, 0.2 * 1.75, 5.25]
+    list(run(whole, 2))
+    assert list(run(resumed, 5))[2:] == list(run(whole, 3))
+    fewer = torch_ref.VariableBatchSizeLR(optimizer_of_two_groups(), SIZES, 4)
+    with pytest.raises(ValueError, match="2 parameter groups, the state 3"):
+        fewer.load_state_dict(state)
+    assert fewer.get_last_lr() == [2.5, 0.5]
+
+
+def test_a_scheduler_that_is_gone_scales_no_group() -> None:
+    """The optimizer does not keep it alive."""
+    optimizer = optimizer_of_two_groups()
+    scheduler = torch_ref.VariableBatchSizeLR(schedulers.ExponentialLR(optimizer, 0.5), SIZES, 4)
+    del scheduler
+    gc.collect()
+    optimizer.add_param_group(weights(3.0)[0])
+    optimizer.step()
+    assert optimizer.param_groups[2]["lr"] == 3.0
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("name", ["ChainedScheduler", "SequentialLR"])
+def test_a_member_of_other_schedulers_is_refused_with_the_way_out(name: str, inner: bool, place: int) -> None:
+    """When they are made, in any place, whether it wraps a scheduler or not, and before any rate changes."""
+    optimizer = optimizer_of_two_groups()
+    others = [schedulers.ExponentialLR(optimizer, 0.9), schedulers.ConstantLR(optimizer, 0.5)]
+    over = schedulers.StepLR(optimizer, 2) if inner else optimizer
+    members = [*others[:place], torch_ref.VariableBatchSizeLR(over, SIZES, 4), *others[place:]]
+    before = [group["lr"] for group in optimizer.param_groups]
+    makers = {
+        "ChainedScheduler": lambda: schedulers.ChainedScheduler(members),
+        "SequentialLR": lambda: schedulers.SequentialLR(optimizer, members, milestones=[3, 5]),
+    }
+    with pytest.raises(ValueError, match=rf"member of {name}.*VariableBatchSizeLR\({name}\(...\)"):
+        makers[name]()
+    assert [group["lr"] for group in optimizer.param_groups] == before
+
+
+def test_schedulers_below_the_scale_give_rates_computed_by_hand() -> None:
+    """What the refusal says to do: half the rate twice and 0.9 to the power of t, then 0.5 to the power of t - 3."""
+    optimizer = SGD(weights(1.0))
+    chained = schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(optimizer, 0.5, total_iters=2), schedulers.ExponentialLR(optimizer, 0.9)]
+    )
+    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(chained, [8, 2, 4], 4), 4)]
+    np.testing.assert_allclose(rates, [2 * 0.5, 0.5 * 0.45, 0.81, 2 * 0.729], rtol=1e-12)
+    optimizer = SGD(weights(1.0))
+    parts = [schedulers.LinearLR(optimizer, 0.25, total_iters=3), schedulers.ExponentialLR(optimizer, 0.5)]
+    sequence = schedulers.SequentialLR(optimizer, parts, milestones=[3])
+    rates = [rate for (rate,) in run(torch_ref.VariableBatchSizeLR(sequence, [8, 2, 4], 4), 5)]
+    np.testing.assert_allclose(rates, [2 * 0.25, 0.5 * 0.5, 0.75, 2 * 1.0, 0.5 * 0.5], rtol=1e-12)
 
 
 def test_the_last_rate_is_the_one_in_force_whoever_set_it() -> None:

@@ -129,6 +129,8 @@ def test_slow_philox_is_numpys_stream() -> None:
     for seed, epoch in [(0, 0), (1, 2), (2**63 - 1, 2**62)]:
         raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(11)
         assert raw.tolist() == slow.philox_words(seed, epoch, 11)
+        key, counter = np.array([seed, epoch], dtype=np.uint64), np.array([0, 0, 0, 1], dtype=np.uint64)
+        assert np.random.Philox(key=key, counter=counter).random_raw(7).tolist() == slow.philox_words(seed, epoch, 7, 1)
         assert [word >> 32 for word in raw.tolist()] == [slow.random_key(seed, epoch, i) for i in range(11)]
         # A unit of `advance` is four values.
         far = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).advance(2**60).random_raw(3)

@@ -1,0 +1,183 @@
+"""Row lengths: in go lengths and budgets, out come the lengths of packed rows, by trying what plans of them cost."""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import combinations, count, takewhile
+from math import comb
+
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
+from torch_ref.checks import check_integer
+from torch_ref.packing import Rows
+from torch_ref.rows import Cost
+
+__all__ = ["choose_row_lengths"]
+
+# Where lengths of rows are among the distinct ones, ascending.
+_Places = tuple[int, ...]
+
+_MOST_SETS = 4096
+_MOST_SETS_TIMES_LENGTHS = 2**20
+_MOST_ADDED = 16
+
+
+def choose_row_lengths(
+    lengths: ArrayLike,
+    max_tokens: int,
+    *,
+    max_shapes: int = 4,
+    max_length: int | None = None,
+    overlong: str = "truncate",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: Cost | None = None,
+    compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: Cost | None = None,
+    max_bytes: float | None = None,
+) -> tuple[int, ...]:
+    """Choose the lengths of packed rows, by what the plan of these rows costs.
+
+    That plan has the rows of `pack_samples(lengths, row_lengths)`, in buckets of these lengths as `make_buckets` gives
+    them to the rows, `strategy=row_lengths`, with the other arguments as here. All positions of its steps count, those
+    of rows that are not full and of dummy rows too, or the cost of its microbatches; `compile_seconds` once a length.
+    Equal costs: the fewest lengths, then, from the longest down, the smaller ones.
+
+    Row lengths are rounded lengths of samples, D distinct ones, the longest always among them. With V distinct lengths
+    before rounding, at most 4,096 sets, and at most 2**20 / V, are tried; all, if there are no more. Otherwise these
+    are the sets of local searches, which leave out, move or add a length as long as this is cheaper, in moves of D / 8
+    places at first and of one in the end. They start from the longest length alone, from the dynamic program over the
+    rows that each class of samples needs at least, and from the best of an even grid of lengths.
+
+    Args:
+        lengths: [N] integers >= 1, in tokens.
+        max_tokens: the budget: rows times length of a microbatch never exceed it.
+        max_shapes: at most this many lengths.
+        max_length: the longest row is at most this long.
+        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
+        microbatches_per_step: M.
+        row_multiple: as in `make_buckets`.
+        length_multiple: row lengths are multiples of it.
+        cost: as in `make_buckets`.
+        compile_seconds: as in `make_buckets`.
+        max_cost: as in `make_buckets`.
+        memory: as in `make_buckets`.
+        max_bytes: as in `make_buckets`.
+
+    Returns:
+        The lengths, strictly ascending.
+
+    Raises:
+        ValueError: as in `make_buckets`.
+
+    Example:
+        >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2)
+        (3, 90)
+    """
+    max_shapes = check_integer("max_shapes", max_shapes)
+    rule = check_rule(microbatches_per_step, row_multiple)
+    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    check_compile_seconds(cost, compile_seconds)
+    multiple = check_integer("length_multiple", length_multiple)
+    fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
+    cheapest = Cheapest(fitting, rule, cost, compile_seconds)
+    ordered, before = fitting.ordered, cheapest.before
+    tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
+
+    def num_rows(last: int) -> Tensor:
+        length = cheapest.distinct[last]
+        by_tokens = -(-(tokens_before[last + 1] - tokens_before[: last + 1]) // length)
+        # The lengths ascend: those of at most half a row come before all longer ones.
+        halves = torch.searchsorted(ordered, length // 2, right=True)
+        return torch.maximum(by_tokens, before[last + 1] - before[: last + 1].clamp(min=halves))
+
+    distinct = cheapest.distinct.tolist()
+    values, numbers = (column.flip(0).tolist() for column in torch.unique(ordered, return_counts=True))
+
+    def plan_cost(places: _Places) -> float:
+        rows = Rows(tuple(distinct[place] for place in places))
+        for value, number in zip(values, numbers, strict=True):
+            rows.place(value, number)
+        return cheapest.total(places, rows.num_held())
+
+    def best_by_class() -> _Places:
+        return tuple(torch.searchsorted(cheapest.distinct, cheapest.edges(max_shapes, num_rows)).tolist())
+
+    most = min(_MOST_SETS, max(1, _MOST_SETS_TIMES_LENGTHS // len(values)))
+    return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))
+
+
+class _Search:
+    """What sets of places cost; the last place is in all of them.
+
+    Args:
+        num_lengths: D, how many places there are.
+        max_shapes: the most places of a set.
+        most: how many sets are tried at most.
+        plan_cost: the cost of a set.
+    """
+
+    def __init__(self, num_lengths: int, max_shapes: int, most: int, plan_cost: Callable[[_Places], float]) -> None:
+        self._num_lengths, self._max_shapes, self._most = num_lengths, max_shapes, most
+        self._plan_cost = plan_cost
+        self._tried: dict[_Places, tuple[float, int, _Places]] = {}
+
+    def run(self, best_by_class: Callable[[], _Places]) -> _Places:
+        """Return the cheapest set that is tried; one of the starts is given, for when there is a search."""
+        last = self._num_lengths - 1
+        if self._num_sets(last) <= self._most:
+            self._try_all(range(last))
+        else:
+            self._follow((last,))
+            self._follow(best_by_class())
+            half = (self._most - len(self._tried)) // 2
+            cells = max(1, sum(1 for _ in takewhile(lambda places: self._num_sets(places) <= half, count(0))))
+            self._follow(self._try_all(cell * self._num_lengths // cells - 1 for cell in range(1, cells)))
+        return min(self._tried, key=self._rank)
+
+    def _try_all(self, places: Iterable[int]) -> _Places:
+        """Return the cheapest set of some of these places."""
+        inner = list(places)
+        sizes = range(min(self._max_shapes, len(inner) + 1))
+        sets = [(*chosen, self._num_lengths - 1) for size in sizes for chosen in combinations(inner, size)]
+        return min(sets, key=self._rank)
+
+    def _follow(self, places: _Places) -> None:
+        """Change a set for the first cheaper one until no change helps, in ever smaller steps."""
+        distance = self._num_lengths // 8
+        while distance:
+            target = self._rank(places)
+            for changed in _changes(places, distance, self._max_shapes):
+                if len(self._tried) >= self._most:
+                    return
+                if self._rank(changed) < target:
+                    places = changed
+                    break
+            else:
+                distance //= 2
+
+    def _num_sets(self, num_places: int) -> int:
+        return sum(comb(num_places, size) for size in range(min(self._max_shapes, num_places + 1)))
+
+    def _rank(self, places: _Places) -> tuple[float, int, _Places]:
+        if places not in self._tried:
+            self._tried[places] = (self._plan_cost(places), len(places), places[::-1])
+        return self._tried[places]
+
+
+def _changes(places: _Places, distance: int, max_shapes: int) -> Iterator[_Places]:
+    """Yield sets one step away: without a place, with one moved, and while the steps are large with one added."""
+    *inner, last = places
+    for place in inner:
+        yield tuple(other for other in places if other != place)
+    for place in inner:
+        for moved in (place - distance, place + distance):
+            if 0 <= moved < last and moved not in inner:
+                yield tuple(sorted({*places, moved} - {place}))
+    if len(places) < max_shapes and last // distance <= _MOST_ADDED:
+        for added in range(distance - 1, last, distance):
+            if added not in inner:
+                yield tuple(sorted({*places, added}))
