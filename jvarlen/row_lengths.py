@@ -48,7 +48,7 @@ def choose_row_lengths(
 ) -> tuple[int, ...]:
     """Chooses a few lengths of rows for packing, by what the plan of the packed rows costs.
 
-    For a set of row lengths that plan is
+    For a set of row lengths that plan is::
 
         packing = pack_samples(lengths, row_lengths)
         buckets = make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, ...)
