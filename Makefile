@@ -6,8 +6,9 @@ LOWEST := .venv-lowest
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 UV := $(VENV)/bin/python -m uv --quiet
 # What of the tests tells most of the packages that are used, in a minute or two.
-LOWEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,plan costs loader checkpoint train models compile compiled_file \
-  cli run_dir config data_files arrow_files trackers streams fit_options))
+LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/test_plan planning/test_cost_model planning/test_streams \
+  data/test_open data/test_arrow_files loading/test_loader compiling/test_compile compiling/test_program_store training/test_step \
+  training/test_checkpoint models/test_transformer runs/test_config runs/test_directory runs/test_fit_options runs/test_trackers))
 
 .PHONY: train test lint docs lowest suite bench gpu clean
 
@@ -22,6 +23,7 @@ suite: $(VENV)/installed-dev
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/mypy
 
 # The site, in docs/_build; a warning is an error.

@@ -26,12 +26,13 @@ import numpy as np
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.checkpoint import Checkpoints, Place, open_checkpoints
-from jvarlen.config import FitConfig, PlanConfig
-from jvarlen.course import Course
-from jvarlen.data_config import HELD_OUT
-from jvarlen.datasets import TokenDataset, split_held_out, stdlib_functions
+from jvarlen.data.split import HELD_OUT, split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.epochs import Course
+from jvarlen.training.checkpoint import Checkpoints, Place, open_checkpoints
 
 
 class TrainingLoop:

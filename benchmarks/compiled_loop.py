@@ -21,7 +21,7 @@ import numpy as np
 from support.timing import REPEATS, best_seconds, digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.kernels import close_by_budget
+from jvarlen.planning._kernels import close_by_budget
 
 SOURCE = Path(__file__).parent / "budget_loop.c"
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")

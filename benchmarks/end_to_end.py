@@ -32,9 +32,10 @@ from support.end_to_end_tables import WAYS, draw, make_report, reached, tuning_t
 from support.reports import commit
 from support.timing import RESULTS, report, versions_and_hardware
 
-from jvarlen.config import FitConfig
-from jvarlen.datasets import split_held_out, stdlib_functions
+from jvarlen.data.split import split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, flat_params, init_params
+from jvarlen.runs.config import FitConfig
 
 FOLDER = Path(__file__).parent
 TUNED = FOLDER / "support" / "end_to_end_tuned.json"

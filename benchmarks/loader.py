@@ -19,11 +19,11 @@ import jax
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.config import FitConfig, PlanConfig
-from jvarlen.course import Course
-from jvarlen.data_config import HELD_OUT
-from jvarlen.datasets import Split, split_held_out, stdlib_functions
+from jvarlen.data.split import HELD_OUT, Split, split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.runs.config import FitConfig, PlanConfig
+from jvarlen.runs.epochs import Course
 
 GOAL = 0.03  # most of the loop's time that it may wait with one worker
 

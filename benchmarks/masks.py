@@ -18,10 +18,10 @@ import optax
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.buckets import Bucket
-from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.ledger import LedgerRow
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.ledger import LedgerRow
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.buckets import Bucket
 
 
 class Form(NamedTuple):

@@ -17,7 +17,7 @@ from support.peer_calls import LIMIT_S, Lengths, Peer, Work, measure
 from support.timing import REPEATS, digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.datasets import stdlib_functions
+from jvarlen.data.stdlib_corpus import stdlib_functions
 
 COST = jvarlen.CostModel(0.0, 15e-6, 0.22e-6)  # the built-in model's on two cores, rounded
 

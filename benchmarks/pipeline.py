@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from support.timing import best_seconds, digits, report, table, versions_and_hardware
 
-from jvarlen.distributed import divide_processor
-from jvarlen.pipeline import (
+from jvarlen.distributed.mesh import split_cpu
+from jvarlen.parallel.pipeline import (
     StagedParams,
     Stages,
     bubble_fraction,
@@ -89,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short waits, and no report")
     quick = parser.parse_args().quick
-    divide_processor(4)
+    split_cpu(4)
     microbatches = [1, 4] if quick else [1, 2, 4, 8, 16]
     wait_s = 0.005 if quick else 0.04
     lines = [

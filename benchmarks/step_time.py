@@ -17,10 +17,10 @@ import optax
 from support.timing import report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.buckets import Bucket
-from jvarlen.datasets import stdlib_functions
-from jvarlen.measure import MeasuredCosts, measure_costs
+from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.buckets import Bucket
+from jvarlen.runs.measure_costs import MeasuredCosts, measure_costs
 
 
 class Planned(NamedTuple):

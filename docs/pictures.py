@@ -15,9 +15,10 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import jvarlen
-from jvarlen.datasets import known_lengths, stdlib_functions
-from jvarlen.plan_figures import draw_plan
-from jvarlen.svg_figures import COLOURS, drawing_settings, new_figure, to_svg
+from jvarlen.data.measure import known_lengths
+from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.reports.plan_figures import draw_plan
+from jvarlen.reports.svg_figures import COLOURS, drawing_settings, new_figure, to_svg
 
 __all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "to_file"]
 

@@ -15,11 +15,11 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.data_files import open_data
-from jvarlen.datasets import split_held_out
+from jvarlen.data.open import open_data
+from jvarlen.data.split import split_held_out
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
-from jvarlen.plan_config import PlanConfig
-from jvarlen.report import read_metrics
+from jvarlen.reports.report import read_metrics
+from jvarlen.runs.plan_config import PlanConfig
 
 FIELD = sys.argv[2] if len(sys.argv) > 2 else "body"
 FOLDER = Path("runs/own_jsonl")

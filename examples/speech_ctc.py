@@ -16,8 +16,8 @@ import optax
 from flax import linen as nn
 
 import jvarlen
-from jvarlen.datasets import Split
-from jvarlen.plan_config import PlanConfig
+from jvarlen.data.split import Split
+from jvarlen.runs.plan_config import PlanConfig
 
 num_steps, num_devices = (int(sys.argv[i]) if len(sys.argv) > i else default for i, default in ((1, 60), (2, 4)))
 jax.config.update("jax_num_cpu_devices", num_devices)  # before anything is computed

@@ -1,51 +1,113 @@
-"""Training on samples of different lengths in a few static shapes."""
+"""Training on samples of different lengths in a few static shapes.
+
+A table of contents: each name is imported from its module when it is first used.
+"""
+
 # fmt: off
 # ruff: noqa: I001  # names that belong together share a line
 
-from jvarlen.attention import attend, attend_within_segments
-from jvarlen.batching import Batches, batch_by_tokens
-from jvarlen.buckets import Bucket, PairBucket, make_buckets
-from jvarlen.collate import Batch, PackedBatch, PairBatch, StepSamples, full_batch, pack_to_bucket
-from jvarlen.collate import packed_batch_spec, pad_pairs_to_bucket, pad_to_bucket, pair_batch_spec, token_batch_spec
-from jvarlen.compilation_cache import use_compilation_cache
-from jvarlen.compile import compile_buckets, load_compiled
-from jvarlen.compile_options import CompileOptions
-from jvarlen.compiled_buckets import CompiledBuckets
-from jvarlen.ledger import Ledger
-from jvarlen.config import FitConfig
-from jvarlen.costs import CostModel, fit_cost_model
-from jvarlen.curriculum import sample_order
-from jvarlen.distributed import data_mesh, replicate
-from jvarlen.distributed_plan import DistributedPlan, count_lengths, plan_distributed
-from jvarlen.fit import FitResult, fit
-from jvarlen.lengths import check_lengths
-from jvarlen.ids_digest import planned_ids_digest
-from jvarlen.loader import BatchIterator, load, load_stream
-from jvarlen.lr import lr_scale, lr_sequence, planned_schedule, scale_by_batch_size
-from jvarlen.mixtures import Mixture, mixture_counts
-from jvarlen.masks import attention_mask, padding_mask, segment_mask
-from jvarlen.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from jvarlen.measure import measure_buckets
-from jvarlen.measure_samples import measure_difficulty, measure_lengths
-from jvarlen.ordered_file import write_ordered
-from jvarlen.packing import Packing, pack_samples
-from jvarlen.pairs import make_pair_buckets
-from jvarlen.plan import Plan, make_plan
-from jvarlen.processes import agree, initialize_processes, together
-from jvarlen.recompiles import RecompileError, no_recompiles
-from jvarlen.row_lengths import choose_row_lengths
-from jvarlen.sharded_rows import shard_local_rows
-from jvarlen.sort import local_sort, sample_sort
-from jvarlen.streams import StreamBatches, StreamStep, stream_batches
-from jvarlen.train import Metrics, TrainState, init_train_state, make_eval_step, make_train_step
-from jvarlen.unplanned import UnplannedShapeError
+from __future__ import annotations
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jvarlen import _moved
+from jvarlen._version import __version__ as __version__
+
+_moved.install()
+
+if TYPE_CHECKING:
+    from jvarlen.attention.attention import attend, attend_within_segments
+    from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
+    from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
+    from jvarlen.batches.batches import full_batch, packed_batch_spec, pair_batch_spec, token_batch_spec
+    from jvarlen.compiling.compilation_cache import use_compilation_cache
+    from jvarlen.compiling.compile import compile_buckets, load_compiled
+    from jvarlen.compiling.compile_options import CompileOptions
+    from jvarlen.compiling.compiled_buckets import CompiledBuckets
+    from jvarlen.compiling.ledger import Ledger
+    from jvarlen.compiling.measure_buckets import measure_buckets
+    from jvarlen.compiling.mismatch import UnplannedShapeError
+    from jvarlen.compiling.recompiles import RecompileError, no_recompiles
+    from jvarlen.data.measure import measure_difficulty, measure_lengths
+    from jvarlen.data.mixtures import Mixture, mixture_counts
+    from jvarlen.distributed.mesh import data_mesh, replicate
+    from jvarlen.distributed.processes import agree, initialize_processes, together
+    from jvarlen.loading.collate import StepSamples, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+    from jvarlen.loading.ids_digest import planned_ids_digest
+    from jvarlen.loading.loader import BatchIterator, load, load_stream
+    from jvarlen.planning.batching import Batches, batch_by_tokens
+    from jvarlen.planning.buckets import Bucket, PairBucket, make_buckets
+    from jvarlen.planning.cost_model import CostModel, fit_cost_model
+    from jvarlen.planning.lengths import check_lengths
+    from jvarlen.planning.order import sample_order
+    from jvarlen.planning.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
+    from jvarlen.planning.packing import Packing, pack_samples
+    from jvarlen.planning.pair_buckets import make_pair_buckets
+    from jvarlen.planning.plan import Plan, make_plan
+    from jvarlen.planning.row_lengths import choose_row_lengths
+    from jvarlen.planning.streams import StreamBatches, StreamStep, stream_batches
+    from jvarlen.runs.config import FitConfig
+    from jvarlen.runs.fit import FitResult, fit
+    from jvarlen.sorting.distributed_plan import DistributedPlan, count_lengths, plan_distributed
+    from jvarlen.sorting.ordered_file import write_ordered
+    from jvarlen.sorting.sample_sort import local_sort, sample_sort
+    from jvarlen.sorting.sharded_rows import shard_local_rows
+    from jvarlen.training.learning_rate import planned_schedule, scale_by_batch_size
+    from jvarlen.training.rates import lr_scale, lr_sequence
+    from jvarlen.training.step import make_eval_step, make_train_step
+    from jvarlen.training.train_state import Metrics, TrainState, init_train_state
+
+_NAMES = {
+    "attention.attention": ("attend", "attend_within_segments",),
+    "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
+    "batches.batches": (
+        "Batch", "PackedBatch", "PairBatch",
+        "full_batch", "packed_batch_spec", "pair_batch_spec", "token_batch_spec",
+    ),
+    "compiling.compilation_cache": ("use_compilation_cache",),
+    "compiling.compile": ("compile_buckets", "load_compiled",),
+    "compiling.compile_options": ("CompileOptions",),
+    "compiling.compiled_buckets": ("CompiledBuckets",),
+    "compiling.ledger": ("Ledger",),
+    "compiling.measure_buckets": ("measure_buckets",),
+    "compiling.mismatch": ("UnplannedShapeError",),
+    "compiling.recompiles": ("RecompileError", "no_recompiles",),
+    "data.measure": ("measure_difficulty", "measure_lengths",),
+    "data.mixtures": ("Mixture", "mixture_counts",),
+    "distributed.mesh": ("data_mesh", "replicate",),
+    "distributed.processes": ("agree", "initialize_processes", "together",),
+    "loading.collate": ("StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",),
+    "loading.ids_digest": ("planned_ids_digest",),
+    "loading.loader": ("BatchIterator", "load", "load_stream",),
+    "planning.batching": ("Batches", "batch_by_tokens",),
+    "planning.buckets": ("Bucket", "PairBucket", "make_buckets",),
+    "planning.cost_model": ("CostModel", "fit_cost_model",),
+    "planning.lengths": ("check_lengths",),
+    "planning.order": ("sample_order",),
+    "planning.pacing": ("competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
+    "planning.packing": ("Packing", "pack_samples",),
+    "planning.pair_buckets": ("make_pair_buckets",),
+    "planning.plan": ("Plan", "make_plan",),
+    "planning.row_lengths": ("choose_row_lengths",),
+    "planning.streams": ("StreamBatches", "StreamStep", "stream_batches",),
+    "runs.config": ("FitConfig",),
+    "runs.fit": ("FitResult", "fit",),
+    "sorting.distributed_plan": ("DistributedPlan", "count_lengths", "plan_distributed",),
+    "sorting.ordered_file": ("write_ordered",),
+    "sorting.sample_sort": ("local_sort", "sample_sort",),
+    "sorting.sharded_rows": ("shard_local_rows",),
+    "training.learning_rate": ("planned_schedule", "scale_by_batch_size",),
+    "training.rates": ("lr_scale", "lr_sequence",),
+    "training.step": ("make_eval_step", "make_train_step",),
+    "training.train_state": ("Metrics", "TrainState", "init_train_state",),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel",
-    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing", "PairBatch",
-    "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
+    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing",
+    "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask", "batch_by_tokens",
     "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
     "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
@@ -57,3 +119,17 @@ __all__ = [
     "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec",
     "use_compilation_cache", "write_ordered",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"jvarlen.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if _moved.is_module(name):
+        return importlib.import_module(f"jvarlen.{name}")
+    raise AttributeError(f"module 'jvarlen' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

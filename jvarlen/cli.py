@@ -20,20 +20,20 @@ import tyro
 from jaxtyping import Float64, Int64
 
 from jvarlen import __version__
-from jvarlen.compare import StrategyFigures, compare_strategies, comparison_table
-from jvarlen.config import BatchSizeRule, DeviceConfig, FitConfig, PlanConfig, load_config
-from jvarlen.curriculum import Order
-from jvarlen.html_report import write_html_report
-from jvarlen.interrupts import exit_code_of_interrupt
-from jvarlen.lengths import Overlong, check_lengths
-from jvarlen.lr import lr_sequence
+from jvarlen._common.interrupts import exit_code_of_interrupt
+from jvarlen.distributed.processes import ProcessesError, end_without_others
 from jvarlen.models import TransformerConfig
-from jvarlen.plan import Plan
-from jvarlen.processes import ProcessesError, end_without_others
-from jvarlen.run_dir import is_run_dir
-from jvarlen.run_report import read_runs
-from jvarlen.sort_figures import balance_table
-from jvarlen.sort_file import load_array, sort_file
+from jvarlen.planning.compare import StrategyFigures, compare_strategies, comparison_table
+from jvarlen.planning.lengths import Overlong, check_lengths
+from jvarlen.planning.order import Order
+from jvarlen.planning.plan import Plan
+from jvarlen.reports.plan_page import write_html_report
+from jvarlen.reports.run_page import read_runs
+from jvarlen.runs.config import BatchSizeRule, DeviceConfig, FitConfig, PlanConfig, load_config
+from jvarlen.runs.directory import is_run_dir
+from jvarlen.sorting.balance import balance_table
+from jvarlen.sorting.sort_file import load_array, sort_file
+from jvarlen.training.learning_rate import lr_sequence
 
 __all__ = ["MeasureCommand", "PlanCommand", "ReportCommand", "SortCommand", "main", "run"]
 
@@ -172,7 +172,7 @@ class MeasureCommand:
 
     def run(self) -> None:
         """Measures, prints and saves."""
-        from jvarlen.measure import measure_costs  # here: only measuring needs it
+        from jvarlen.runs.measure_costs import measure_costs
 
         missing = [str(path) for path in (self.out, self.memory_out) if not path.parent.is_dir()]
         if missing:
@@ -226,7 +226,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if not isinstance(command, FitConfig):
             command.run()
             return 0
-        from jvarlen.fit import fit  # here: only training needs it
+        from jvarlen.runs.fit import fit  # here: only training needs it
 
         return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
     except (ValueError, OSError, FloatingPointError, ProcessesError) as error:

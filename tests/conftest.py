@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache as compilation_cache_of_jax
 
-from jvarlen.datasets import Split, TokenDataset
+from jvarlen.data.split import Split
+from jvarlen.data.tokens import TokenDataset
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

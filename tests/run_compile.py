@@ -17,7 +17,7 @@ from jvarlen import (
     load_compiled,
     no_recompiles,
 )
-from jvarlen.distributed import batch_shardings
+from jvarlen.distributed.mesh import batch_shardings
 from tests.processes import outcome
 
 BUCKETS = [Bucket(2, 4), Bucket(1, 8)]

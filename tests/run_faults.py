@@ -20,10 +20,10 @@ import jax
 import numpy as np
 
 from jvarlen import CompileOptions, FitConfig
-from jvarlen.checkpoint import Checkpoints
-from jvarlen.config import PlanConfig
 from jvarlen.models import TransformerConfig
-from jvarlen.trackers import MetricsLog
+from jvarlen.runs.config import PlanConfig
+from jvarlen.runs.trackers import MetricsLog
+from jvarlen.training.checkpoint import Checkpoints
 from tests.run_fit import make_data
 
 NUM_STEPS = 80  # more than twenty runs take that are all killed

@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 from jvarlen import CompileOptions, FitConfig, fit
-from jvarlen.config import PlanConfig
-from jvarlen.datasets import Split, TokenDataset
+from jvarlen.data.split import Split
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig
+from jvarlen.runs.config import PlanConfig
 from tests.processes import outcome
 
 NUM_STEPS = 40

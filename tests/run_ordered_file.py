@@ -12,9 +12,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen import ordered_file, processes
-from jvarlen.ordered_file import write_ordered
-from jvarlen.processes import agree, initialize_processes
+from jvarlen.distributed import processes
+from jvarlen.distributed.processes import agree, initialize_processes
+from jvarlen.sorting import ordered_file
+from jvarlen.sorting.ordered_file import write_ordered
 
 OLD = "what was there before"
 CASES = [

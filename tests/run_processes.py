@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from jvarlen.processes import agree, gather_arrays, gather_texts, initialize_processes, together
+from jvarlen.distributed.processes import agree, gather_arrays, gather_texts, initialize_processes, together
 from tests.processes import outcome
 
 

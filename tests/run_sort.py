@@ -16,8 +16,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
-from jvarlen.distributed import own_microbatches
-from tests.sorting import KINDS, keys_of_kind, order_of
+from jvarlen.distributed.mesh import own_microbatches
+from tests.sort_inputs import KINDS, keys_of_kind, order_of
 
 
 def check_ranks(array: jax.Array, expected: np.ndarray, layout: str) -> None:

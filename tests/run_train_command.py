@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from jvarlen.cli import main
-from jvarlen.costs import CostModel
-from jvarlen.training_data import open_training_data
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.runs.data import open_training_data
 from tests.run_fit import make_data
 
 

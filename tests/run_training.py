@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 import jvarlen
-from jvarlen.distributed import replicate
+from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 MICROBATCHES_PER_STEP = 8

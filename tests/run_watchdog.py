@@ -3,8 +3,8 @@
 import sys
 import time
 
-from jvarlen.processes import agree, initialize_processes
-from jvarlen.watchdog import ending_stalled_processes
+from jvarlen.distributed.processes import agree, initialize_processes
+from jvarlen.distributed.watchdog import ending_stalled_processes
 
 TIMEOUT_S = 2.5
 

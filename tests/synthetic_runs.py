@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from jvarlen.buckets import Bucket
-from jvarlen.ledger import Ledger, LedgerRow
+from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.planning.buckets import Bucket
 
 BUCKETS = ((32, 16), (16, 32), (8, 64), (4, 128))
 MB = 1_000_000

@@ -13,10 +13,10 @@ import pytest
 import jvarlen
 from jvarlen import Plan, lr_sequence, make_buckets, make_plan
 from jvarlen.cli import main
-from jvarlen.compare import compare_strategies, comparison_table
-from jvarlen.config import FitConfig, OptimizerConfig, PlanConfig, save_config
-from jvarlen.costs import CostModel
 from jvarlen.models import TransformerConfig
+from jvarlen.planning.compare import compare_strategies, comparison_table
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, save_config
 
 from . import processes
 
@@ -203,7 +203,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
     args = ["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress"]
     assert main(args) == 0
     assert "; each sent " in capsys.readouterr().out
-    monkeypatch.setattr("jvarlen.sort_file.has_ragged", lambda mesh, axis_name: True)
+    monkeypatch.setattr("jvarlen.sorting.sort_file.has_ragged", lambda mesh, axis_name: True)
     assert main(args) == 0
     printed = capsys.readouterr().out
     assert "what each sent depends on the keys" in printed
@@ -223,7 +223,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
 )
 def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr("jvarlen.config.initialize_processes", lambda *given: called.append(given))
+    monkeypatch.setattr("jvarlen.runs.config.initialize_processes", lambda *given: called.append(given))
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
     assert called == ([] if expected is None else [expected])
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvarlen import make_buckets, make_plan
-from jvarlen.datasets import stdlib_functions
+from jvarlen.data.stdlib_corpus import stdlib_functions
 
 MAX_TOKENS = 8192
 

@@ -14,9 +14,10 @@ import pytest
 
 import jvarlen
 import torch_ref
-from jvarlen import data_files, datasets
 from jvarlen.cli import main
-from jvarlen.datasets import TokenDataset
+from jvarlen.data import open as data_files
+from jvarlen.data import tokens as datasets
+from jvarlen.data.tokens import TokenDataset
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 # What the pages name of other programs.

@@ -16,17 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jvarlen
-from jvarlen import compiled_file, plan_file
-from jvarlen.compiled_file import read_compiled, write_compiled
-from jvarlen.config import FitConfig, load_config, save_config
-from jvarlen.costs import CostModel
-from jvarlen.data_files import open_data_file
-from jvarlen.ledger import Ledger, LedgerRow
-from jvarlen.packing import pack_samples
-from jvarlen.plan import Plan, make_plan
-from jvarlen.report import read_metrics
-from jvarlen.shard_files import ShardFiles
-from jvarlen.sort_file import load_array
+from jvarlen.compiling import program_store as compiled_file
+from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.program_store import read_compiled, write_compiled
+from jvarlen.data.open import open_data_file
+from jvarlen.data.shard_files import ShardFiles
+from jvarlen.planning import plan_file
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.packing import pack_samples
+from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.reports.report import read_metrics
+from jvarlen.runs.config import FitConfig, load_config, save_config
+from jvarlen.sorting.sort_file import load_array
 
 bounded = settings(deadline=None, max_examples=80, derandomize=True)
 few = settings(bounded, max_examples=30)
@@ -613,5 +614,7 @@ def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
     # JAX unpickles programs: of files, only what `read_compiled` found to be signed.
     assert importers["jax.experimental.serialize_executable"] == {"executables"}
     assert (
-        importers["jvarlen.executables.deserialized"] == importers["jvarlen.compiled_file.read_compiled"] == {"compile"}
+        importers["jvarlen.compiling.program_store.deserialized"]
+        == importers["jvarlen.compiling.program_store.read_compiled"]
+        == {"compile"}
     )

@@ -22,7 +22,8 @@ import optax
 from tqdm import tqdm
 
 import jvarlen
-from jvarlen.datasets import TokenDataset, stdlib_functions
+from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 Call = Callable[[], Any]

@@ -30,8 +30,8 @@ from support.end_to_end_run import (
 )
 
 import jvarlen
-from jvarlen.collate import PackedBatch
-from jvarlen.datasets import TokenDataset
+from jvarlen.batches.batches import PackedBatch
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 PACKING_BINS = 256  # open at a time; few more samples fit with more

@@ -24,8 +24,8 @@ from support.gpu_worker import Answer, Save, run_parts, said, say
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "gpu" / "stand_ins"))
 
 import jvarlen
+from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
-from jvarlen.plan_source import PlanSource
 
 WARM_UPS = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 

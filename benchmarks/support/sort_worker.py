@@ -23,9 +23,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
-from jvarlen.shard_sort import Shards
-from jvarlen.sort import sort_shard
-from jvarlen.sort_figures import exchange_volume, shard_balance
+from jvarlen.sorting.balance import exchange_volume, shard_balance
+from jvarlen.sorting.sample_sort import sort_shard
+from jvarlen.sorting.shard_sort import Shards
 
 REPEATS = 3
 LIMIT_S = 8.0  # a call is not repeated after it has taken so long in all

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jvarlen.collate import Batch, PackedBatch
+from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.transformer import Transformer, TransformerConfig, rows_of, run_block, sum_losses
-from jvarlen.pipeline import StagedParams, Stages
+from jvarlen.parallel.pipeline import StagedParams, Stages
 
 __all__ = ["make_stages", "merge_stages", "split_stages"]
 

@@ -17,8 +17,13 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation, attend, attend_within_segments
-from jvarlen.collate import Batch, PackedBatch
+from jvarlen.attention.attention import (
+    AttentionImplementation,
+    SegmentAttentionImplementation,
+    attend,
+    attend_within_segments,
+)
+from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 
 __all__ = [

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.shard_sort import has_ragged
+from jvarlen.sorting.shard_sort import has_ragged
 
-from ..sorting import by_rank, order_of
+from ..sort_inputs import by_rank, order_of
 
 NUM_ROWS = 50_003  # that no number of devices divides
 KEYS = ("int32", "int64", "float32", "repeated")

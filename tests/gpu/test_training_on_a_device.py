@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import jvarlen
+from jvarlen.loading.plan_source import PlanSource
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
-from jvarlen.plan_source import PlanSource
 
 NUM_STEPS, NUM_MICROBATCHES = 24, 2
 BASE_BATCH_SIZE, RATE, BETAS, EPS, WEIGHT_DECAY = 12, 3e-3, (0.9, 0.95), 1e-8, 0.1

@@ -24,7 +24,7 @@ import torch_ref
 from torch_ref.sort import _exchange, _Place
 
 from .. import processes
-from ..sorting import KINDS, keys_of_kind, order_of
+from ..sort_inputs import KINDS, keys_of_kind, order_of
 from . import PACKAGES, run_sort
 
 # Four take their time to start where cores are few.

@@ -18,9 +18,9 @@ from torch.optim import lr_scheduler as schedulers
 
 import jvarlen
 import torch_ref
-from jvarlen.datasets import TokenDataset
-from jvarlen.lr import planned_schedule
+from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+from jvarlen.training.learning_rate import planned_schedule
 from torch_ref.train import to_device
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("optimized")]

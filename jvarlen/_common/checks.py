@@ -1,0 +1,106 @@
+"""Checks: in go arguments of any function, out comes nothing, or a ValueError that lists which of them are wrong.
+
+NumPy only. What an error lists are the first few offenders, and how many more there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer, Shaped
+
+__all__ = [
+    "check_above",
+    "check_at_least",
+    "check_at_least_one",
+    "check_choices",
+    "check_fraction",
+    "check_setting",
+    "is_integer",
+    "is_number",
+    "list_first",
+    "list_offenders",
+    "offenders_where",
+]
+
+_MAX_LISTED = 5
+
+
+def check_at_least_one(**values: Any) -> None:
+    """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
+    wrong = [f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not 1 <= value < 2**63]
+    if wrong:
+        raise ValueError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
+
+
+def check_choices(**choices: tuple[object, Any]) -> None:
+    """Raises ValueError that lists the arguments, name=(given, Literal), which are none of what the literal allows."""
+    wrong = [
+        f"{name} ({given!r}) must be one of {', '.join(map(repr, get_args(literal)))}"
+        for name, (given, literal) in choices.items()
+        if not isinstance(given, str) or given not in get_args(literal)
+    ]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is a Python or NumPy integer, and no truth value."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real Python or NumPy number, and no truth value."""
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+
+
+def list_first(items: Iterable[object], separator: str = ", ") -> str:
+    """The first few items as text, and how many more there are."""
+    texts = list(map(str, items))
+    more = f" and {len(texts) - _MAX_LISTED:,} more" if len(texts) > _MAX_LISTED else ""
+    return separator.join(texts[:_MAX_LISTED]) + more
+
+
+def list_offenders(
+    ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n *axes"] | None = None, limit: object = None
+) -> str:
+    """The first few offenders, as id or as id and value, how many more there are, and the limit they break."""
+    first = ids[:_MAX_LISTED].tolist()
+    shown = [] if values is None else values[:_MAX_LISTED].tolist()
+    listed = [f"id {i}: {tuple(v) if isinstance(v, list) else v}" for i, v in zip(first, shown, strict=False)]
+    listed = listed or [f"id {i}" for i in first]
+    more = f" and {len(ids) - _MAX_LISTED:,} more" if len(ids) > _MAX_LISTED else ""
+    return ", ".join(listed) + more + ("" if limit is None else f" (limit {limit})")
+
+
+def offenders_where(
+    is_offender: Bool[np.ndarray, " N"], values: Shaped[np.ndarray, " N *axes"]
+) -> tuple[Int64[np.ndarray, " n"], Shaped[np.ndarray, " n *axes"]]:
+    """Ids and values of the offenders, for `list_offenders`."""
+    return np.flatnonzero(is_offender), values[is_offender]
+
+
+def check_at_least(config: object, limit: int, *names: str) -> None:
+    """Raises ValueError for fields below `limit` or infinite; None is left alone."""
+    wanted = f"finite and at least {limit}"
+    check_setting(config, names, lambda value: value is None or limit <= value < math.inf, wanted)
+
+
+def check_above(config: object, limit: int, *names: str) -> None:
+    """Raises ValueError for fields that are not above `limit`, or infinite."""
+    check_setting(config, names, lambda value: limit < value < math.inf, f"finite and above {limit}")
+
+
+def check_fraction(config: object, *names: str) -> None:
+    """Raises ValueError for fields that are not at least 0 and below 1."""
+    check_setting(config, names, lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def check_setting(config: object, names: tuple[str, ...], holds: Callable[[Any], bool], wanted: str) -> None:
+    """Raises ValueError that lists the fields for which `holds` does not hold."""
+    wrong = [f"{name} ({getattr(config, name)!r})" for name in names if not holds(getattr(config, name))]
+    if wrong:
+        raise ValueError(f"must be {wanted}: {', '.join(wrong)}")

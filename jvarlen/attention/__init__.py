@@ -1,0 +1,10 @@
+"""Attention that keeps padding and other samples of a row out.
+
+- `masks`: which position may attend to which.
+- `attention`: attention by lengths or segments, in several implementations.
+"""
+
+from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
+
+__all__ = ["attend", "attend_within_segments", "attention_mask", "padding_mask", "segment_mask"]

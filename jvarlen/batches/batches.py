@@ -1,0 +1,182 @@
+"""The types of a step's arrays, their shapes for a bucket, and the tokens that they hold.
+
+Letters: M microbatches, B rows, T positions, S and U positions of source and target.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen._common.pytree import is_key, zeros_of
+from jvarlen.planning.buckets import Bucket, PairBucket
+
+__all__ = [
+    "Batch",
+    "PackedBatch",
+    "PairBatch",
+    "count_tokens",
+    "full_batch",
+    "packed_batch_spec",
+    "pair_batch_spec",
+    "token_batch_spec",
+]
+
+
+class Batch(NamedTuple):
+    """One step's arrays: a pytree.
+
+    Attributes:
+      tokens: int32[M, B, T], zero where there is no token.
+      lengths: int32[M, B], tokens a row; 0 marks a dummy row.
+      weights: float32[M, B, T], 1 on tokens and 0 elsewhere.
+      num_sequences: float32[], real samples in the whole step.
+    """
+
+    tokens: Any
+    lengths: Any
+    weights: Any
+    num_sequences: Any
+
+
+class PackedBatch(NamedTuple):
+    """One step's arrays where a row holds several samples: a pytree.
+
+    Attributes:
+      tokens: int32[M, B, T], zero where there is no token.
+      segment_ids: int32[M, B, T], the sample of each token: 1, 2, … within its row, 0 where there is no token.
+      positions: int32[M, B, T], the place of each token in its own sample, from 0.
+      weights: float32[M, B, T], 1 on tokens and 0 elsewhere.
+      num_sequences: float32[], real samples in the whole step.
+    """
+
+    tokens: Any
+    segment_ids: Any
+    positions: Any
+    weights: Any
+    num_sequences: Any
+
+
+class PairBatch(NamedTuple):
+    """One step's arrays of pairs: a pytree.
+
+    Attributes:
+      source_tokens: int32[M, B, S], zero where there is no token.
+      source_lengths: int32[M, B], 0 for a dummy row.
+      target_tokens: int32[M, B, U].
+      target_lengths: int32[M, B].
+      weights: float32[M, B, U], 1 on target tokens and 0 elsewhere.
+      num_sequences: float32[], real pairs in the whole step.
+    """
+
+    source_tokens: Any
+    source_lengths: Any
+    target_tokens: Any
+    target_lengths: Any
+    weights: Any
+    num_sequences: Any
+
+
+def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
+    """The shapes and dtypes of what `pad_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `Batch` of `jax.ShapeDtypeStruct`.
+    """
+    shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
+    return Batch(
+        tokens=jax.ShapeDtypeStruct(shape_MxBxT, np.int32),
+        lengths=jax.ShapeDtypeStruct(shape_MxBxT[:2], np.int32),
+        weights=jax.ShapeDtypeStruct(shape_MxBxT, np.float32),
+        num_sequences=jax.ShapeDtypeStruct((), np.float32),
+    )
+
+
+def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
+    """The shapes and dtypes of what `pack_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `PackedBatch` of `jax.ShapeDtypeStruct`.
+    """
+    shape_MxBxT = (microbatches_per_step, bucket.rows, bucket.length)
+    integers = jax.ShapeDtypeStruct(shape_MxBxT, np.int32)
+    weights = jax.ShapeDtypeStruct(shape_MxBxT, np.float32)
+    return PackedBatch(integers, integers, integers, weights, jax.ShapeDtypeStruct((), np.float32))
+
+
+def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
+    """The shapes and dtypes of what `pad_pairs_to_bucket` makes.
+
+    Args:
+      bucket: the shape.
+      microbatches_per_step: M.
+
+    Returns:
+      A `PairBatch` of `jax.ShapeDtypeStruct`.
+    """
+    shape_MxB = (microbatches_per_step, bucket.rows)
+    lengths = jax.ShapeDtypeStruct(shape_MxB, np.int32)
+    source, target = (jax.ShapeDtypeStruct((*shape_MxB, length), np.int32) for length in bucket.lengths)
+    weights = jax.ShapeDtypeStruct(target.shape, np.float32)
+    return PairBatch(source, lengths, target, lengths, weights, jax.ShapeDtypeStruct((), np.float32))
+
+
+def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
+    """Real tokens of a batch or of a microbatch.
+
+    Args:
+      batch: a `Batch`, `PackedBatch` or `PairBatch`; traced or not.
+      dtype: of the result: that of the losses and weights that it is summed together with.
+
+    Returns:
+      float[] (exact up to 2²⁴ tokens in float32); None for anything else.
+
+    Example:
+      >>> lengths = np.array([[3, 0]])
+      >>> float(count_tokens(Batch(None, lengths, None, np.float32(1))))
+      3.0
+    """
+    if isinstance(batch, Batch):
+        counted = [batch.lengths]
+    elif isinstance(batch, PackedBatch):
+        counted = [batch.segment_ids > 0]
+    elif isinstance(batch, PairBatch):
+        counted = [batch.source_lengths, batch.target_lengths]
+    else:
+        return None
+    return jnp.asarray(sum(jnp.sum(array) for array in counted), dtype)
+
+
+def full_batch(spec: Any) -> Any:
+    """A batch without any padding, to measure a step with.
+
+    Args:
+      spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
+
+    Returns:
+      A pytree of NumPy arrays: ones, but for lengths and positions as full rows have them, and for typed keys.
+    """
+    batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
+    if isinstance(batch, Batch):
+        num_rows = np.float32(batch.lengths.size)
+        return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]), num_sequences=num_rows)
+    if isinstance(batch, PackedBatch):
+        positions = np.broadcast_to(np.arange(batch.tokens.shape[2], dtype=np.int32), batch.tokens.shape)
+        return batch._replace(positions=positions)
+    if isinstance(batch, PairBatch):
+        return batch._replace(
+            source_lengths=batch.source_lengths * np.int32(batch.source_tokens.shape[2]),
+            target_lengths=batch.target_lengths * np.int32(batch.target_tokens.shape[2]),
+        )
+    return batch

@@ -1,0 +1,101 @@
+"""Compilation cache: in goes a directory, out comes that JAX keeps compiled programs there and takes them from there.
+
+This is the one setting of JAX that compiling changes for the whole process, and only where the user has not made it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jvarlen._common.files import default_cache_dir
+
+__all__ = ["default_compilation_cache", "use_compilation_cache", "without_compilation_cache"]
+
+# JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
+_LIMITS = (
+    ("jax_persistent_cache_min_compile_time_secs", 1.0, 0.0),
+    ("jax_persistent_cache_min_entry_size_bytes", 0, -1),
+)
+
+_switching = threading.RLock()  # two that switch the cache off one into the other would leave it off
+_own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
+
+
+def default_compilation_cache() -> Path:
+    """The directory for compiled programs among this user's caches."""
+    return default_cache_dir() / "compiled"
+
+
+def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
+    """Keeps compiled programs on disk, those that compile fast included, and takes them from there.
+
+    This is a setting of JAX for the whole process, for what is compiled from now on. A user's own settings stay: a
+    cache that is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; ours is not
+    used then, and a warning says so where it was named) and limits (`jax_persistent_cache_min_compile_time_secs`,
+    `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
+
+    Programs from the directory are run. So it is made for this user alone, and one that another user owns or may write
+    to is not used: a warning says so, as where it cannot be made.
+
+    Args:
+      directory: made with its parents where it is missing; None for one among the user's caches, or for the one that an
+        earlier call has named.
+    """
+    global _own_setting
+    settings: Any = jax.config  # whose attributes are made while JAX is imported
+    if not settings.jax_enable_compilation_cache:
+        return
+    default = default_compilation_cache()
+    wanted = Path(directory or default).expanduser().absolute()  # JAX opens it later, maybe from elsewhere
+    chosen = settings.jax_compilation_cache_dir
+    if chosen is None or (chosen == _own_setting and wanted != default):
+        try:
+            _make_private(wanted)
+        except OSError as error:
+            warnings.warn(f"compiled programs are not kept for the next time: {error}", stacklevel=2)
+            return
+        if chosen != str(wanted):
+            _own_setting = str(wanted)
+            settings.update("jax_compilation_cache_dir", _own_setting)
+            reset_cache()  # JAX goes on with the directory, or the lack of one, that it found first
+    elif wanted not in (default, Path(chosen).absolute()):
+        warnings.warn(f"compiled programs are kept in {chosen}, as JAX is set, and not in {wanted}", stacklevel=2)
+    for name, usual, lowest in _LIMITS:
+        if getattr(settings, name) == usual:
+            settings.update(name, lowest)
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """Inside, every program is compiled, and none is kept; in other threads as well."""
+    settings: Any = jax.config
+    with _switching:
+        before = settings.jax_enable_compilation_cache
+        settings.update("jax_enable_compilation_cache", False)
+        reset_cache()  # JAX remembers whether it uses one
+        try:
+            yield
+        finally:
+            settings.update("jax_enable_compilation_cache", before)
+            reset_cache()
+
+
+def _make_private(directory: Path) -> None:
+    """Makes the directory for this user alone; raises OSError where it cannot be, or where others can write to it."""
+    for missing in reversed([directory, *directory.parents]):
+        missing.mkdir(mode=stat.S_IRWXU, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{directory} belongs to another user, who could plant programs in it")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others may write to {directory} and could plant programs in it: chmod go-w it")

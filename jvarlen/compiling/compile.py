@@ -1,0 +1,312 @@
+"""Compilation: in go a step function and buckets, out comes a callable that has every bucket's executable, and no more.
+
+Everything is compiled before the first step; what was not planned is refused, and `no_recompiles` proves that nothing
+is compiled afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.ledger import LedgerRow, row_of
+from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Recipe, lower_first, make_recipe
+from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
+from jvarlen.distributed.mesh import devices_of
+from jvarlen.distributed.processes import agree, together
+from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = ["compile_buckets", "load_compiled"]
+
+_DEFAULT_OPTIONS = CompileOptions()
+
+
+def compile_buckets(
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    buckets: Sequence[tuple[int, ...]] | PlannedSteps,
+    *,
+    microbatches_per_step: int | None = None,
+    mesh: Mesh | None = None,
+    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    progress: bool = True,
+    donate: bool = True,
+    options: CompileOptions = _DEFAULT_OPTIONS,
+) -> CompiledBuckets:
+    """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
+
+    Arrays that the step closes over, such as frozen weights, become arguments of its programs where they come to more
+    than 1 MiB; all buckets share them. What a function with a `jax.jit` of its own closes over stays a constant.
+
+    Args:
+      step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
+      state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
+      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length); or a plan,
+        whose padding is then in the ledger.
+      microbatches_per_step: M; None for the plan's, or 1.
+      mesh: batches come spread over its axis "data"; state that is not placed on a mesh is replicated. None: one
+        device. Where its devices belong to several processes, these are all there are, and all of them compile.
+      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      progress: whether to show a progress bar that names the bucket.
+      donate: whether a step may write the next state over the one that it takes, which cannot be used again then. A
+        step that returns the very state that it takes, as that of `make_eval_step`, never does.
+      options: of the compiler, the cache, memory and warming up. By default programs are kept in the user's cache
+        directory, a setting of JAX for the whole process.
+
+    Returns:
+      `CompiledBuckets`.
+
+    Raises:
+      ValueError: buckets or options that are not as described; shards of the mesh that do not divide M; a step that
+        returns another state than it takes, or was made without the mesh; processes that compiled different things.
+
+    Example:
+      >>> import numpy as np
+      >>> def count(state, batch):
+      ...     return state + batch.num_sequences, {}
+      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> [row.bucket.length for row in compiled.ledger]
+      [4, 8]
+    """
+    plan, shapes = (buckets, buckets.buckets) if isinstance(buckets, PlannedSteps) else (None, buckets)
+    if microbatches_per_step is None:
+        microbatches_per_step = 1 if plan is None else plan.microbatches_per_step
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    if plan is not None and plan.microbatches_per_step != microbatches_per_step:
+        raise ValueError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
+    largest_first = sorted(check_buckets(shapes), key=lambda bucket: -bucket.num_positions)
+    with _on_all_processes(mesh):
+        _check_fallback(options, mesh)
+        if options.cache_dir is not None:
+            use_compilation_cache(options.cache_dir)
+        recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options, donate=donate)
+        # What was read from the cache could not wait on the host.
+        waits = options.max_live is not None and not recipe.can_serialize_what_was_read
+        with without_compilation_cache() if waits else contextlib.nullcontext():
+            compiled = _compile(recipe, largest_first, options, plan, progress)
+    return _ready(compiled, state, mesh, options, progress)
+
+
+def _compile(
+    recipe: Recipe, buckets: Sequence[AnyBucket], options: CompileOptions, plan: PlannedSteps | None, progress: bool
+) -> CompiledBuckets:
+    """Lowers the buckets one after the other, while threads compile those that are lowered."""
+    executables = Executables(recipe.devices, options.max_live)
+    rows: list[LedgerRow] = []
+    constants: dict[AnyBucket, tuple[Any, ...]] = {}
+    texts: list[str] = []
+    ends = _first_and_last(buckets)
+    pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
+    num_threads = _num_threads(options)
+    with _pool(num_threads) as pool, _bar("compile", recipe, len(buckets), progress) as bar:
+
+        def finish_one() -> None:
+            bucket, future = pending.popleft()
+            try:
+                row, executable = future.result()
+            except Exception as error:
+                error.add_note(f"while compiling {recipe.name} for bucket {bucket}")
+                raise
+            executables.add(bucket, executable)
+            rows.append(row)
+            bar.update()
+
+        for bucket in buckets:
+            raise_if_interrupted()
+            bar.set_postfix_str(str(bucket))
+            if bucket is buckets[0]:
+                recipe, lowered = lower_first(recipe, bucket)
+            else:
+                lowered = recipe.lower(bucket)
+            constants[bucket] = lowered.constants
+            if bucket in ends:
+                texts.append(lowered.program.as_text())  # of the lowered program itself, nothing is kept
+                _check_timed(recipe, lowered, options)
+            pending.append((bucket, pool.submit(recipe.compile, lowered)))
+            while pending and (pending[0][1].done() or len(pending) > num_threads):
+                finish_one()
+        while pending:
+            finish_one()
+    return CompiledBuckets(recipe, executables, rows, constants, _fingerprint(recipe, buckets, texts), options, plan)
+
+
+def load_compiled(
+    path: str | os.PathLike[str],
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    *,
+    plan: PlannedSteps | None = None,
+    mesh: Mesh | None = None,
+    batch_spec: Callable[[Any, int], Any] = token_batch_spec,
+    progress: bool = True,
+    donate: bool = True,
+    options: CompileOptions = _DEFAULT_OPTIONS,
+) -> CompiledBuckets:
+    """Takes the executables of a file that `CompiledBuckets.save` wrote; nothing is compiled.
+
+    That the step is the one that was compiled is seen by lowering it for the smallest and the largest bucket.
+
+    Args:
+      path: the file. It must belong to this user, nobody else may be able to write to it, and it must be signed with
+        this user's key: its programs are run. Of several processes, each has a file of its own.
+      step_fn: as for `compile_buckets`.
+      state: as for `compile_buckets`.
+      plan: whose padding is then in the ledger.
+      mesh: as for `compile_buckets`.
+      batch_spec: as for `compile_buckets`.
+      progress: whether to show a progress bar.
+      donate: as for `compile_buckets`.
+      options: as for `compile_buckets`.
+
+    Returns:
+      `CompiledBuckets` of the buckets and microbatches that were saved.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      PermissionError: it belongs to another user, or others may write to it.
+      ValueError: it is damaged or not signed with this user's key, or was made by other software, for other devices or
+        options, or of another step, state or batch; what differs is listed.
+    """
+    with _on_all_processes(mesh):
+        compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, donate, options, progress)
+    return _ready(compiled, state, mesh, options, progress)
+
+
+def _load(
+    path: Path,
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    plan: PlannedSteps | None,
+    mesh: Mesh | None,
+    batch_spec: Callable[[Any, int], Any],
+    donate: bool,
+    options: CompileOptions,
+    progress: bool,
+) -> CompiledBuckets:
+    _check_fallback(options, mesh)
+    header, contents = read_compiled(path)
+    if options.cache_dir is not None:
+        use_compilation_cache(options.cache_dir)
+    recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options, donate=donate)
+    check_environment(path, header["environment"], recipe.environment)
+    buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
+    recipe, first_lowered = lower_first(recipe, buckets[0])
+    told_apart_by = [first_lowered, *(recipe.lower(bucket) for bucket in _first_and_last(buckets)[1:])]
+    constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
+    if any(constants.values()):  # those of each bucket are found by tracing it
+        constants |= {bucket: recipe.lower(bucket).constants for bucket in buckets if bucket not in constants}
+    _check_timed(recipe, told_apart_by[0], options)
+    fingerprint = _fingerprint(recipe, buckets, [lowered.program.as_text() for lowered in told_apart_by])
+    if fingerprint != header["fingerprint"]:
+        raise ValueError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
+    lowered = told_apart_by[0].program
+    structures = jax.tree.structure(lowered.args_info), lowered.out_tree
+    programs = [(content, *structures) for content in contents]
+    executables = Executables(recipe.devices, options.max_live)
+    rows = []
+
+    def load_one(program: tuple[bytes, Any, Any]) -> tuple[jax.stages.Compiled, float]:
+        start = time.perf_counter()
+        return deserialized(*program, recipe.devices), time.perf_counter() - start
+
+    with _pool(_num_threads(options)) as pool, _bar("load", recipe, len(buckets), progress) as bar:
+        loaded = zip(buckets, programs, pool.map(load_one, programs), strict=True)
+        for bucket, program, (executable, seconds) in loaded:
+            raise_if_interrupted()
+            executables.add(bucket, executable, program)
+            rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
+            bar.update()
+    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan)
+
+
+def _ready(
+    compiled: CompiledBuckets, state: Any, mesh: Mesh | None, options: CompileOptions, progress: bool
+) -> CompiledBuckets:
+    """Ends the onset: all processes hold the same, and, where that is wanted, everything has run once."""
+    if _has_processes(mesh):
+        agree("the compiled buckets", compiled.fingerprint)
+        agree("software and options of the compiler", compiled.common_environment)
+    if options.warm_up:
+        compiled.warm_up(state, progress=progress)
+    compiled.prepare_arithmetic(state)
+    return compiled
+
+
+def _has_processes(mesh: Mesh | None) -> bool:
+    """Whether several processes compile; raises ValueError where these are not all there are."""
+    if mesh is None or not mesh.is_multi_process:
+        return False
+    missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(mesh)}
+    if missing:
+        raise ValueError(f"a mesh over several processes must span all; it has no device of {sorted(missing)}")
+    return True
+
+
+def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    """What fails on one process fails on all of the mesh, so that none waits for it."""
+    return together("compile the buckets") if _has_processes(mesh) else contextlib.nullcontext()
+
+
+def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
+    """Raises ValueError where a batch could not come to the host to be padded."""
+    if options.fallback == "pad" and _has_processes(mesh):
+        raise ValueError('fallback="pad" pads on the host, and no process has a whole batch of several there')
+
+
+def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
+    """Raises ValueError where steps are to be timed, and nothing that they give back can be waited for."""
+    metrics = lowered.program.out_info if recipe.keeps_state else lowered.program.out_info[1]
+    if options.time_steps and not jax.tree.leaves(metrics):
+        raise ValueError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
+
+
+def _num_threads(options: CompileOptions) -> int:
+    """Threads that compile; where several processes compile together, one, so that all do in the same order."""
+    return options.num_threads or ((os.cpu_count() or 1) if jax.process_count() == 1 else 1)
+
+
+@contextlib.contextmanager
+def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads; what they have not begun when an error comes is not begun any more."""
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
+        try:
+            yield pool
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
+    return progress_bar(total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)
+
+
+def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
+    """By which sets are told apart: the largest and the smallest."""
+    return tuple(dict.fromkeys((buckets[0], buckets[-1])))
+
+
+def _fingerprint(recipe: Recipe, buckets: Sequence[AnyBucket], texts: Sequence[str]) -> str:
+    """SHA-256 of what was compiled: the buckets, and the lowered programs of the largest and the smallest."""
+    digest = hashlib.sha256(repr((recipe.microbatches_per_step, [tuple(bucket) for bucket in buckets])).encode())
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()

@@ -1,0 +1,435 @@
+"""Compiled buckets: in go a state and a batch, out come the next state and metrics, by the executable of its bucket.
+
+What was not planned is refused. `compile_buckets` makes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import os
+import time
+import warnings
+from collections.abc import Hashable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen._common.checks import check_at_least_one, list_first
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen._common.pytree import leaves_by_name, zeros_of
+from jvarlen.compiling import recompiles
+from jvarlen.compiling.compilation_cache import without_compilation_cache
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.hlo import Collectives, count_collectives
+from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.mismatch import (
+    UnplannedShapeError,
+    explain_unplanned,
+    explain_unplanned_state,
+    nearest_larger,
+    pad_to_spec,
+    signature,
+)
+from jvarlen.compiling.program_store import Executables, serialized, write_compiled
+from jvarlen.compiling.row_search import most_rows
+from jvarlen.compiling.step_clock import StepClock
+from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = ["CompiledBuckets"]
+
+_MAX_ROWS = 2**24  # that `suggest_rows` tries
+_RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
+
+
+class CompiledBuckets:
+    """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
+
+    The state is donated: use the one that comes back. A state that holds an array twice is given a copy of it.
+
+    Attributes:
+      specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
+      num_padded: batches that no bucket was planned for and that were padded up to one, by `fallback="pad"`.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        executables: Executables,
+        rows: Iterable[LedgerRow],
+        constants: Mapping[AnyBucket, tuple[Any, ...]],
+        fingerprint: str,
+        options: CompileOptions,
+        plan: PlannedSteps | None = None,
+    ):
+        """Made by `compile_buckets` or `load_compiled`."""
+        self._recipe = recipe
+        self._executables = executables
+        self._rows = {row.bucket: row for row in rows}
+        self._constants = {bucket: arrays for bucket, arrays in constants.items() if arrays}
+        self._fingerprint = fingerprint
+        self._options = options
+        self._plan = plan
+        self.specs = {bucket: recipe.spec(bucket) for bucket in self._rows}
+        self.num_padded = 0
+        self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
+        self._times_used = dict.fromkeys(self._rows, 0)
+        self._last_use: dict[AnyBucket, int] = {}
+        self._is_state_checked = False
+        self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """M."""
+        return self._recipe.microbatches_per_step
+
+    @property
+    def device(self) -> str:
+        """Number and kind of the devices that it was compiled for."""
+        return self._recipe.device_text
+
+    @property
+    def ledger(self) -> Ledger:
+        """What each bucket cost and was used for until now, in the order of compilation."""
+        seconds: Mapping[AnyBucket, float] = {}
+        if self._clock is not None:
+            self._clock.wait()
+            seconds = self._clock.median_seconds()
+        ledger = Ledger(
+            dataclasses.replace(
+                row,
+                times_used=self._times_used[bucket],
+                step_s=seconds.get(bucket, row.step_s),
+                is_live=self._executables.is_live(bucket),
+            )
+            for bucket, row in self._rows.items()
+        )
+        return ledger if self._plan is None else ledger.with_plan(self._plan)
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
+        try:
+            bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
+            executable = self._executables.get(bucket)
+        except (KeyError, AttributeError):  # a Python number has no shape
+            bucket, batch = self._fall_back(batch)
+            executable = self._executables.get(bucket)
+        if not self._is_state_checked:
+            self._check_state(state)
+            state = self._without_aliases(state)
+        recompiles.dispatched(bucket)
+        started = time.perf_counter()
+        try:
+            outputs = self._run(executable, bucket, state, batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            without_aliases = self._without_aliases(state)
+            if without_aliases is state:
+                self._explain(state, batch, bucket, error)
+                raise
+            outputs = self._run(executable, bucket, without_aliases, batch)
+        if self._clock is not None:
+            self._clock.step(bucket, started, outputs[1])
+        self._times_used[bucket] += 1
+        if self._times_used[bucket] == self._last_use.get(bucket):
+            self.release(bucket)
+        return outputs
+
+    def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
+        constants = (self._constants[bucket],) if self._constants else ()
+        outputs = executable(state, batch, *constants)
+        return (state, outputs) if self._recipe.keeps_state else outputs
+
+    def release(self, *buckets: tuple[int, ...]) -> None:
+        """Lets the executables of buckets go; a batch of such a bucket is then refused.
+
+        Args:
+          buckets: those that no later step uses; releasing one twice does nothing.
+
+        Raises:
+          ValueError: buckets that were not compiled; they are listed.
+        """
+        for bucket in self._known(buckets):
+            self._executables.release(bucket)
+
+    def release_after(self, num_steps: Mapping[Any, int]) -> None:
+        """Releases the executable of each bucket as soon as it has run so many steps more.
+
+        What a curriculum has passed for good then needs no memory. For a plan, the rest of which is trained on:
+        `compiled.release_after(plan.steps_of_buckets(start_step))`.
+
+        Args:
+          num_steps: steps to come of each bucket; those with none are released now. Buckets that are not named stay.
+
+        Raises:
+          ValueError: buckets that were not compiled, or numbers below 0; they are listed.
+        """
+        negative = {tuple(bucket): steps for bucket, steps in num_steps.items() if steps < 0}
+        if negative:
+            raise ValueError(f"steps to come must be at least 0: {negative}")
+        for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
+            self._last_use[bucket] = self._times_used[bucket] + int(steps)
+            if steps == 0:
+                self.release(bucket)
+
+    def suggest_rows(self, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1) -> int:
+        """The most rows of this length whose step fits, found by compiling, not by running.
+
+        Counted is what the program itself holds on one device: state, batch, results and temporaries. What waits there
+        besides, such as batches that were loaded ahead, is for the limit to leave room for.
+
+        Args:
+          bucket: (rows, length), or (rows, source length, target length); its rows are what is tried first.
+          memory_limit: bytes of one device; None for what the device says it has.
+          row_multiple: rows are a multiple of it.
+
+        Returns:
+          Rows of a microbatch.
+
+        Raises:
+          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given, and the
+            device does not tell its own; or it does not tell what programs need.
+        """
+        (checked,) = check_buckets([bucket])
+        if memory_limit is None:
+            memory_limit = (self._recipe.device.memory_stats() or {}).get("bytes_limit")
+            if memory_limit is None:
+                raise ValueError(f"{self.device} does not tell how many bytes it has: give memory_limit")
+        check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
+        needed: dict[int, int] = {}
+
+        def bytes_of(rows: int) -> int:
+            raise_if_interrupted()
+            tried = checked._replace(rows=rows)
+            row = self._recipe.compile(self._recipe.lower(tried)).row
+            if not row.total_bytes:
+                raise ValueError(f"{self.device} does not tell how many bytes a program needs")
+            needed[rows] = row.total_bytes
+            return row.total_bytes
+
+        rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
+        if rows == 0:
+            raise ValueError(
+                f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {needed[row_multiple]:,} "
+                f"bytes, more than the {memory_limit:,} of the limit"
+            )
+        return rows
+
+    def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
+        """How often the devices talk to each other in a step of the bucket, by kind, as the compiled program says.
+
+        Args:
+          bucket: one of those that were compiled.
+
+        Returns:
+          What `count_collectives` does: a step of `make_train_step` has all-reduces outside of loops only.
+
+        Raises:
+          ValueError: no such bucket; or its program was read from a file and does not tell its text.
+        """
+        return count_collectives(self._executables.get(*self._known([bucket])))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
+
+        On CPUs, those that came from the persistent cache are compiled anew for it. Of several processes, each writes a
+        file of its own. It is signed with a key of this user, which is made at the first time.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          ValueError: executables were released, or the backend cannot turn them into bytes.
+          OSError: the file cannot be written, or the key.
+        """
+        buckets = list(self._rows)
+        released = [bucket for bucket in buckets if not self._executables.has(bucket)]
+        if released:
+            raise ValueError(f"executables were released, save before: {', '.join(map(str, released))}")
+        programs = [self._serialized(bucket) for bucket in buckets]
+        if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
+            raise ValueError("buckets return metrics of different structures: one file holds one structure")
+        header = {
+            "environment": self._recipe.environment,
+            "microbatches_per_step": self.microbatches_per_step,
+            "buckets": [list(bucket) for bucket in buckets],
+            "fingerprint": self._fingerprint,
+        }
+        write_compiled(Path(path), header, [program for program, _, _ in programs])
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of what was compiled."""
+        return self._fingerprint
+
+    @property
+    def common_environment(self) -> str:
+        """Software and options of the compiler, which are the same on all processes that train together."""
+        own = ("device ids", "device kinds", "process", "processor")
+        return repr({name: value for name, value in self._recipe.environment.items() if name not in own})
+
+    def warm_up(self, state: Any, *, progress: bool = True) -> None:
+        """Runs every executable on batches of zeros and a copy of the state, so that nothing is left to be tuned.
+
+        Once, and three times on GPUs, which find out what to do first, and then record it. The copy needs as many bytes
+        as the state. Where several processes compiled together, all of them call it.
+
+        Args:
+          state: arrays; it is left as it is.
+          progress: whether to show a progress bar.
+
+        Raises:
+          ValueError: a state of `jax.ShapeDtypeStruct`.
+        """
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            raise ValueError("warming up runs the step: it needs a state of arrays, not of shapes")
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
+        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
+        held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
+        bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
+        for bucket, spec in bar:
+            raise_if_interrupted()
+            bar.set_postfix_str(str(bucket))
+            for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
+                batch = jax.tree.map(zeros_of, spec)
+                state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
+
+    def prepare_arithmetic(self, state: Any) -> None:
+        """Compiles what a loop does with scalar metrics, such as adding them up, so that a guard lets it.
+
+        Args:
+          state: what is committed to its devices, as results of a step will be then.
+        """
+        is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
+        executable = self._executables.any_live()
+        info, shardings = executable.out_info, executable.output_shardings
+        if not self._recipe.keeps_state:
+            info, shardings = info[1], shardings[1]
+        for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
+            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
+                _prepare_arithmetic(leaf.dtype, sharding if is_committed or self._recipe.mesh is not None else None)
+
+    def _without_aliases(self, state: Any) -> Any:
+        """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
+        if self._recipe.keeps_state or not self._recipe.donate:
+            return state
+        seen: set[Any] = set()
+        copies = 0
+
+        def own(leaf: Any) -> Any:
+            nonlocal copies
+            buffers = _buffers(leaf)
+            if seen.isdisjoint(buffers):
+                seen.update(buffers)
+                return leaf
+            copies += 1
+            return _copy(leaf)
+
+        unaliased = jax.tree.map(own, state)
+        return unaliased if copies else state
+
+    def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
+        was_read = self._rows[bucket].cache_hit and not self._executables.is_stored(bucket)
+        if was_read and not self._recipe.can_serialize_what_was_read:
+            with without_compilation_cache():
+                return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
+        return self._executables.serialized(bucket)
+
+    def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
+        if self._options.fallback == "pad":
+            held = {bucket: spec for bucket, spec in self.specs.items() if self._executables.has(bucket)}
+            bucket = nearest_larger(batch, held)
+            if bucket is not None:
+                if not self.num_padded:
+                    warnings.warn(
+                        f"{explain_unplanned(batch, self.specs) or 'the executable of this batch was released'}. "
+                        f"It is padded up to {bucket}, as all such batches are",
+                        stacklevel=3,
+                    )
+                self.num_padded += 1
+                if bucket in self._last_use:
+                    self._last_use[bucket] += 1  # it is none of the steps that were to come
+                return bucket, pad_to_spec(batch, self.specs[bucket])
+        difference = explain_unplanned(batch, self.specs, self._recipe.device)
+        if difference is None:
+            bucket = self._bucket_of[signature(batch)]
+            difference = f"the executable of {bucket} was released, as no step was to use it"
+        raise UnplannedShapeError(difference)
+
+    def _check_state(self, state: Any) -> None:
+        abstract = jax.eval_shape(lambda state: state, state)
+        difference = explain_unplanned_state(abstract, self._recipe.state_spec)
+        if difference:
+            raise UnplannedShapeError(difference)
+        self._is_state_checked = True
+
+    def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
+        """Raises an error that names what the executable refused: arrays that are gone, or what was not planned."""
+        gone = [
+            f"{name}{path}"
+            for name, tree in (("state", state), ("batch", batch))
+            for path, leaf in leaves_by_name(tree).items()
+            if isinstance(leaf, jax.Array) and leaf.is_deleted()
+        ]
+        if gone:
+            raise ValueError(
+                f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its "
+                "results there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+            ) from error
+        device = self._recipe.device
+        difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
+            state, self._recipe.state_spec, device
+        )
+        if difference:
+            raise UnplannedShapeError(difference) from error
+
+    def _known(self, buckets: Iterable[tuple[int, ...]]) -> list[AnyBucket]:
+        by_shape = {tuple(bucket): bucket for bucket in self._rows}
+        unknown = [tuple(bucket) for bucket in buckets if tuple(bucket) not in by_shape]
+        if unknown:
+            raise ValueError(f"buckets were not compiled: {unknown}")
+        return [by_shape[tuple(bucket)] for bucket in buckets]
+
+
+def _canonical(batch: Any) -> Any:
+    """The batch with its NumPy arrays in the types that they have on a device, such as float32 for float64."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(cast, batch)
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """What tells whether two arrays share memory."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return [id(leaf)]
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    """A copy where the array lies; nothing is compiled for it."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return leaf
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+@functools.cache
+def _prepare_arithmetic(dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
+    scalar = jax.device_put(np.ones((), dtype), sharding)
+    pairs = ((scalar, scalar), (scalar, 1.0), (1.0, scalar), (scalar, 1), (1, scalar))
+    with recompiles.uncounted_in_thread():
+        for calculate in (operator.add, operator.sub, operator.mul, operator.truediv):
+            for pair in pairs:
+                calculate(*pair)

@@ -1,0 +1,276 @@
+"""Recipe: in go a step, the shapes of its state and batches and options, out comes the program of any bucket."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
+from jvarlen.compiling.ledger import LedgerRow, row_of
+from jvarlen.compiling.program_store import environment_of
+from jvarlen.compiling.recompiles import counting_in_thread
+from jvarlen.distributed.mesh import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
+from jvarlen.planning.buckets import AnyBucket
+
+__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "lower_first", "make_recipe"]
+
+
+_HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
+_CONSTANT_BYTES = 2**12  # an array up to here stays a constant
+
+
+class LoweredBucket(NamedTuple):
+    """The program of a bucket before compilation.
+
+    Attributes:
+      bucket: its shape.
+      program: takes the state, a batch, and `constants`; gives the next state and metrics, or metrics alone where the
+        step keeps its state.
+      constants: arrays that the step closes over, on the devices that it runs on.
+      keeps_state: whether the step returns the very state that it takes.
+      seconds: of tracing and lowering it.
+    """
+
+    bucket: AnyBucket
+    program: jax.stages.Lowered
+    constants: tuple[jax.Array, ...]
+    keeps_state: bool
+    seconds: float
+
+
+class CompiledBucket(NamedTuple):
+    """The program of a bucket, and what it cost."""
+
+    row: LedgerRow
+    executable: jax.stages.Compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What makes the program of any bucket.
+
+    Attributes:
+      step_fn: `step_fn(state, batch) -> (state, metrics)`, not jitted.
+      state_spec: pytree of `jax.ShapeDtypeStruct`.
+      batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      microbatches_per_step: M.
+      mesh: where a step runs; None: the default device.
+      devices: those that a step runs on, those of other processes included.
+      compiler_options: of XLA.
+      donate: whether a step writes the next state over the one that it takes.
+      keeps_state: whether the step returns the very state that it takes, which is then neither donated nor copied.
+    """
+
+    step_fn: Callable[[Any, Any], tuple[Any, Any]]
+    state_spec: Any
+    batch_spec: Callable[[Any, int], Any]
+    microbatches_per_step: int
+    mesh: Mesh | None
+    devices: list[jax.Device]
+    compiler_options: Mapping[str, Any]
+    donate: bool = True
+    keeps_state: bool = False
+    _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The name of the step function."""
+        return getattr(self.step_fn, "__name__", "step")
+
+    @property
+    def device(self) -> jax.Device:
+        """The first of this process."""
+        return next(device for device in self.devices if device.process_index == jax.process_index())
+
+    @property
+    def device_text(self) -> str:
+        """Number and kind of the devices."""
+        kinds = sorted({device.device_kind for device in self.devices})
+        return f"{len(self.devices)} × {', '.join(kinds)}"
+
+    @property
+    def can_serialize_what_was_read(self) -> bool:
+        """Whether a program that was not compiled here, but read from somewhere, can be turned into bytes again.
+
+        XLA's CPU backend then leaves the code out, and only running it shows that.
+        """
+        return self.device.platform != "cpu"
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What must be the same where programs are compiled and where they are run, by name."""
+        return environment_of(self.devices) | {"compiler options": dict(self.compiler_options)}
+
+    def spec(self, bucket: AnyBucket) -> Any:
+        """The bucket's batch as a pytree of `jax.ShapeDtypeStruct`, spread over the mesh."""
+        spec = jax.tree.map(_canonical, self.batch_spec(bucket, self.microbatches_per_step))
+        if self.mesh is None:
+            return spec
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            spec,
+            batch_shardings(spec, self.mesh),
+        )
+
+    def lower(self, bucket: AnyBucket) -> LoweredBucket:
+        """Traces and lowers the step for a bucket.
+
+        Settings of JAX that a `with` block makes are those of one thread: it is called in the user's.
+
+        Raises:
+          ValueError: the step returns no pair, or a state of other shapes or dtypes than it takes.
+        """
+        keeps_state = False
+
+        # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
+        def step(state: Any, batch: Any, constants: tuple[Any, ...] = ()) -> Any:
+            nonlocal keeps_state
+            outputs = self.step_fn(state, batch)
+            self._check_outputs(outputs)
+            pairs = zip(jax.tree.leaves(state), jax.tree.leaves(outputs[0]), strict=True)
+            keeps_state = all(given is returned for given, returned in pairs)
+            return outputs[1] if self.keeps_state else outputs
+
+        start = time.perf_counter()
+        with compiling_for(self.mesh):
+            traced = self._jitted(step).trace(self.state_spec, self.spec(bucket))
+        constants = self._hoisted(traced.jaxpr)
+        if constants:
+            traced = self._jitted(_with_arguments(traced, constants)).trace(
+                self.state_spec, self.spec(bucket), tuple(constants.values())
+            )
+        return LoweredBucket(
+            bucket, traced.lower(), tuple(constants.values()), keeps_state, time.perf_counter() - start
+        )
+
+    def _jitted(self, step: Callable[..., Any]) -> Any:
+        step.__name__ = step.__qualname__ = self.name
+        shardings: Any = None
+        if self.mesh is not None and not self.keeps_state:
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_spec), None
+        donated = 0 if self.donate and not self.keeps_state else ()
+        return jax.jit(step, donate_argnums=donated, out_shardings=shardings)
+
+    def _hoisted(self, closed: ClosedJaxpr) -> dict[int, jax.Array]:
+        """Which constants become arguments, by their place, on the devices of the step."""
+        sizes = {i: getattr(constant, "nbytes", 0) for i, constant in enumerate(closed.consts)}
+        if sum(sizes.values()) < _HOISTED_FROM_BYTES:
+            return {}
+        return {i: self._place(closed.consts[i]) for i, size in sizes.items() if size > _CONSTANT_BYTES}
+
+    def _place(self, constant: Any) -> jax.Array:
+        """One copy for all buckets."""
+        if id(constant) not in self._placed:
+            if self.mesh is None:
+                placed = jax.device_put(constant)
+            elif isinstance(sharding := getattr(constant, "sharding", None), NamedSharding):
+                placed = jax.device_put(constant, with_auto_axes(sharding))
+            else:
+                placed = replicate(constant, self.mesh)
+            self._placed[id(constant)] = constant, placed
+        return self._placed[id(constant)][1]
+
+    def compile(self, lowered: LoweredBucket) -> CompiledBucket:
+        """Compiles what `lower` gave, in whatever thread."""
+        start = time.perf_counter()
+        with counting_in_thread() as count:
+            executable = lowered.program.compile(compiler_options=dict(self.compiler_options) or None)
+        seconds = time.perf_counter() - start
+        hit = count.num_cache_hits > 0
+        return CompiledBucket(row_of(lowered.bucket, executable, lowered.seconds, seconds, hit), executable)
+
+    def _check_outputs(self, outputs: Any) -> None:
+        if not (isinstance(outputs, tuple) and len(outputs) == 2):
+            raise ValueError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
+        given, returned = (
+            {name: describe(jax.typeof(leaf)) for name, leaf in leaves_by_name(state).items()}
+            for state in (self.state_spec, outputs[0])
+        )
+        changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]
+        if changed or not have_same_containers(self.state_spec, outputs[0]):
+            listed = "; ".join(f"{name or 'it'}: {given.get(name)} -> {returned.get(name)}" for name in changed[:5])
+            raise ValueError(f"{self.name} returns another state than it takes: {listed or 'its containers differ'}")
+
+
+def make_recipe(
+    step_fn: Callable[[Any, Any], tuple[Any, Any]],
+    state: Any,
+    microbatches_per_step: int,
+    mesh: Mesh | None,
+    batch_spec: Callable[[Any, int], Any],
+    options: CompileOptions,
+    *,
+    donate: bool = True,
+) -> Recipe:
+    """Takes arguments of `compile_buckets`; raises ValueError for options that the installed jaxlib does not take."""
+    mesh = None if mesh is None else auto_axes(mesh)
+    devices = devices_of(mesh)
+    recipe = Recipe(
+        step_fn=step_fn,
+        state_spec=_spec_of_state(state, mesh),
+        batch_spec=batch_spec,
+        microbatches_per_step=microbatches_per_step,
+        mesh=mesh,
+        devices=devices,
+        compiler_options=options.compiler_options(devices[0].platform, len(devices)),
+        donate=donate,
+    )
+    check_compiler_options(recipe.compiler_options, recipe.device)
+    return recipe
+
+
+def lower_first(recipe: Recipe, bucket: AnyBucket) -> tuple[Recipe, LoweredBucket]:
+    """The first bucket lowered, and the recipe for all: tracing tells whether the step keeps its state."""
+    lowered = recipe.lower(bucket)
+    if not lowered.keeps_state:
+        return recipe, lowered
+    recipe = dataclasses.replace(recipe, keeps_state=True)
+    return recipe, recipe.lower(bucket)
+
+
+def _with_arguments(traced: jax.stages.Traced, constants: Mapping[int, Any]) -> Callable[..., Any]:
+    """The traced step as a function of the constants at these places as well."""
+    closed, structure = traced.jaxpr, jax.tree.structure(traced.out_info)
+
+    def step(state: Any, batch: Any, arguments: tuple[Any, ...]) -> Any:
+        consts = list(closed.consts)
+        for i, argument in zip(constants, arguments, strict=True):
+            consts[i] = argument
+        outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*jax.tree.leaves((state, batch)))
+        return jax.tree.unflatten(structure, outputs)
+
+    return step
+
+
+def _canonical(leaf: Any) -> jax.ShapeDtypeStruct:
+    """With the dtype that such an array has on a device: float64 is float32 there, unless 64-bit types are enabled."""
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=getattr(leaf, "sharding", None))
+
+
+def _spec_of_state(state: Any, mesh: Mesh | None) -> Any:
+    """Shapes and dtypes of a state as a step takes it; what is not placed on a mesh is replicated over it.
+
+    Args:
+      state: a pytree of arrays, numbers, or `jax.ShapeDtypeStruct`.
+      mesh: None: one device.
+
+    Returns:
+      A pytree of `jax.ShapeDtypeStruct`.
+    """
+
+    def spec(leaf: Any, abstract: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding: Any = None if mesh is None else getattr(leaf, "sharding", None)
+        if mesh is not None:
+            is_replicated = not isinstance(sharding, NamedSharding)
+            sharding = NamedSharding(mesh, PartitionSpec()) if is_replicated else with_auto_axes(sharding)
+        return jax.ShapeDtypeStruct(abstract.shape, abstract.dtype, sharding=sharding)
+
+    return jax.tree.map(spec, state, jax.eval_shape(lambda state: state, state))

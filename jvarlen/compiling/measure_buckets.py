@@ -1,0 +1,98 @@
+"""Measuring: in go compiled buckets, or a model and some shapes, out come seconds, bytes and cost models of them.
+
+Letters: K buckets.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen.batches.batches import full_batch
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+
+__all__ = ["MeasuredBuckets", "measure_buckets"]
+
+
+class MeasuredBuckets(NamedTuple):
+    """What compiled buckets take, for `fit_cost_model`.
+
+    Attributes:
+      shapes: (rows, length) of each.
+      seconds: float64[K], of one microbatch.
+      num_bytes: int64[K], that one device holds during a step.
+      compile_seconds: of lowering and compiling one bucket, the mean of those that no cache held; NaN without such.
+      device: number and kind of the devices.
+    """
+
+    shapes: tuple[tuple[int, int], ...]
+    seconds: Float64[np.ndarray, " K"]
+    num_bytes: Int64[np.ndarray, " K"]
+    compile_seconds: float
+    device: str
+
+
+def measure_buckets(
+    compiled: CompiledBuckets,
+    state: Any,
+    *,
+    repeats: int = 3,
+    make_batch: Callable[[Any], Any] = full_batch,
+    progress: bool = True,
+) -> MeasuredBuckets:
+    """Runs the step of every bucket some times, on a copy of the state and rows without padding.
+
+    Args:
+      compiled: what `compile_buckets` gave; its buckets have one length.
+      state: the state that it was compiled for; it is left as it is.
+      repeats: how often each bucket runs after a first time that does not count; the fastest counts.
+      make_batch: makes a batch from the pytree of `jax.ShapeDtypeStruct` of a bucket.
+      progress: whether to show a progress bar.
+
+    Returns:
+      `MeasuredBuckets`.
+
+    Raises:
+      ValueError: buckets of pairs, or repeats below 1.
+
+    Example:
+      >>> def count(state, batch):
+      ...     return state + batch.num_sequences, {}
+      >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)
+      >>> measure_buckets(compiled, np.float32(0), progress=False).shapes
+      ((2, 4), (1, 8))
+    """
+    check_at_least_one(repeats=repeats)
+    if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
+        raise ValueError("buckets of pairs have two lengths, and a cost model knows one")
+    state = jax.tree.map(jnp.array, state)
+    seconds = []
+    for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):
+        raise_if_interrupted()
+        batch = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), make_batch(spec), spec)
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        fastest = math.inf
+        for _ in range(repeats):
+            start = time.perf_counter()
+            state, _ = jax.block_until_ready(compiled(state, batch))
+            fastest = min(fastest, time.perf_counter() - start)
+        seconds.append(fastest / compiled.microbatches_per_step)
+    rows = {row.bucket: row for row in compiled.ledger}
+    cold = [row.lower_s + row.compile_s for row in compiled.ledger if not row.cache_hit]
+    return MeasuredBuckets(
+        tuple((bucket.rows, bucket.lengths[0]) for bucket in compiled.specs),
+        np.array(seconds),
+        np.array([rows[bucket].total_bytes for bucket in compiled.specs]),
+        float(np.mean(cold)) if cold else math.nan,
+        compiled.device,
+    )

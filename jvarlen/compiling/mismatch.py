@@ -1,0 +1,176 @@
+"""The unplanned: in go a batch and what buckets were compiled for, out come the leaf that differs, or the batch padded.
+
+Letters: K buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.planning.buckets import AnyBucket
+
+__all__ = [
+    "UnplannedShapeError",
+    "explain_unplanned",
+    "explain_unplanned_state",
+    "nearest_larger",
+    "pad_to_spec",
+    "signature",
+]
+
+_OTHER_CONTAINERS = "the containers of the leaves differ"
+
+_shape_and_dtype = attrgetter("shape", "dtype")
+
+
+class UnplannedShapeError(ValueError):
+    """A batch or a state has a structure, shape, dtype or sharding that nothing was compiled for."""
+
+
+def signature(batch: Any) -> Hashable:
+    """What decides which executable a batch belongs to: its containers, and the shape and dtype of every leaf.
+
+    Raises:
+      AttributeError: a leaf is no array.
+    """
+    leaves, structure = jax.tree.flatten(batch)
+    return structure, *map(_shape_and_dtype, leaves)
+
+
+def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:
+    """Every leaf that differs from the bucket whose axes are nearest, by ratio.
+
+    Args:
+      batch: a pytree.
+      specs: the pytree of `jax.ShapeDtypeStruct` of each bucket.
+      device: where leaves without a planned sharding belong; None: placement is not looked at.
+
+    Returns:
+      A text; None where the batch is as planned.
+    """
+    given = leaves_by_name(batch)
+    planned_by_bucket = {bucket: leaves_by_name(spec) for bucket, spec in specs.items()}
+
+    def distance(bucket: AnyBucket) -> float:
+        planned = planned_by_bucket[bucket]
+        return sum(_distance(planned.get(name), given.get(name)) for name in planned | given)
+
+    nearest = min(specs, key=distance)
+    differing = _differences(given, planned_by_bucket[nearest], device)
+    if not differing and have_same_containers(batch, specs[nearest]):
+        return None
+    return (
+        f"no bucket was compiled for this batch. Nearest is {nearest}: "
+        f"{'; '.join(differing) or _OTHER_CONTAINERS}. Buckets: {_listed(specs)}"
+    )
+
+
+def explain_unplanned_state(state: Any, spec: Any, device: jax.Device | None = None) -> str | None:
+    """Every leaf of the state that differs from what was compiled for; None where nothing does."""
+    differing = _differences(leaves_by_name(state), leaves_by_name(spec), device)
+    if not differing and have_same_containers(state, spec):
+        return None
+    how = "; ".join(differing) or _OTHER_CONTAINERS
+    return f"the state is not the one that the step was compiled for: {how}"
+
+
+def nearest_larger(batch: Any, specs: Mapping[AnyBucket, Any]) -> AnyBucket | None:
+    """The bucket of the fewest positions whose batches have the structure and dtypes of this one and hold all its axes.
+
+    Args:
+      batch: a pytree of arrays.
+      specs: the pytree of `jax.ShapeDtypeStruct` of each bucket.
+
+    Returns:
+      The bucket, or None where no bucket holds the batch.
+    """
+
+    def holds(bucket: AnyBucket) -> bool:
+        spec = specs[bucket]
+        return have_same_containers(batch, spec) and all(map(_fits, jax.tree.leaves(batch), jax.tree.leaves(spec)))
+
+    return min(filter(holds, specs), key=lambda bucket: (bucket.num_positions, bucket.lengths), default=None)
+
+
+def pad_to_spec(batch: Any, spec: Any) -> Any:
+    """The batch with zeros at the end of every axis, up to the shapes of a bucket.
+
+    Arrays of a device come to the host and go back, since padding there would compile a program a shape.
+
+    Args:
+      batch: a pytree of arrays that fit.
+      spec: the bucket's pytree of `jax.ShapeDtypeStruct`.
+
+    Returns:
+      A pytree of NumPy arrays, or of JAX arrays where the bucket's shardings are known.
+    """
+
+    def padded(leaf: Any, planned: jax.ShapeDtypeStruct) -> Any:
+        missing = [(0, limit - size) for size, limit in zip(leaf.shape, planned.shape, strict=True)]
+        array = np.pad(np.asarray(leaf), missing) if missing else leaf
+        return array if planned.sharding is None else jax.device_put(array, planned.sharding)
+
+    return jax.tree.map(padded, batch, spec)
+
+
+def _fits(leaf: Any, planned: jax.ShapeDtypeStruct) -> bool:
+    shape = getattr(leaf, "shape", None)
+    return (
+        shape is not None
+        and len(shape) == len(planned.shape)
+        and leaf.dtype == planned.dtype
+        and all(size <= limit for size, limit in zip(shape, planned.shape, strict=True))
+    )
+
+
+def _differences(given: Mapping[str, Any], planned: Mapping[str, Any], device: jax.Device | None) -> list[str]:
+    """A line for each leaf whose shape, dtype or sharding differs."""
+    differences = []
+    for name in {**planned, **given}:
+        texts = [describe(leaves.get(name)) for leaves in (given, planned)]
+        if texts[0] == texts[1]:
+            texts = _describe_shardings(given.get(name), planned.get(name), device)
+        if texts[0] != texts[1]:
+            differences.append(f"{name or 'it'} is {texts[0]}, planned was {texts[1]}")
+    return differences
+
+
+def _distance(planned: Any, given: Any) -> float:
+    """How far two leaves' shapes lie apart; the same for all leaves that cannot be compared."""
+    planned_shape, given_shape = np.shape(planned), np.shape(given)
+    if planned is None or given is None or len(planned_shape) != len(given_shape):
+        return 1.0
+    return sum(abs(math.log(max(a, 1) / max(b, 1))) for a, b in zip(planned_shape, given_shape, strict=True))
+
+
+def _describe_shardings(given: Any, planned: Any, device: jax.Device | None) -> list[str]:
+    """Texts that differ where the leaf was placed for good on devices that were not planned."""
+    sharding, wanted = getattr(given, "sharding", None), getattr(planned, "sharding", None)
+    if sharding is None or not getattr(given, "committed", False):
+        return ["", ""]  # goes wherever it is wanted
+    if wanted is None and device is not None:
+        wanted = SingleDeviceSharding(device)
+    if wanted is None or sharding.is_equivalent_to(wanted, given.ndim):
+        return ["", ""]
+    return [f"{describe(given)} {_place(sharding)}", f"{describe(planned)} {_place(wanted)}"]
+
+
+def _place(sharding: Sharding) -> str:
+    placed_on: set[Any] = sharding.device_set
+    devices = sorted(device.id for device in placed_on)
+    spec = getattr(sharding, "spec", None)
+    return f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}" + (
+        f" as {tuple(spec)}" if spec else ""
+    )
+
+
+def _listed(buckets: Iterable[AnyBucket]) -> str:
+    return ", ".join(map(str, sorted(buckets, key=lambda bucket: bucket.lengths)))

@@ -1,0 +1,285 @@
+"""Compiled file: in go programs and what they were compiled for, out comes one file that another process loads.
+
+A file is refused, never guessed at, where it is damaged or for other software or devices. Programs are machine code,
+and JAX unpickles what it wraps them in: a file that someone else made could do anything. So every file is signed with a
+key that only this user has, and nothing of one without a right signature is handed on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import io
+import json
+import os
+import platform
+import secrets
+import stat
+import threading
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import platformdirs
+from jax.experimental import serialize_executable
+
+from jvarlen._common.files import write_atomically
+from jvarlen.planning.buckets import AnyBucket
+
+__all__ = [
+    "Executables",
+    "check_environment",
+    "deserialized",
+    "environment_of",
+    "read_compiled",
+    "serialized",
+    "write_compiled",
+]
+
+_FORMAT = "jvarlen-compiled-2"
+_HEADER = "header.json"
+_SIGNATURE = "signature"
+_KEY_BYTES = 32
+
+
+def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """What must be the same where programs are compiled and where they are run, by name."""
+    client = devices[0].client
+    return {
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "platform": client.platform,
+        "platform version": client.platform_version,
+        "device kinds": [device.device_kind for device in devices],
+        "device ids": [device.id for device in devices],
+        "processor": _processor(),
+        "processes": jax.process_count(),
+        "process": jax.process_index(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    }
+
+
+def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises ValueError that lists what differs."""
+    differing = [
+        f"{name}: {saved.get(name)} there, {here.get(name)} here"
+        for name in {**here, **saved}
+        if saved.get(name) != here.get(name)
+    ]
+    if differing:
+        raise ValueError(f"{path} was compiled for something else: {'; '.join(differing)}")
+
+
+def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
+    """Writes a signed file that only its owner can read, in one piece or not at all.
+
+    Args:
+      path: where.
+      header: what the programs are, as JSON has it.
+      programs: the bytes of each.
+
+    Raises:
+      OSError: the file cannot be written, or this user's key cannot be kept.
+    """
+    digests = [hashlib.sha256(program).hexdigest() for program in programs]
+    written = json.dumps({"format": _FORMAT, "sha256": digests, **header}).encode()
+    signature = _signature(_own_key(), written)
+    with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file, zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(_HEADER, written)
+        archive.writestr(_SIGNATURE, signature)
+        for number, program in enumerate(programs):
+            archive.writestr(str(number), program)
+
+
+def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
+    """Reads what `write_compiled` wrote.
+
+    Returns:
+      The header and the programs.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      PermissionError: it belongs to another user, or others may write to it.
+      ValueError: it is no such file, or damaged, or not signed with this user's key.
+    """
+    content = _read_own(path)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            if any(member.compress_type for member in archive.infolist()):
+                raise ValueError("it is compressed")
+            written = archive.read(_HEADER)
+            header = json.loads(written)
+            if header["format"] != _FORMAT:
+                raise ValueError(f"its format is {header['format']!r}")
+            programs = [archive.read(str(number)) for number in range(len(header["sha256"]))]
+            signature = archive.read(_SIGNATURE) if _SIGNATURE in archive.namelist() else b""
+    except Exception as error:  # damage shows in many ways: as zip, as JSON, as what JSON holds
+        raise ValueError(f"{path} holds no compiled programs, or is damaged: {error}") from error
+    damaged = [
+        number
+        for number, (program, digest) in enumerate(zip(programs, header["sha256"], strict=True))
+        if hashlib.sha256(program).hexdigest() != digest
+    ]
+    if damaged:
+        raise ValueError(f"{path} is damaged: programs {damaged} are not what was written")
+    key_path = _key_path()
+    key = _read_key(key_path) if key_path.exists() else None
+    if key is None or not hmac.compare_digest(signature, _signature(key, written)):
+        raise ValueError(
+            f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
+            "run anything. Compile and save it here, or bring the key along from where it was made"
+        )
+    return header, programs
+
+
+def _read_own(path: Path) -> bytes:
+    """The content of a file that nobody else can have written."""
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
+        if status.st_uid != os.geteuid():
+            raise PermissionError(
+                f"{path} belongs to user {status.st_uid}: programs are only loaded from one's own files"
+            )
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{path} can be written by other users: it is not loaded")
+        return file.read()
+
+
+def _signature(key: bytes, header: bytes) -> bytes:
+    """Of the header, and so of the programs, whose digests it holds."""
+    return hmac.digest(key, header, "sha256")
+
+
+def _key_path() -> Path:
+    """Where this user's key lies, beside what is kept for good: a cache that is emptied must not make files useless."""
+    return platformdirs.user_data_path("jvarlen") / "compiled.key"
+
+
+def _own_key() -> bytes:
+    """This user's key, made where there is none yet; of several processes at once, one makes it for all."""
+    path = _key_path()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
+        part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with write_atomically(part, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            with contextlib.suppress(FileExistsError):
+                os.link(part, path)  # unlike a renamed file, it takes no other's place
+        finally:
+            part.unlink(missing_ok=True)
+    return _read_key(path)
+
+
+def _read_key(path: Path) -> bytes:
+    key = _read_own(path)
+    if len(key) != _KEY_BYTES:  # a shorter one could be guessed
+        raise ValueError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+    return key
+
+
+def _processor() -> str:
+    """The kind of the host's processor; where the system tells, with what it can do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return f"{platform.machine()} {hashlib.sha256(''.join(features).encode()).hexdigest()[:16]}"
+
+
+class Executables:
+    """The programs of buckets, at most some of them on the devices; the others wait on the host until they are used.
+
+    Args:
+      devices: those that the programs run on.
+      max_live: programs on the devices at once, the least recently used make room; None: all.
+    """
+
+    def __init__(self, devices: list[jax.Device], max_live: int | None):
+        self._devices = devices
+        self._max_live = max_live
+        self._live: OrderedDict[AnyBucket, jax.stages.Compiled] = OrderedDict()  # least recently used first
+        self._stored: dict[AnyBucket, tuple[bytes, Any, Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(
+        self, bucket: AnyBucket, compiled: jax.stages.Compiled, stored: tuple[bytes, Any, Any] | None = None
+    ) -> None:
+        """Takes the program of a bucket, and, where that is known, what `serialized` gave for it.
+
+        Raises:
+          ValueError: there is a limit, and the backend cannot store programs on the host.
+        """
+        with self._lock:
+            if self._max_live is not None:
+                self._stored[bucket] = stored or serialized(compiled)
+            self._hold(bucket, compiled)
+
+    def get(self, bucket: AnyBucket) -> jax.stages.Compiled:
+        """The program, loaded again where it had made room; nothing is compiled. KeyError where it was released."""
+        if self._max_live is None:
+            return self._live[bucket]
+        with self._lock:
+            if bucket in self._live:
+                self._live.move_to_end(bucket)
+                return self._live[bucket]
+            program = deserialized(*self._stored[bucket], self._devices)
+            self._hold(bucket, program)
+            return program
+
+    def any_live(self) -> jax.stages.Compiled:
+        """One of the programs on the devices."""
+        return next(iter(self._live.values()))
+
+    def serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
+        """The program as `serialized` gives it. KeyError where it was released."""
+        return self._stored[bucket] if bucket in self._stored else serialized(self._live[bucket])
+
+    def has(self, bucket: AnyBucket) -> bool:
+        """Whether the program was not released."""
+        return bucket in self._live or bucket in self._stored
+
+    def is_stored(self, bucket: AnyBucket) -> bool:
+        """Whether the program waits on the host as well."""
+        return bucket in self._stored
+
+    def is_live(self, bucket: AnyBucket) -> bool:
+        """Whether the program is on the devices."""
+        return bucket in self._live
+
+    def release(self, bucket: AnyBucket) -> None:
+        """Lets a program go for good; a step that still runs it is not disturbed."""
+        with self._lock:
+            self._live.pop(bucket, None)
+            self._stored.pop(bucket, None)
+
+    def _hold(self, bucket: AnyBucket, compiled: jax.stages.Compiled) -> None:
+        while self._max_live is not None and len(self._live) >= self._max_live:
+            self._live.popitem(last=False)
+        self._live[bucket] = compiled
+
+
+def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:
+    """A program as bytes, and the structures of its arguments and its results.
+
+    Raises:
+      ValueError: the backend cannot, or not with this program.
+    """
+    try:
+        return serialize_executable.serialize(compiled)
+    except Exception as error:  # its type depends on the backend
+        raise ValueError(f"this program cannot be turned into bytes here: {error}") from error
+
+
+def deserialized(program: bytes, in_tree: Any, out_tree: Any, devices: list[jax.Device]) -> jax.stages.Compiled:
+    """The program of what `serialized` gave. Loading it runs code: never of bytes that someone else could write."""
+    client = devices[0].client
+    return serialize_executable.deserialize_and_load(
+        program, in_tree, out_tree, backend=client, execution_devices=devices
+    )

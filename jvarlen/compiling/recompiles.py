@@ -1,0 +1,304 @@
+"""Recompilations: in go a region of code, out comes every program that was compiled in it, why, and near which bucket.
+
+That something was compiled, and whether it came from the persistent cache, is what JAX reports to listeners; types and
+differences are what `compile_log` reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from jvarlen._common.checks import check_choices, list_first
+from jvarlen.compiling import jax_log as compile_log
+from jvarlen.planning.buckets import AnyBucket
+
+__all__ = [
+    "Recompilation",
+    "RecompileCount",
+    "RecompileError",
+    "counting_in_thread",
+    "dispatched",
+    "no_recompiles",
+    "uncounted_in_thread",
+]
+
+Action = Literal["raise", "warn", "count"]
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"
+
+
+class RecompileError(RuntimeError):
+    """Something was compiled inside `no_recompiles`."""
+
+
+class Recompilation(NamedTuple):
+    """One program that was compiled, or taken from the persistent cache.
+
+    Attributes:
+      function: the name of the function or of the eager operation, such as "cumsum".
+      arguments: types of the arguments that the program reads, each once with its number: "float32[3,9], 2 × int32[]".
+        Empty where JAX did not tell them in the same thread.
+      difference: what differs from the nearest call that was seen before: "x: now f32[2,5], before f32[2,4]". Empty
+        where JAX explains nothing, as for eager operations.
+      bucket: the bucket that was dispatched last in the process; None before the first.
+      cache_hit: whether the executable came from the persistent cache.
+      thread: the name of the thread that compiled.
+      seconds: in the compiler, or of reading from the persistent cache.
+    """
+
+    function: str
+    arguments: str
+    difference: str
+    bucket: str | None
+    cache_hit: bool
+    thread: str
+    seconds: float
+
+
+@dataclasses.dataclass
+class RecompileCount:
+    """What was compiled in a region so far.
+
+    Attributes:
+      recompilations: every program that was compiled, or taken from the persistent cache, in order.
+    """
+
+    recompilations: list[Recompilation] = dataclasses.field(default_factory=list)
+
+    @property
+    def functions(self) -> list[str]:
+        """The names of all programs, in order."""
+        return [recompilation.function for recompilation in self.recompilations]
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs that were compiled or taken from the persistent cache."""
+        return len(self.recompilations)
+
+    @property
+    def num_cache_hits(self) -> int:
+        """Programs that were taken from the persistent cache."""
+        return sum(recompilation.cache_hit for recompilation in self.recompilations)
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs that the compiler made."""
+        return self.num_compilations - self.num_cache_hits
+
+
+@contextlib.contextmanager
+def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
+    """Guards a region in which nothing may be compiled, eager operations and other threads included.
+
+    A program that comes from the persistent cache counts as well: whether it is there is chance, that it was not
+    planned is the mistake. Guards may be nested and may overlap in several threads; each sees all that is compiled.
+    While one is active, JAX is made to explain what it traces; that is not printed unless it was switched on before.
+
+    Args:
+      action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
+        thread, or the error was swallowed); `"warn"` warns there; `"count"` only counts.
+
+    Yields:
+      A `RecompileCount` that goes on counting inside the region.
+
+    Raises:
+      RecompileError: under `"raise"`; it names the function, its types, the leaf that differs and the last bucket.
+      ValueError: an unknown action.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> with no_recompiles("count") as count:
+      ...     _ = jax.jit(lambda x: x * 3)(jnp.ones(7))
+      >>> count.recompilations[-1].arguments
+      'float32[7]'
+    """
+    check_choices(action=(action, Action))
+    with _explaining(), _counting(_Guard(RecompileCount(), action, None)) as count:
+        yield count
+    if action == "raise" and count.recompilations:
+        raise RecompileError(_explain(count.recompilations))
+
+
+@contextlib.contextmanager
+def counting_in_thread() -> Iterator[RecompileCount]:
+    """Counts what this thread compiles, while others may compile as well.
+
+    It asks for no explanations: `arguments` and `difference` are empty unless `no_recompiles` is active too.
+
+    Yields:
+      A `RecompileCount` that goes on counting inside the region.
+
+    Example:
+      >>> lowered = jax.jit(lambda x: x * 5).lower(jax.ShapeDtypeStruct((7,), "float32"))
+      >>> with counting_in_thread() as count:
+      ...     _ = lowered.compile()
+      >>> count.functions
+      ['<lambda>']
+    """
+    with _counting(_Guard(RecompileCount(), "count", threading.get_ident())) as count:
+        yield count
+
+
+@contextlib.contextmanager
+def uncounted_in_thread() -> Iterator[None]:
+    """A block in which no guard counts what this thread compiles: what is made ready so that guards need not."""
+    _this_thread.is_uncounted = True
+    try:
+        yield
+    finally:
+        _this_thread.is_uncounted = False
+
+
+def dispatched(bucket: AnyBucket) -> None:
+    """Notes the bucket whose step is dispatched now; what is compiled from now on is reported with it."""
+    global _last_bucket
+    _last_bucket = bucket
+
+
+_last_bucket: AnyBucket | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Guard:
+    count: RecompileCount
+    action: Action
+    thread: int | None  # None: all threads, since a data thread that compiles delays the step as well
+
+
+_guards: list[_Guard] = []
+_lock = threading.RLock()  # reentrant: collecting garbage may run code that compiles
+
+
+class _CacheHit(threading.local):
+    """Whether the program that a thread is busy with came from the persistent cache."""
+
+    is_hit = False
+
+
+_cache_hit = _CacheHit()
+
+
+class _ThisThread(threading.local):
+    is_uncounted = False
+
+
+_this_thread = _ThisThread()
+
+
+class _WhileUsed:
+    """A context that is entered with its first user and left with its last."""
+
+    def __init__(self, make_context: Callable[[], contextlib.AbstractContextManager[None]]):
+        self._make_context = make_context
+        self._num_users = 0
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with _lock:
+            if not self._num_users:
+                self._context = self._make_context()
+                self._context.__enter__()
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with _lock:
+                self._num_users -= 1
+                if not self._num_users:
+                    self._context.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _listeners() -> Iterator[None]:
+    global _cache_hit
+    _cache_hit = _CacheHit()
+    compile_log.forget()
+    jax.monitoring.register_event_duration_secs_listener(_on_duration)
+    jax.monitoring.register_event_listener(_on_event)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(_on_duration)
+        jax.monitoring.unregister_event_listener(_on_event)
+
+
+_listening = _WhileUsed(_listeners)
+_explaining = _WhileUsed(compile_log.explaining)
+
+
+@contextlib.contextmanager
+def _counting(guard: _Guard) -> Iterator[RecompileCount]:
+    with _listening():
+        with _lock:
+            _guards.append(guard)
+        try:
+            yield guard.count
+        finally:
+            with _lock:
+                _guards.remove(guard)
+
+
+def _on_event(event: str, **details: Any) -> None:
+    if event == _CACHE_HIT_EVENT:
+        _cache_hit.is_hit = True
+
+
+def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
+    if event != _COMPILE_EVENT:
+        return
+    if _this_thread.is_uncounted:
+        _cache_hit.is_hit = False
+        return
+    function = compile_log.plain_name(str(details.get("fun_name", "an unnamed function")))
+    is_hit, _cache_hit.is_hit = _cache_hit.is_hit, False
+    bucket = None if _last_bucket is None else str(_last_bucket)
+    thread = threading.current_thread()
+    recompilation = Recompilation(
+        function, *compile_log.told_of(function), bucket, is_hit, thread.name, float(duration_secs)
+    )
+    with _lock:
+        guards = [guard for guard in _guards if guard.thread in (None, thread.ident)]
+        for guard in guards:
+            guard.count.recompilations.append(recompilation)
+    actions = {guard.action for guard in guards}
+    if "warn" in actions:
+        warnings.warn(_explain([recompilation]), stacklevel=_outer_stacklevel())
+    if "raise" in actions:
+        raise RecompileError(_explain([recompilation]))
+
+
+def _outer_stacklevel() -> int:
+    """The stack level, seen from the caller, of the nearest code that belongs neither to JAX nor to this module."""
+    inner = (os.path.dirname(jax.__file__) + os.sep, __file__)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inner):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _explain(recompilations: list[Recompilation]) -> str:
+    first, *others = recompilations
+    text = f"{first.function!r} was compiled inside no_recompiles()"
+    if first.arguments:
+        text += f" for {first.arguments}"
+    text += f": {first.difference or 'its shapes, dtypes or shardings were not seen before'}"
+    if first.cache_hit:
+        text += "; the executable came from the persistent cache"
+    if first.bucket is not None:
+        text += f"; the bucket dispatched last was {first.bucket}"
+    if first.thread != threading.main_thread().name:
+        text += f"; in thread {first.thread}"
+    if others:
+        names = dict.fromkeys(other.function for other in others)
+        text += f". Compiled after it: {len(others)} more, of {list_first(names)}"
+    return text

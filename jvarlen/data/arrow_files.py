@@ -1,0 +1,243 @@
+"""Arrow files: in goes a column of Parquet or Arrow files, out comes a data source of its rows' tokens.
+
+A directory that Hugging Face datasets were saved to is such files. Needs pyarrow, the extra `data`.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from jvarlen._common.checks import list_first, list_offenders
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.tokens import TokenDataset, check_tokens
+
+__all__ = ["ColumnDataset", "saved_shards"]
+
+_ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
+
+
+class _TokenColumn(NamedTuple):
+    tokens: Integer[np.ndarray, " total"]
+    offsets: Int64[np.ndarray, " N_plus_1"]
+
+
+class ColumnDataset:
+    """Rows of a column of strings, bytes or lists of integers: a data source.
+
+    Parquet is decoded into memory. Arrow (a file or a stream; also "Feather") is mapped, and what is uncompressed stays
+    on disk. Worker processes read the files themselves.
+
+    Args:
+      paths: the files, whose rows come one after the other; the ending of a name says which of the two a file is. They
+        must not change while in use.
+      field: the name of the column.
+      num_values: tokens must lie below it; None for no limit. Up to 256, the samples are uint8.
+
+    Attributes:
+      is_text: whether the rows are strings or bytes, so that the samples are uint8.
+      lengths: int64[N], tokens of every sample.
+
+    Raises:
+      ValueError: pyarrow is missing; a damaged file; no such column, or one of another type; no rows; rows that are
+        empty, null, or hold null tokens or tokens out of range, the first of which are listed.
+
+    References:
+      The Arrow columnar format, https://arrow.apache.org/docs/format/Columnar.html
+    """
+
+    def __init__(self, paths: Sequence[Path], field: str, num_values: int | None = None):
+        self._arguments = list(paths), field, num_values
+        self._num_bytes = [path.stat().st_size for path in paths]
+        arrays = [array for path in paths for array in _read_arrays(path, field)]
+        name = _name(paths)
+        kinds = {str(array.type) for array in arrays}
+        if len({_is_bytes(array.type) for array in arrays}) > 1:
+            raise ValueError(f"{name}: column {field!r} must be of one type, not {', '.join(sorted(kinds))}")
+        self.is_text = any(_is_bytes(array.type) for array in arrays)
+        starts = np.cumsum([0, *map(len, arrays)])
+        _refuse_rows(name, field, "nulls", [_null_rows(array) for array in arrays], starts)
+        columns, null_rows = [], []
+        for array in arrays:
+            raise_if_interrupted()
+            column, null_tokens = _flatten(array)
+            columns.append(column)
+            null_rows.append(null_tokens)
+        _refuse_rows(name, field, "null tokens", null_rows, starts)
+        try:
+            self._parts = check_tokens([TokenDataset(*column) for column in columns], num_values)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        self._starts = starts
+        self.lengths: Int64[np.ndarray, " N"] = np.concatenate([part.lengths for part in self._parts])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return self._parts[part][index - int(self._starts[part])]
+
+    def __getstate__(self) -> tuple[Any, list[int]]:
+        return self._arguments, self._num_bytes
+
+    def __setstate__(self, state: tuple[Any, list[int]]) -> None:
+        arguments, num_bytes = state
+        for path, expected in zip(arguments[0], num_bytes, strict=True):
+            if path.stat().st_size != expected:
+                raise ValueError(f"{path} has changed: it had {expected:,} bytes")
+        ColumnDataset.__init__(self, *arguments)
+
+
+def saved_shards(directory: Path) -> list[Path]:
+    """The Arrow files of a dataset that Hugging Face `Dataset.save_to_disk` has saved, in their order.
+
+    Formats that were set on it (`set_format`) change nothing in the files, and nothing here.
+
+    Args:
+      directory: it holds `state.json`.
+
+    Raises:
+      ValueError: it holds several datasets, the splits of a `DatasetDict`, which are listed; no or a damaged
+        `state.json`; files outside the directory, or that are missing; rows picked by a file of indices, as early
+        versions saved them.
+    """
+    if (directory / "dataset_dict.json").is_file():
+        splits = _read_json(directory / "dataset_dict.json").get("splits")
+        names = [str(directory / name) for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
+        raise ValueError(
+            f"{directory} holds several datasets; take one of them: {list_first(names) or 'none is named'}"
+        )
+    if not (directory / "state.json").is_file():
+        raise ValueError(f"{directory} is no dataset that save_to_disk has saved: it holds no state.json")
+    state = _read_json(directory / "state.json")
+    if state.get("_indices_files") or state.get("_indices_data_files"):
+        raise ValueError(
+            f"{directory} picks its rows by a file of indices: load it with datasets, then save it once more after "
+            "flatten_indices()"
+        )
+    files = state.get("_data_files")
+    if not isinstance(files, list) or not all(isinstance(file, dict) for file in files) or not files:
+        raise ValueError(f"{directory / 'state.json'} names no files of data")
+    names = [file.get("filename") for file in files]
+    outside = [name for name in names if not isinstance(name, str) or name in ("", "..") or Path(name).name != name]
+    if outside:
+        listed = list_first(map(reprlib.repr, outside))
+        raise ValueError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
+    paths = [directory / name for name in names]
+    missing = [path.name for path in paths if not path.is_file()]
+    if missing:
+        raise ValueError(f"{directory} lacks files of its data: {list_first(map(repr, missing))}")
+    return paths
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object")
+    return read
+
+
+def _name(paths: Sequence[Path]) -> str:
+    return str(paths[0] if len(paths) == 1 else paths[0].parent)
+
+
+def _refuse_rows(
+    name: str, field: str, what: str, rows: list[Int64[np.ndarray, " n"]], starts: Int64[np.ndarray, " C_plus_1"]
+) -> None:
+    """Raises ValueError where there are any rows of any chunk."""
+    if any(map(len, rows)):
+        listed = list_offenders(np.concatenate([own + start for own, start in zip(rows, starts, strict=False)]))
+        raise ValueError(f"{name}: column {field!r} must not hold {what}: {listed}")
+
+
+def _null_rows(array: Any) -> Int64[np.ndarray, " n"]:
+    if not array.null_count:
+        return np.zeros(0, np.int64)
+    return np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))
+
+
+def _is_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    kinds = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return any(is_kind(kind) for is_kind in kinds)
+
+
+def _read_arrays(path: Path, field: str) -> list[Any]:
+    """The column as Arrow arrays of bytes or of lists of integers, one after the other."""
+    try:
+        import pyarrow as pa  # here: an extra
+    except ModuleNotFoundError:
+        raise ValueError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
+
+    raise_if_interrupted()
+    try:
+        column = _read(path, field)
+    except Exception as error:  # pyarrow has errors of many types
+        raise ValueError(f"{path}: no readable column {field!r}: {error}") from None
+    kind = column.type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    if not _is_bytes(kind) and not (is_list and pa.types.is_integer(kind.value_type)):
+        raise ValueError(f"{path}: column {field!r} must hold strings, bytes or lists of integers, not {kind}")
+    return column.chunks
+
+
+def _flatten(array: Any) -> tuple[_TokenColumn, Int64[np.ndarray, " n"]]:
+    """The rows of an Arrow array of bytes or of lists, none of them null, and which of them hold null tokens."""
+    import pyarrow as pa
+
+    nowhere = np.zeros(0, np.int64)
+    if not len(array):  # which may have no offsets at all
+        return _TokenColumn(np.zeros(0, np.uint8), np.zeros(1, np.int64)), nowhere
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        offsets = array.offsets.to_numpy().astype(np.int64)
+        flat = array.values[offsets[0] : offsets[-1]]
+        offsets -= offsets[0]
+        null_tokens = np.flatnonzero(flat.is_null().to_numpy(zero_copy_only=False)) if flat.null_count else nowhere
+        null_rows = np.unique(np.searchsorted(offsets, null_tokens, side="right") - 1)
+        return _TokenColumn(flat.to_numpy(zero_copy_only=not len(null_tokens)), offsets), null_rows
+    is_large = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    _, ends, values = array.buffers()
+    own = slice(array.offset, array.offset + len(array) + 1)
+    offsets = np.frombuffer(ends, np.int64 if is_large else np.int32)[own].astype(np.int64)
+    tokens = np.frombuffer(values or b"", np.uint8)[offsets[0] : offsets[-1]]
+    return _TokenColumn(tokens, offsets - offsets[0]), nowhere
+
+
+def _read(path: Path, field: str) -> Any:
+    """The column as a chunked Arrow array."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if path.suffix == ".parquet":
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            _check_field(file.schema_arrow.names, field)
+            column = file.read(columns=[field]).column(field)
+    else:
+        with pa.memory_map(str(path)) as file:
+            is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+            file.seek(0)
+            table = (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
+        _check_field(table.column_names, field)
+        column = table.column(field)
+    column.validate(full=True)  # before anything follows an offset or an index in it
+    if pa.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    return column
+
+
+def _check_field(names: list[str], field: str) -> None:
+    if names.count(field) != 1:
+        raise ValueError(f"the columns are {list_first(map(repr, names))}")

@@ -1,0 +1,274 @@
+"""Length cache: in go samples and the key of their content, out come lengths and hashes, kept from the first time.
+
+NumPy only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen._common.files import default_cache_dir, write_atomically
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.measure import measure_lengths
+from jvarlen.data.split import sample_hash
+from jvarlen.planning.lengths import DataSource
+
+__all__ = ["cached_hashes", "cached_lengths"]
+
+_SHARD_SIZE = 65_536  # samples; fewer are measured again sooner than looked after
+_LEAST_FOR_WORKERS = 4_096  # samples; processes take seconds to start
+_SECONDS_BETWEEN_TRIES = 0.1
+_LOCK = "lock"
+
+
+def cached_lengths(
+    dataset: DataSource, path: Path, key: str, *, num_workers: int = 0, progress: bool = True
+) -> Int64[np.ndarray, " N"]:
+    """The lengths of all samples: those that were kept under this key, or else measured.
+
+    They are kept in `PATH.lengths-KEY.npz` (the first 16 digits of the key), or in the user's caches where that cannot
+    be written. What is there and is damaged, or of another key, is not used: a warning names it.
+
+    Of many samples, what is measured so far is kept in `PATH.lengths-KEY.parts/` meanwhile, so that an interrupted call
+    goes on when it is made again. Of several processes that ask for the same lengths, one measures, and the others wait
+    for it.
+
+    Args:
+      dataset: random access to samples that have a `len()`; ValueError says why there is no sample under an id.
+      path: the file or directory that the samples come from.
+      key: the hex key of all that decides about the lengths.
+      num_workers: processes that measure, where there are thousands of samples; `dataset` must pickle for them. 0
+        measures in this one.
+      progress: whether measuring shows a progress bar.
+
+    Returns:
+      int64[N]; 0 where there is no sample, or an empty one. Such lengths are not kept.
+
+    Raises:
+      ValueError: an empty dataset; one that does not pickle, with workers.
+      RuntimeError: a sample cannot be read; see `measure_lengths`.
+    """
+    return _cached("lengths", _LengthsPlusOne(dataset), path, key, num_workers, progress)
+
+
+def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
+    """The `sample_hash` of every sample, kept as `cached_lengths` keeps lengths, in `PATH.hashes-KEY.npz`.
+
+    Args:
+      dataset: random access to samples, none of them empty.
+      path: the file or directory that the samples come from.
+      key: the hex key of all that decides about the samples.
+      progress: whether hashing shows a progress bar.
+
+    Returns:
+      int64[N].
+
+    Raises:
+      RuntimeError: a sample cannot be read.
+    """
+    return _cached("hashes", _HashesPlusOne(dataset), path, key, 0, progress)
+
+
+def _cached(
+    kind: str, values: DataSource, path: Path, key: str, num_workers: int, progress: bool
+) -> Int64[np.ndarray, " N"]:
+    path = Path(os.path.abspath(path))  # also `.` has a name then
+    places = [
+        _Place(kind, path.parent, f"{path.name}.{kind}-{key[:16]}"),
+        _Place(kind, default_cache_dir(), f"{kind}-{key[:16]}"),
+    ]
+    kept = _read_first(places, key, len(values))
+    if kept is not None:
+        return kept
+    num_workers = num_workers if len(values) >= _LEAST_FOR_WORKERS else 0
+    if len(values) < _SHARD_SIZE:
+        measured = _measure(values, num_workers, progress, None)
+        _keep(places, key, measured)
+        return measured
+    with contextlib.ExitStack() as held:
+        parts = held.enter_context(_own_parts(places))
+        kept = _read_first(places, key, len(values), warn=False)  # another process may have measured meanwhile
+        measured = _measure(values, num_workers, progress, parts) if kept is None else kept
+        if kept is None:
+            _keep(places, key, measured)
+        if parts is not None:
+            _remove(parts)
+    return measured
+
+
+class _Place(NamedTuple):
+    kind: str
+    directory: Path
+    name: str
+
+    @property
+    def cache(self) -> Path:
+        return self.directory / f"{self.name}.npz"
+
+    @property
+    def parts(self) -> Path:
+        return self.directory / f"{self.name}.parts"
+
+
+class _LengthsPlusOne:
+    """Of every sample its length and 1 more: 0 is refused where lengths are measured, and here it is to be counted."""
+
+    def __init__(self, dataset: DataSource):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> int:
+        try:
+            return len(self._dataset[index]) + 1
+        except ValueError:
+            return 1
+
+
+class _HashesPlusOne:
+    """Of every sample its hash and 1 more."""
+
+    def __init__(self, dataset: DataSource):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> int:
+        return sample_hash(self._dataset[index]) + 1
+
+
+def _measure(values: DataSource, num_workers: int, progress: bool, parts: Path | None) -> Int64[np.ndarray, " N"]:
+    """The values less 1."""
+
+    def measure() -> Int64[np.ndarray, " N"]:
+        return measure_lengths(
+            values,
+            int,
+            num_workers=num_workers,
+            progress=progress,
+            shards=parts,
+            shard_size=_SHARD_SIZE,
+        )
+
+    try:
+        return measure() - 1
+    except ValueError as error:
+        if not str(error).startswith(f"{parts} "):  # not of what was kept
+            raise
+        warnings.warn(f"{error}. It is deleted here, and all is measured anew", stacklevel=2)
+        _remove_files(cast(Path, parts))
+    return measure() - 1
+
+
+def _remove_files(parts: Path) -> None:
+    for file in parts.iterdir():
+        if file.name != _LOCK:
+            file.unlink()
+
+
+def _remove(parts: Path) -> None:
+    """Removes a directory that is locked; at last the lock, and nothing where another process has made it anew."""
+    _remove_files(parts)
+    (parts / _LOCK).unlink()
+    with contextlib.suppress(OSError):
+        parts.rmdir()
+
+
+@contextlib.contextmanager
+def _own_parts(places: list[_Place]) -> Iterator[Path | None]:
+    """A directory for parts that no other process uses within the block; None where none can be made, or locked."""
+    for place in places:
+        try:
+            lock = _lock(place.parts)
+        except OSError:  # also of file systems that have no locks
+            continue
+        with lock:
+            yield place.parts
+        return
+    yield None
+
+
+def _lock(directory: Path) -> IO[bytes]:
+    """A locked file in the directory, which is made; waits where another process has it locked."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / _LOCK
+    while True:
+        raise_if_interrupted()
+        with contextlib.ExitStack() as held:
+            try:
+                lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    held.pop_all()
+                    return lock
+            except BlockingIOError:
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+            except FileNotFoundError:  # the other process removed it just now
+                directory.mkdir(parents=True, exist_ok=True)
+
+
+def _read_first(
+    places: list[_Place], key: str, num_samples: int, *, warn: bool = True
+) -> Int64[np.ndarray, " N"] | None:
+    """What is kept at the first place that has it whole."""
+    for place in places:
+        try:
+            content = place.cache.read_bytes()
+        except OSError:
+            continue
+        try:
+            return _parse(place.kind, content, key, num_samples)
+        except Exception as error:  # damage shows in many ways: as zip, as array
+            if warn:
+                warnings.warn(
+                    f"{place.cache} holds no {place.kind} to use: {error}. All are measured anew", stacklevel=4
+                )
+    return None
+
+
+def _parse(kind: str, content: bytes, key: str, num_samples: int) -> Int64[np.ndarray, " N"]:
+    with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+        stored_key, values, seal = str(stored["key"]), stored[kind], stored["seal"].tobytes()
+    if stored_key != key:
+        raise ValueError(f"they are of other data, {stored_key[:16]}")
+    if seal != _seal(key, values) or values.dtype != np.int64:
+        raise ValueError("the file is damaged")
+    if values.shape != (num_samples,) or values.min() < 1:
+        raise ValueError(f"they are not of {num_samples:,} samples")
+    return values
+
+
+def _keep(places: list[_Place], key: str, values: Int64[np.ndarray, " N"]) -> None:
+    """Writes the cache at the first place that can be written, if there is a sample under every id."""
+    if not values.all():
+        return
+    reasons = []
+    for place in places:
+        try:
+            place.directory.mkdir(parents=True, exist_ok=True)
+            with write_atomically(place.cache) as file:
+                seal = np.frombuffer(_seal(key, values), np.uint8)
+                arrays: dict[str, Any] = {"key": np.array(key), "seal": seal, place.kind: values}
+                np.savez(file, **arrays)
+            return
+        except OSError as error:
+            reasons.append(str(error))
+    warnings.warn(f"the {places[0].kind} are not kept for the next time: {'; '.join(reasons)}", stacklevel=4)
+
+
+def _seal(key: str, values: Int64[np.ndarray, " N"]) -> bytes:
+    return hashlib.sha256(key.encode() + values.astype("<i8").tobytes()).digest()

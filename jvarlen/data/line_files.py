@@ -1,0 +1,132 @@
+"""Line files: in goes a file of text or JSON lines, out comes a data source of the bytes of every line's text.
+
+Files are untrusted: what is no text is a ValueError that says why.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64, UInt8
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.interrupts import raise_if_interrupted
+
+__all__ = ["LineDataset"]
+
+_CHUNK_BYTES = 1 << 24
+_NEWLINE, _RETURN = b"\n\r"
+
+
+class LineDataset:
+    r"""Lines of a memory-mapped file: a data source of bytes.
+
+    Only where lines begin and end is held. Worker processes map the file themselves.
+
+    Args:
+      path: the file; it must not change while it is in use.
+      field: the name of the string in the JSON object that every line is; None where the line itself is the sample,
+        without its end.
+
+    Attributes:
+      line_lengths: int64[N], bytes of every line without its end; where `field` is None, of every sample.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it has no lines; and, when a sample is asked for, the reason why its line is none.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = Path(folder, "two.jsonl")
+      ...     _ = path.write_text('{"text": "one"}\n{"text": "seven"}')
+      ...     LineDataset(path, "text")[1].tobytes()
+      b'seven'
+
+    References:
+      JSON lines, https://jsonlines.org
+    """
+
+    def __init__(self, path: Path, field: str | None = None):
+        self._path = path
+        self._field = field
+        self._num_bytes = path.stat().st_size
+        if not self._num_bytes:
+            raise ValueError(f"{path} is empty: at least one line is needed")
+        self._bytes = _map(path)
+        self._starts, self._ends = _find_lines(self._bytes)
+        if field is None:
+            self._ends -= self._bytes[self._ends - 1] == _RETURN
+            self._ends = np.maximum(self._ends, self._starts)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> UInt8[np.ndarray, " L"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        line = self._bytes[self._starts[index] : self._ends[index]]
+        if self._field is not None:
+            return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
+        if not len(line):
+            raise ValueError("empty")
+        return line
+
+    @property
+    def line_lengths(self) -> Int64[np.ndarray, " N"]:
+        """Bytes of every line."""
+        return self._ends - self._starts
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_bytes"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._path.stat().st_size != self._num_bytes:
+            raise ValueError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
+        self._bytes = _map(self._path)
+
+
+def _map(path: Path) -> UInt8[np.ndarray, " total"]:
+    return np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
+
+
+def _find_lines(data: UInt8[np.ndarray, " total"]) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+    """Where every line starts, and where its newline is; the last line needs none."""
+    newlines = []
+    for start in range(0, len(data), _CHUNK_BYTES):
+        raise_if_interrupted()
+        newlines.append(np.flatnonzero(data[start : start + _CHUNK_BYTES] == _NEWLINE) + start)
+    ends = np.concatenate(newlines if data[-1] == _NEWLINE else [*newlines, [len(data)]])
+    return np.concatenate([[0], ends[:-1] + 1]), ends
+
+
+def _parse(line: bytes, field: str) -> bytes:
+    """The text of a JSON line; raises ValueError with the reason why there is none, which is short and of one line."""
+    try:
+        record = json.loads(line.decode())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8") from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except ValueError:
+        raise ValueError("a number of too many digits") from None
+    if not isinstance(record, dict):
+        raise ValueError("no JSON object")
+    if field not in record:
+        raise ValueError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise ValueError(f"no string, but {reprlib.repr(text)}")
+    if not text:
+        raise ValueError("empty")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a surrogate pair, which has no UTF-8") from None

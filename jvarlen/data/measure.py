@@ -1,0 +1,269 @@
+"""Measured samples: in goes a dataset and a function of a sample, out comes a number a sample, int64[N] or float64[N].
+
+NumPy only. Long measurings leave shard files behind, and go on from there when they are called again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import reprlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int64
+
+from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen.data.sample_workers import IsFloat, Words, Work, measure_ranges
+from jvarlen.data.shard_files import Check, ShardFiles, Values
+from jvarlen.planning.lengths import DataSource, check_lengths
+
+__all__ = ["known_lengths", "measure_difficulty", "measure_lengths"]
+
+_MAX_EXACT_INT = 2**53  # up to here every integer is a float64
+_MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
+
+
+def measure_lengths(
+    dataset: DataSource,
+    length_fn: Callable[[Any], int] = len,
+    *,
+    num_workers: int = 0,
+    progress: bool = True,
+    shards: str | os.PathLike[str] | None = None,
+    shard_size: int = 65_536,
+) -> Int64[np.ndarray, " N"]:
+    """Measures the length of every sample of a random-access dataset.
+
+    Args:
+      dataset: has `len()` and integer indexing.
+      length_fn: gives the tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is refused for
+        samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the like.
+      num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
+        `length_fn` must pickle, and each takes some seconds and a copy of `dataset`.
+      progress: whether to show a progress bar, in samples.
+      shards: a directory that keeps what is measured, and is made where there is none. A call that was interrupted is
+        simply made again: whole shards are read, and their samples not touched. None keeps nothing.
+      shard_size: samples in a shard file. At most the shards under way are lost, about one a worker.
+
+    Returns:
+      int64[N], checked by `check_lengths`. The same comes from the files of a finished directory:
+      `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
+
+    Raises:
+      ValueError: an empty dataset; what is no integer, and samples whose fields `len` counts (looked for in the first
+        4,096 samples and every 1,024th after them), which end the measuring; lengths below 1, listed at the end, when
+        all samples are measured (their shards are not kept); `shards` of another measuring, or damaged; arguments out
+        of range; a dataset or function that does not pickle, with workers.
+      RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is told; the cause is its error. Or a worker
+        process died.
+
+    The directory knows a measuring by its number of samples, `shard_size` and the name of `length_fn`. Where the
+    samples change, or the body of the function does, take a new directory.
+
+    Example:
+      >>> measure_lengths(["a", "bcd"], progress=False)
+      array([1, 3])
+      >>> pairs = [([7, 8, 9], 0), ([7], 1)]  # tokens and a label
+      >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
+      array([3, 1])
+    """
+    return _measure(dataset, length_fn, _LENGTHS, num_workers, progress, shards, shard_size)
+
+
+def measure_difficulty(
+    dataset: DataSource,
+    difficulty_fn: Callable[[Any], float],
+    *,
+    num_workers: int = 0,
+    progress: bool = True,
+    shards: str | os.PathLike[str] | None = None,
+    shard_size: int = 65_536,
+) -> Int64[np.ndarray, " N"] | Float64[np.ndarray, " N"]:
+    """Measures the difficulty of every sample of a random-access dataset, for `sample_order` and the pacing functions.
+
+    Args:
+      dataset: has `len()` and integer indexing.
+      difficulty_fn: gives the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
+        Truth values are refused.
+      num_workers: as in `measure_lengths`.
+      progress: whether to show a progress bar, in samples.
+      shards: as in `measure_lengths`; each quantity needs a directory of its own.
+      shard_size: samples in a shard file.
+
+    Returns:
+      int64[N] where every difficulty is an int; they never pass through floats. float64[N] where any is a float.
+
+    Raises:
+      ValueError: as in `measure_lengths`. What is no number, or an int that does not fit int64, ends the measuring. NaN
+        is listed at the end, and so are ints beyond ±2**53 among floats, which would not stay what they are.
+      RuntimeError: as in `measure_lengths`.
+
+    Example:
+      >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
+      array([1.  , 0.25])
+    """
+    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, progress, shards, shard_size)
+
+
+class _Quantity(NamedTuple):
+    """What is measured: its name, what one value may be, and the check of all values, which makes the result."""
+
+    name: str
+    wanted: str
+    is_allowed: Callable[[Any], bool]
+    check: Check
+
+    def to_words(self, values: list[Any], samples: range) -> tuple[Words, IsFloat]:
+        """Values of a range of samples as words, and which are floats; raises ValueError that lists what is neither."""
+        types = set(map(type, values))
+        if types == {int}:
+            with contextlib.suppress(OverflowError):  # listed below
+                return np.fromiter(values, np.int64, len(values)), False
+        if types == {float} and self.is_allowed(0.0):
+            return np.fromiter(values, np.float64, len(values)).view(np.int64), True
+        numbers = list(map(_unwrap, values))
+        _refuse_records(numbers, samples)
+        refused = [
+            place
+            for place, number in enumerate(numbers)
+            if not self.is_allowed(number) or (is_integer(number) and not -(2**63) <= number < 2**63)
+        ]
+        if refused:
+            shown = np.array([reprlib.repr(numbers[place]) for place in refused])
+            offenders = list_offenders(np.array(refused) + samples.start, shown)
+            raise ValueError(f"{self.name} must be {self.wanted}: {offenders}")
+        is_float = np.array([not is_integer(number) for number in numbers])
+        words = np.empty(len(numbers), np.int64)
+        words[~is_float] = [int(number) for number in numbers if is_integer(number)]
+        words.view(np.float64)[is_float] = [float(number) for number in numbers if not is_integer(number)]
+        return words, is_float
+
+
+def _unwrap(value: Any) -> Any:
+    """The Python number in a NumPy scalar or a 0-d array, of whatever library; anything else as it is."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
+class _Record(NamedTuple):
+    """What stands for the length of a sample whose `len` is its number of fields; `fields` names them."""
+
+    fields: str
+
+
+def _len_of_tokens(sample: Any) -> int | _Record:
+    """`len`, where it counts tokens."""
+    if isinstance(sample, list | tuple):
+        sized = [field for field in sample[:_MAX_FIELDS] if hasattr(field, "__len__")]
+        if any(not isinstance(field, str | bytes | bytearray) and getattr(field, "ndim", 1) for field in sized):
+            return _Record(f"{type(sample).__name__} of {', '.join(type(field).__name__ for field in sample[:8])}")
+    elif isinstance(sample, Mapping):
+        return _Record(f"{type(sample).__name__} with the keys {', '.join(map(repr, itertools.islice(sample, 8)))}")
+    return len(sample)
+
+
+def _refuse_records(lengths: list[Any], samples: range) -> None:
+    ids = [sample_id for sample_id, length in zip(samples, lengths, strict=True) if isinstance(length, _Record)]
+    if ids:
+        fields = np.array([length.fields for length in lengths if isinstance(length, _Record)])
+        raise ValueError(
+            f"length_fn=len counts fields of these samples, not tokens: {list_offenders(np.array(ids), fields)}; give "
+            "measure_lengths a length_fn that counts the tokens, such as lambda sample: len(sample[0])"
+        )
+
+
+def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    return check_lengths(words)
+
+
+def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
+    if not is_float.any():
+        return words
+    values = words.view(np.float64)
+    if not is_float.all():
+        is_inexact = ~is_float & ((words > _MAX_EXACT_INT) | (words < -_MAX_EXACT_INT))
+        if is_inexact.any():
+            offenders = list_offenders(np.flatnonzero(is_inexact), words[is_inexact], "±2**53")
+            raise ValueError(f"among floats, ints must be exact as floats: {offenders}")
+        values = np.where(is_float, values, words)
+    is_nan = np.isnan(values)
+    if is_nan.any():
+        raise ValueError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan), values[is_nan])}")
+    return values
+
+
+_LENGTHS = _Quantity("lengths", "integers that fit int64", is_integer, _check_lengths)
+_DIFFICULTIES = _Quantity("difficulty", "floats, or integers that fit int64", is_number, _check_difficulties)
+
+
+def _measure(
+    dataset: DataSource,
+    function: Callable[[Any], Any],
+    quantity: _Quantity,
+    num_workers: int,
+    progress: bool,
+    shards: str | os.PathLike[str] | None,
+    shard_size: int,
+) -> Any:
+    if not is_integer(num_workers) or num_workers < 0:
+        raise ValueError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
+    check_at_least_one(shard_size=shard_size)
+    num_samples = len(dataset)
+    if not num_samples:
+        raise ValueError("the dataset is empty: at least one sample is needed")
+    words, is_float = np.empty(num_samples, np.int64), np.zeros(num_samples, bool)
+    files, missing = None, [range(num_samples)]
+    if shards is not None:
+        files = ShardFiles(
+            Path(shards),
+            words,
+            is_float,
+            shard_size=int(shard_size),
+            quantity=quantity.name,
+            function=function,
+            check=quantity.check,
+        )
+        missing = files.read()
+    work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None)
+    bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
+    with (
+        contextlib.closing(measure_ranges(work, missing, num_workers)) as parts,
+        bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
+    ):
+        for part in parts:
+            there = slice(part.samples.start, part.samples.stop)
+            words[there], is_float[there] = part.words, part.is_float
+            if files is not None:
+                files.add(part.samples)
+            shown.update(len(part.samples))
+            raise_if_interrupted()
+    return quantity.check(words, is_float)
+
+
+def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
+    """The lengths that a dataset knows itself, in its attribute `lengths`; else they are measured, sample by sample.
+
+    Args:
+      dataset: random access to samples that have a `len()`.
+      progress: whether measuring shows a progress bar.
+
+    Returns:
+      int64[N], checked by `check_lengths`.
+
+    Raises:
+      ValueError: an empty dataset, or lengths below 1.
+      RuntimeError: a sample cannot be read; see `measure_lengths`.
+
+    Example:
+      >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
+      array([2, 1])
+    """
+    if hasattr(dataset, "lengths"):
+        return check_lengths(dataset.lengths)
+    return measure_lengths(dataset, progress=progress)

@@ -1,0 +1,192 @@
+"""Mixtures: in go several datasets and their weights, out comes one data source that holds exact counts of each.
+
+NumPy only. Letters: D datasets, c samples that one of them gives to an epoch, N samples of the mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least_one, is_number, list_first
+from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.order import check_seed, random_keys, stable_argsort
+
+__all__ = ["Mixture", "mixture_counts"]
+
+# Far beyond the keys of samples and steps, and before those of blocks. From here, sample i of dataset d has the key of
+# its place in all datasets one after the other.
+_FIRST_MIXTURE_KEY = 2**61
+_CONTENT_KEY_NAME = "jvarlen-mixture-1"
+
+
+def mixture_counts(
+    num_samples: Sequence[int], weights: Sequence[float], total: int | None = None
+) -> Int64[np.ndarray, " D"]:
+    """How many samples each dataset gives to an epoch of a mixture, by the method of the largest remainder.
+
+    Dataset d has the share total · weight_d / Σ weights, computed exactly: a float is the decimal number that it is
+    written as, 0.1 one tenth. All get the whole part; what is left goes, one each, to the largest fractions, of equal
+    ones to the first. So no count is a whole sample off its share.
+
+    Args:
+      num_samples: how many samples each of the D datasets has.
+      weights: D numbers, finite, at least 0, not all 0; only their ratios count. A dataset of weight 0 gives none.
+      total: samples of the epoch. None: the most at which no share exceeds its dataset, so that no sample comes twice;
+        what Grain's `mix` and the "first_exhausted" of Hugging Face's `interleave_datasets` do. With more, small
+        datasets are repeated.
+
+    Returns:
+      int64[D], their sum is the total.
+
+    Raises:
+      ValueError: not as many weights as datasets; weights that are not as described; a dataset without samples that
+        has a weight; a total below 1. Offenders are listed.
+
+    Example:
+      >>> mixture_counts([900, 50], [0.7, 0.3], 10)
+      array([7, 3])
+      >>> mixture_counts([900, 50], [2, 1])
+      array([100,  50])
+
+    References:
+      Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation".
+    """
+    _check_weights(num_samples, weights)
+    exact = [Fraction(str(weight)) for weight in weights]  # of a NumPy float32, too, the decimal that is seen
+    shares = [weight / sum(exact) for weight in exact]
+    if total is None:
+        total = min(math.floor(n / share) for n, share in zip(num_samples, shares, strict=True) if share)
+    check_at_least_one(total=total)
+    quotas = [int(total) * share for share in shares]
+    counts = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda d: counts[d] - quotas[d])  # stable: ties stay in order
+    for d in by_remainder[: int(total) - sum(counts)]:
+        counts[d] += 1
+    return np.array(counts, np.int64)
+
+
+class Mixture:
+    """Several datasets as one: a data source that copies nothing.
+
+    Without weights it holds every sample of each once, one dataset after the other. With weights, dataset d gives
+    exactly `counts[d]` samples to each epoch. They come from one shuffled sequence of its samples, gone through again
+    and again: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one,
+    within every epoch and over all epochs until then. Another epoch is another `Mixture`, with a plan of its own.
+
+    Samples are numbered by dataset, then by id; those that come several times follow each other. The plan's order
+    decides when each is trained on. A mixture of whole passes is the same in every epoch.
+
+    Args:
+      datasets: random access to the samples of each.
+      weights: as for `mixture_counts`; None for every sample once.
+      num_samples: samples of an epoch, the total of `mixture_counts`; needs weights.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+
+    Attributes:
+      datasets: as given.
+      counts: int64[D], samples of each.
+      source: int64[N], the dataset of every sample, ascending.
+      ids: int64[N], its id there.
+
+    Raises:
+      ValueError: what `mixture_counts` refuses; no samples at all; a number of samples without weights; seed or epoch
+        out of range.
+
+    Example:
+      >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
+      >>> mixture.counts, mixture.source
+      (array([2, 2]), array([0, 0, 1, 1]))
+      >>> [mixture[i] for i in (2, 3)]
+      ['x', 'x']
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[DataSource],
+        weights: Sequence[float] | None = None,
+        *,
+        num_samples: int | None = None,
+        seed: int = 0,
+        epoch: int = 0,
+    ):
+        check_seed(seed, epoch)
+        sizes = [len(dataset) for dataset in datasets]
+        if weights is None:
+            if num_samples is not None:
+                raise ValueError("num_samples needs weights: without them every sample comes once")
+            if not sum(sizes):
+                raise ValueError("a mixture needs at least one sample")
+            self.counts = np.array(sizes, np.int64)
+        else:
+            self.counts = mixture_counts(sizes, weights, num_samples)
+        self.datasets = tuple(datasets)
+        self.source = np.repeat(np.arange(len(sizes)), self.counts)
+        starts = np.cumsum([0, *sizes]).tolist()
+        chosen = [
+            _chosen_ids(start, size, count, seed, epoch)
+            for start, size, count in zip(starts, sizes, self.counts.tolist(), strict=False)
+        ]
+        self.ids = np.concatenate(chosen)
+        self._seed = int(seed)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.datasets[self.source[index]][int(self.ids[index])]
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample; an AttributeError where a dataset does not know them."""
+        known = [np.asarray(dataset.lengths) for dataset in self.datasets]  # type: ignore[attr-defined]
+        ends = np.cumsum(self.counts)[:-1]
+        return np.concatenate(
+            [lengths[ids] for lengths, ids in zip(known, np.split(self.ids, ends), strict=True)], dtype=np.int64
+        )
+
+    @property
+    def content_key(self) -> str:
+        """SHA-256 in hex of the keys of all datasets, the counts and the seed, the same for all epochs.
+
+        An AttributeError where a dataset has none.
+        """
+        keys = [dataset.content_key for dataset in self.datasets]  # type: ignore[attr-defined]
+        content = [_CONTENT_KEY_NAME, keys, self.counts.tolist(), self._seed]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _chosen_ids(start: int, size: int, count: int, seed: int, epoch: int) -> Int64[np.ndarray, " c"]:
+    """The ids that a dataset gives to an epoch, ascending."""
+    if not count:
+        return np.zeros(0, np.int64)
+    num_passes, num_left = divmod(count, size)
+    times = np.full(size, num_passes)
+    if num_left:
+        keys = random_keys(size, seed=seed, epoch=0, start=_FIRST_MIXTURE_KEY + start)
+        places = (int(epoch) * count % size + np.arange(num_left)) % size
+        times[stable_argsort(keys)[places]] += 1
+    return np.repeat(np.arange(size), times)
+
+
+def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
+    if len(weights) != len(num_samples):
+        raise ValueError(f"{len(num_samples)} datasets need as many weights, not {len(weights)}")
+    wrong = [f"dataset {d}: {w!r}" for d, w in enumerate(weights) if not is_number(w) or not 0 <= w < math.inf]
+    if wrong:
+        raise ValueError(f"weights must be finite and at least 0: {list_first(wrong)}")
+    if not any(weights):
+        raise ValueError("at least one dataset needs a weight above 0")
+    empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
+    if empty:
+        raise ValueError(f"datasets without samples cannot have a weight: {list_first(empty)}")

@@ -1,0 +1,82 @@
+"""Samples to hold out, chosen by the hash of their content."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.tokens import Subset, to_tokens
+from jvarlen.planning.lengths import DataSource
+
+__all__ = ["HELD_OUT", "Split", "sample_hash", "split_held_out"]
+
+HELD_OUT = "held_out"  # the evaluation set that is taken from the data
+_HASH_BITS = 62
+
+
+class Split(NamedTuple):
+    """Two datasets that share no sample.
+
+    Attributes:
+      train: the samples to train on.
+      held_out: the samples that are never trained on.
+    """
+
+    train: DataSource
+    held_out: DataSource
+
+
+def split_held_out(dataset: DataSource, fraction: float) -> Split:
+    """Holds samples out by the hash of their content, so that the same text is always on the same side.
+
+    The same tokens have one hash in whatever they are held, but for uint8, which are the bytes of texts.
+
+    Args:
+      dataset: the samples to split, each as `to_tokens` takes it.
+      fraction: the share of samples to hold out, between 0 and 1.
+
+    Returns:
+      `Split(train, held_out)`, two `Subset`s; each keeps the order of the dataset.
+
+    Raises:
+      ValueError: `fraction` is not between 0 and 1, or one side would be empty; or a sample is not of tokens.
+    """
+    if not 0 < fraction < 1:
+        raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
+    is_held_out = _hashes_of(dataset) / 2**_HASH_BITS < fraction
+    if is_held_out.all() or not is_held_out.any():
+        raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
+    return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
+
+
+def sample_hash(sample: Any) -> int:
+    """A hash of the tokens of a sample, whatever holds them: the first 62 bits of SHA-256 of bytes, or of int64.
+
+    Args:
+      sample: as `to_tokens` takes it.
+
+    Returns:
+      0 ≤ hash < 2**62.
+
+    Example:
+      >>> sample_hash("ab") == sample_hash(b"ab") == sample_hash(np.array([97, 98], np.uint8)) != sample_hash([97, 98])
+      True
+    """
+    tokens = to_tokens(sample)
+    content = tokens.astype(np.uint8 if tokens.dtype == np.uint8 else "<i8", copy=False).tobytes()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") >> (64 - _HASH_BITS)
+
+
+def _hashes_of(dataset: DataSource) -> Int64[np.ndarray, " N"]:
+    """Those that a dataset knows itself, in its attribute `sample_hashes`; else they are made, sample by sample."""
+    if hasattr(dataset, "sample_hashes"):
+        return dataset.sample_hashes
+    hashes = np.zeros(len(dataset), np.int64)
+    for sample_id in range(len(dataset)):
+        raise_if_interrupted()
+        hashes[sample_id] = sample_hash(dataset[sample_id])
+    return hashes

@@ -1,0 +1,106 @@
+"""The built-in corpus: functions of Python's standard library."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jvarlen._common.files import default_cache_dir, write_atomically
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen.data.tokens import TokenDataset
+
+__all__ = ["read_functions", "stdlib_functions"]
+
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}  # directories
+
+
+def read_functions(root: Path, progress: bool) -> list[bytes]:
+    """The source of every outermost function and method below a directory, by file path, then by line.
+
+    Args:
+      root: directories of tests, and of packages that were installed into it, are left out.
+      progress: whether to show a progress bar.
+
+    Returns:
+      Texts of whole lines, without decorators. What Python cannot parse gives none.
+
+    Raises:
+      FileNotFoundError: there are no source files.
+    """
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in _LEFT_OUT]
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise FileNotFoundError(f"the standard library at {root} holds no source files to build the corpus from")
+    samples: dict[bytes, None] = {}  # a dict keeps the first of equal texts, in order
+    for path in progress_bar(sorted(files), desc="corpus", unit="file", progress=progress):
+        raise_if_interrupted()
+        source = path.read_bytes()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old sources hold invalid escapes
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue  # templates and deliberately broken files
+        lines = source.splitlines(keepends=True)
+        for function in _outermost_functions(tree):
+            samples[b"".join(lines[function.lineno - 1 : function.end_lineno])] = None
+    samples.pop(b"", None)
+    return list(samples)
+
+
+def _outermost_functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        elif isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _outermost_functions(node)
+
+
+_CACHE_VERSION = 1
+
+
+def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
+    """The source of every outermost function and method in the standard library of the running interpreter.
+
+    Decorators are left out, whole lines are kept, test directories are skipped, equal texts are kept once. The order is
+    by file path, then by line. The first scan takes some seconds and is cached.
+
+    Args:
+      cache_dir: where the scan is kept; `default_cache_dir()` if None.
+      progress: whether the scan shows a progress bar.
+
+    Returns:
+      A `TokenDataset` of about 15,000 samples of 15 to about 17,000 bytes.
+
+    Raises:
+      FileNotFoundError: the standard library of this interpreter has no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    interpreter = hashlib.sha256(f"{_CACHE_VERSION} {sys.version} {root}".encode()).hexdigest()[:16]
+    cache = (cache_dir or default_cache_dir()) / f"stdlib-functions-{interpreter}.npz"
+    if cache.exists():
+        try:
+            # NumPy leaves a file that it opened itself open when the file is damaged.
+            with cache.open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                return TokenDataset(stored["tokens"], stored["offsets"])
+        except Exception as error:  # whatever it is, the scan makes the file anew
+            warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)
+    dataset = TokenDataset.from_bytes(read_functions(root, progress))
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(cache) as out:
+            np.savez_compressed(out, tokens=dataset.tokens, offsets=dataset.offsets)
+    except OSError as error:
+        warnings.warn(f"the corpus is not kept for the next time: {error}", stacklevel=2)
+    return dataset

@@ -1,0 +1,138 @@
+"""Tokenized text: in go samples of text and the file of a tokenizer, out come samples of token ids.
+
+Needs the package tokenizers, the extra `data`. The file is untrusted: what is wrong with it is a ValueError naming it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int32
+
+from jvarlen.data.content_key import combine_keys, content_key
+from jvarlen.data.tokens import to_tokens
+from jvarlen.planning.lengths import DataSource
+
+__all__ = ["TokenizedDataset"]
+
+
+class TokenizedDataset:
+    """Texts as the ids of their tokens: a data source that tokenizes a sample when it is asked for.
+
+    Special tokens, such as those of a sentence's begin and end, are added as the post-processor in the tokenizer's file
+    says, and not at all where it has none. What the file says of truncation and padding does not count: a sample keeps
+    all its tokens, and gets no others. Worker processes load the tokenizer themselves.
+
+    Args:
+      texts: random access to strings, or to their UTF-8 as bytes or uint8[length].
+      tokenizer_path: a file of the package `tokenizers`, `tokenizer.json` by custom; it must not change while in use.
+
+    Attributes:
+      num_values: the number of ids, 1 more than the greatest.
+      key: hex key of the tokenizer's file.
+
+    Raises:
+      ValueError: tokenizers is missing; the file is no tokenizer; and, when a sample is asked for, it is no UTF-8, or
+        gives no tokens.
+      OSError: the file cannot be read.
+
+    Example:
+      >>> import tempfile
+      >>> from tokenizers import Tokenizer, models, pre_tokenizers
+      >>> tokenizer = Tokenizer(models.WordLevel({"a": 0, "plan": 1, "?": 2}, unk_token="?"))
+      >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     tokenizer.save(f"{folder}/tokenizer.json")
+      ...     dataset = TokenizedDataset(["a plan", b"another plan"], Path(folder, "tokenizer.json"))
+      >>> dataset[1], dataset.num_values
+      (array([2, 1], dtype=int32), 3)
+
+    References:
+      Hugging Face tokenizers, https://huggingface.co/docs/tokenizers
+    """
+
+    def __init__(self, texts: DataSource, tokenizer_path: Path):
+        self._texts = texts
+        self._path = tokenizer_path
+        if not tokenizer_path.is_file():  # nor what can be read without end
+            raise FileNotFoundError(f"there is no tokenizer file {tokenizer_path}")
+        self.key = content_key(tokenizer_path)
+        self._tokenizer = _load(tokenizer_path)
+        self.num_values = _num_values(self._tokenizer, tokenizer_path)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
+        text = _to_text(self._texts[index])
+        with _only_value_errors(f"{self._path} fails on the text"):
+            ids = self._tokenizer.encode(text).ids
+        if not ids:
+            raise ValueError("no tokens, by this tokenizer")
+        if max(ids) >= self.num_values:
+            raise ValueError(f"token {max(ids)}, but {self._path} has only {self.num_values} ids")
+        return np.array(ids, np.int32)
+
+    @functools.cached_property
+    def lengths_key(self) -> str:
+        """What decides about lengths beside the texts: the file, and the version of the package that reads it."""
+        import tokenizers
+
+        return combine_keys(self.key, tokenizers.__version__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if content_key(self._path) != self.key:
+            raise ValueError(f"{self._path} has changed")
+        self._tokenizer = _load(self._path)
+
+
+def _load(path: Path) -> Any:
+    try:
+        import tokenizers  # here: an extra
+    except ModuleNotFoundError:
+        raise ValueError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
+    with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")  # what is added to every text is looked up only here
+    return tokenizer
+
+
+def _num_values(tokenizer: Any, path: Path) -> int:
+    num_values = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if not 1 <= num_values <= np.iinfo(np.int32).max:
+        raise ValueError(f"{path}: ids of tokens must fit int32, and there must be one; they end at {num_values - 1}")
+    return num_values
+
+
+def _to_text(sample: Any) -> str:
+    if isinstance(sample, str):
+        return sample
+    tokens = to_tokens(sample)
+    if tokens.dtype != np.uint8:
+        raise ValueError(f"no text, but tokens of {tokens.dtype}")
+    try:
+        return tokens.tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+
+
+@contextlib.contextmanager
+def _only_value_errors(said: str) -> Iterator[None]:
+    """Within, errors of the package, which are plain Exceptions or panics of its Rust, become ValueErrors."""
+    try:
+        yield
+    except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        raise ValueError(f"{said}: {error}") from None

@@ -1,0 +1,223 @@
+"""Datasets in memory: in goes the running interpreter's standard library or any data source, out come data sources.
+
+The built-in corpus holds the source text of every outermost function or method of the standard library: a real
+long-tailed distribution of lengths that is present on every machine, so nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Int64, Integer
+
+from jvarlen._common.checks import list_offenders
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.planning.lengths import DataSource
+
+__all__ = ["Subset", "TokenDataset", "as_data_source", "check_tokens", "to_tokens"]
+
+
+class TokenDataset:
+    """Samples of different lengths in one flat array: a random-access data source.
+
+    Args:
+      tokens: integers[total], the samples one after the other; uint8 where they are bytes.
+      offsets: int64[N+1], ascending; sample i is `tokens[offsets[i]:offsets[i+1]]`.
+
+    Example:
+      >>> dataset = TokenDataset(np.frombuffer(b"abcde", np.uint8), np.array([0, 2, 5]))
+      >>> len(dataset), dataset[1].tobytes()
+      (2, b'cde')
+    """
+
+    def __init__(self, tokens: Integer[np.ndarray, " total"], offsets: Int[np.ndarray, " N_plus_1"]):
+        # Compared, not subtracted: differences of offsets out of a file can overflow.
+        is_descending = (offsets[1:] < offsets[:-1]).any()
+        if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or is_descending:
+            raise ValueError(f"offsets must ascend from 0 to the number of tokens, {len(tokens)}")
+        self.tokens = tokens
+        self.offsets = offsets
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample."""
+        return np.diff(self.offsets)
+
+    @classmethod
+    def from_bytes(cls, samples: list[bytes]) -> TokenDataset:
+        """Joins byte strings into one dataset.
+
+        Args:
+          samples: the bytes of each.
+
+        Returns:
+          A dataset of uint8 tokens.
+        """
+        lengths = np.fromiter(map(len, samples), np.int64, len(samples))
+        tokens = np.frombuffer(b"".join(samples), np.uint8)
+        return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
+
+
+class Subset:
+    """Some samples of a dataset, in an order of their own: a data source that copies nothing.
+
+    Args:
+      dataset: random access to the samples.
+      ids: int64[n], those to keep; sample i is `dataset[ids[i]]`.
+
+    Example:
+      >>> subset = Subset(["a", "b", "c"], np.array([2, 0]))
+      >>> len(subset), subset[0]
+      (2, 'c')
+    """
+
+    def __init__(self, dataset: DataSource, ids: Int64[np.ndarray, " n"]):
+        self._dataset = dataset
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self._dataset[int(self._ids[index])]
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " n"]:
+        """Tokens of every sample; an AttributeError where the dataset does not know them."""
+        return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
+
+
+class _Tokens:
+    """The samples of any dataset as arrays of tokens."""
+
+    def __init__(self, dataset: DataSource):
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return to_tokens(self._dataset[index])
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Those that the dataset knows; an AttributeError where it knows none."""
+        return self._dataset.lengths  # type: ignore[attr-defined]
+
+
+def as_data_source(dataset: DataSource) -> DataSource:
+    """Any random-access dataset as a data source whose samples are 1-D integer arrays.
+
+    A list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset` are such. Where their samples are
+    arrays, lists or tensors already, `load` takes them as they are; here, strings and bytes become arrays as well.
+
+    Args:
+      dataset: has `len()` and integer indexing. An attribute `lengths`, where it has one, counts the tokens of samples
+        as `to_tokens` makes them.
+
+    Returns:
+      A data source that converts a sample when it is asked for, with `to_tokens`.
+
+    Raises:
+      ValueError: no random access: a stream, for example, which `stream_batches` takes.
+
+    Example:
+      >>> as_data_source(["ab", [300, 301]])[1]
+      array([300, 301])
+    """
+    if not isinstance(dataset, DataSource):
+        raise ValueError(
+            f"a dataset needs len() and integer indexing, which {type(dataset).__name__} has not; samples that only "
+            "come one after the other are for stream_batches"
+        )
+    return _Tokens(dataset)
+
+
+def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
+    """The tokens of a sample.
+
+    Args:
+      sample: a string, which becomes its UTF-8; bytes; or integers as a list, an array, or a tensor in host memory.
+
+    Returns:
+      integers[L], of length L: uint8 of strings and bytes, else of the dtype it has. Nothing is copied needlessly.
+
+    Raises:
+      ValueError: none of these.
+
+    Example:
+      >>> to_tokens("ö")
+      array([195, 182], dtype=uint8)
+    """
+    if isinstance(sample, str):
+        return np.frombuffer(sample.encode(), np.uint8)
+    if isinstance(sample, bytes | bytearray | memoryview):
+        return np.frombuffer(sample, np.uint8)
+    try:
+        tokens = np.asarray(sample)
+    except Exception as error:  # of any library: a tensor on a device, or a ragged list
+        raise ValueError(f"no tokens, but {type(sample).__name__}: {error}") from None
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
+        raise ValueError(f"a sample must be text, bytes or 1-D integers, not {kind}")
+    return tokens
+
+
+def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
+    """Checks samples that lie in several flat arrays, one after the other, and narrows them.
+
+    Args:
+      parts: the samples.
+      num_values: tokens must lie below it; None for no limit.
+
+    Returns:
+      The same samples; uint8 where `num_values` is at most 256.
+
+    Raises:
+      ValueError: no samples, empty ones, or tokens out of range; the first are listed.
+
+    Example:
+      >>> [part.tokens.dtype.name for part in check_tokens([TokenDataset(np.array([7]), np.array([0, 1]))], 256)]
+      ['uint8']
+    """
+    starts = np.cumsum([0, *map(len, parts)])
+    if not starts[-1]:
+        raise ValueError("it holds no samples: at least one is needed")
+    empty = np.concatenate(
+        [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=False)]
+    )
+    if len(empty):
+        raise ValueError(f"samples must not be empty: {list_offenders(empty)}")
+    ids, values = [], []
+    for part, start in zip(parts, starts, strict=False):
+        raise_if_interrupted()
+        if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
+            continue
+        is_outside = part.tokens < 0
+        if num_values is not None:
+            is_outside |= part.tokens >= num_values
+        places = np.flatnonzero(is_outside)
+        own, first = np.unique(np.searchsorted(part.offsets, places, side="right") - 1, return_index=True)
+        ids.append(own + start)
+        values.append(part.tokens[places[first]])
+    if any(map(len, ids)):
+        limit = "" if num_values is None else f" and below {num_values}"
+        listed = list_offenders(np.concatenate(ids), np.concatenate(values))
+        raise ValueError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
+    if num_values is None or num_values > 256:
+        return list(parts)
+    return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]

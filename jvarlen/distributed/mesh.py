@@ -1,0 +1,234 @@
+"""Devices: in goes how many, out come a mesh and the shardings of a step's arrays over it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int64
+
+from jvarlen._common.pytree import is_key
+
+__all__ = [
+    "DATA_AXIS",
+    "NO_MESH",
+    "auto_axes",
+    "batch_shardings",
+    "check_compiled_for",
+    "check_shards_divide",
+    "compiling_for",
+    "data_mesh",
+    "devices_of",
+    "split_cpu",
+    "num_shards_of",
+    "own_microbatches",
+    "own_shards",
+    "replicate",
+    "with_auto_axes",
+]
+
+DATA_AXIS = "data"
+NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
+
+
+def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) -> Mesh:
+    """A mesh with one axis, `"data"`.
+
+    Args:
+      num_devices: how many of `jax.devices()`, from the first; all where None.
+      of_each_process: so many of the devices of every process.
+
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
+
+    Raises:
+      ValueError: there are not so many devices; of processes, those that have too few are listed.
+    """
+    devices = jax.devices()
+    by_process = [[device for device in devices if device.process_index == p] for p in range(jax.process_count())]
+    groups = by_process if of_each_process else [devices]
+    fewest = min(map(len, groups))
+    if num_devices is not None and not 1 <= num_devices <= fewest:
+        few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
+        listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
+        hint = ""
+        if num_devices > fewest and devices[0].platform == "cpu":
+            hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {num_devices})"
+        raise ValueError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
+    devices = [device for group in groups for device in group[:num_devices]]
+    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
+    return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def auto_axes(mesh: Mesh) -> Mesh:
+    """The same mesh with Auto axes.
+
+    `jax.make_mesh` makes Explicit ones by default, with which `shard_map` refuses arrays that were not placed by hand.
+    """
+    if all(axis_type == AxisType.Auto for axis_type in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def with_auto_axes(sharding: NamedSharding) -> NamedSharding:
+    """The same sharding on a mesh with Auto axes."""
+    if not isinstance(sharding.mesh, Mesh):
+        return sharding
+    return NamedSharding(auto_axes(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+
+
+_compiled_mesh: ContextVar[Mesh | None] = ContextVar("compiled_mesh", default=None)
+
+
+@contextlib.contextmanager
+def compiling_for(mesh: Mesh | None) -> Iterator[None]:
+    """A block in which steps are traced for a mesh; `check_compiled_for` compares it with theirs."""
+    token = _compiled_mesh.set(mesh)
+    try:
+        yield
+    finally:
+        _compiled_mesh.reset(token)
+
+
+def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
+    """Raises ValueError where a step without a mesh is compiled for one, so that every device would compute all."""
+    compiled = _compiled_mesh.get()
+    if mesh is None and compiled is not None and compiled.shape.get(axis_name, 1) > 1:
+        raise ValueError(
+            f"the step was made without a mesh and is compiled for one of {compiled.shape[axis_name]} shards, each of "
+            "which would compute the whole step: give make_train_step, or make_eval_step, the mesh as well"
+        )
+
+
+def split_cpu(num_devices: int) -> None:
+    """Makes a machine without accelerators have so many devices; nothing changes once JAX has used any.
+
+    Args:
+      num_devices: at least 1; fewer devices than asked for are an error of `data_mesh`.
+    """
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+def devices_of(mesh: Mesh | None) -> list[jax.Device]:
+    """The devices of the mesh, those of other processes included; the default one where None."""
+    if mesh is not None:
+        return mesh.devices.flatten().tolist()
+    default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None
+    return [default] if isinstance(default, jax.Device) else jax.local_devices(backend=default)[:1]
+
+
+def num_shards_of(mesh: Mesh, axis_name: str) -> int:
+    """p, the devices along a mesh axis; raises ValueError where there is no such axis."""
+    if axis_name not in mesh.shape:
+        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
+    return mesh.shape[axis_name]
+
+
+def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> None:
+    """Raises ValueError where the microbatches of a step do not spread evenly over a mesh axis."""
+    num_shards = num_shards_of(mesh, axis_name)
+    if num_microbatches % num_shards:
+        raise ValueError(
+            f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
+            f"{axis_name!r}: the shards must divide microbatches_per_step"
+        )
+
+
+def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
+    """The shards whose devices belong to this process.
+
+    Args:
+      mesh: the devices at one place of the axis belong to one process.
+      axis_name: the axis along which the shards lie.
+
+    Returns:
+      int64[q], ascending.
+
+    Raises:
+      ValueError: no such axis, or devices of several processes share a place of it.
+    """
+    num_shards = num_shards_of(mesh, axis_name)
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
+    owner = np.array([[device.process_index for device in place] for place in devices])
+    if (owner != owner[:, :1]).any():
+        raise ValueError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
+    return np.flatnonzero(owner[:, 0] == jax.process_index())
+
+
+def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DATA_AXIS) -> Int64[np.ndarray, " m"]:
+    """The microbatches of a step that lie on devices of this process.
+
+    Args:
+      mesh: has an axis `axis_name`, whose p shards hold consecutive microbatches.
+      microbatches_per_step: M, a multiple of p.
+      axis_name: the data-parallel axis.
+
+    Returns:
+      int64[m], ascending.
+
+    Raises:
+      ValueError: as `own_shards`.
+    """
+    per_shard = microbatches_per_step // num_shards_of(mesh, axis_name)
+    return (own_shards(mesh, axis_name)[:, None] * per_shard + np.arange(per_shard)).ravel()
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """The same arrays on every device of a mesh, such as a state to begin training with.
+
+    Args:
+      tree: a pytree of arrays; where the devices belong to several processes, each has all of it, and the same. A step
+        that donates the result may take these arrays with it: use the result only.
+      mesh: the devices.
+
+    Returns:
+      A pytree of `jax.Array`. Processes do not wait for each other.
+
+    Example:
+      >>> replicate(np.arange(3), data_mesh(1)).tolist()
+      [0, 1, 2]
+    """
+    whole = NamedSharding(auto_axes(mesh), PartitionSpec())
+
+    def on_all_devices(leaf: Any) -> jax.Array:
+        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
+            return leaf
+        if isinstance(leaf, jax.Array) and is_key(leaf):
+            data = on_all_devices(jax.random.key_data(leaf))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(array.shape, whole, lambda index: array[index])
+
+    return jax.tree.map(on_all_devices, tree)
+
+
+def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
+    """How a step's arrays lie on a mesh: microbatches spread over the data axis, scalars everywhere.
+
+    Args:
+      batch: a pytree of arrays or shapes; what is not a scalar has the microbatches, M, as leading axis.
+      mesh: has an axis `axis_name`.
+      axis_name: the data-parallel axis.
+
+    Returns:
+      A pytree of `NamedSharding`.
+
+    Raises:
+      ValueError: no such axis, or its size (the number of shards) does not divide M.
+    """
+    num_shards_of(mesh, axis_name)
+    mesh = auto_axes(mesh)
+
+    def sharding(leaf: Any) -> NamedSharding:
+        if not leaf.shape:
+            return NamedSharding(mesh, PartitionSpec())
+        check_shards_divide(leaf.shape[0], mesh, axis_name)
+        return NamedSharding(mesh, PartitionSpec(axis_name))
+
+    return jax.tree.map(sharding, batch)

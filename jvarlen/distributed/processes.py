@@ -1,0 +1,299 @@
+"""Processes: in goes what one of several JAX processes has, out comes the same decision, or an error, on all of them.
+
+A process that raises where the others wait for it makes them hang. So a step that may fail runs inside `together`, and
+what must be equal goes through `agree`; both are collective: every process calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed
+from jax.experimental import multihost_utils
+from jaxtyping import Shaped
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.interrupts import interrupt_signal, take_interrupt
+
+__all__ = [
+    "ProcessesError",
+    "agree",
+    "end_without_others",
+    "gather_arrays",
+    "gather_texts",
+    "initialize_processes",
+    "is_any_interrupted",
+    "key_value_store",
+    "naming_lost_processes",
+    "together",
+]
+
+# What a process says in an exchange: one size, so that all exchanges match and compile once.
+_RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
+_FAILED_KEY = "jvarlen/failed/"
+_WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
+_failed = threading.Event()
+
+
+class ProcessesError(RuntimeError):
+    """Another process failed, was lost, or is at another call."""
+
+
+def initialize_processes(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    heartbeat_timeout_seconds: int = 10,
+    initialization_timeout: int = 60,
+) -> None:
+    """Makes this process one of several that compute together; before anything else that touches a device.
+
+    When a process dies or is stopped, the others end with an error that names it within about two heartbeat timeouts.
+    So do they when one ends by an exception that it does not catch: it waits that long for the others, which may be
+    about to end as well, and then leaves. One that lives and does not move, as where its disk hangs, is not noticed
+    here.
+
+    SIGTERM does what it did before, where JAX would keep it for a service of its own.
+
+    Args:
+      coordinator_address: `"host:port"` of process 0. None, as well as for the two that follow: JAX finds it in the
+        environment (Slurm, Open MPI, cloud TPUs, Kubernetes).
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      heartbeat_timeout_seconds: a process that is not heard of for so long is dead.
+      initialization_timeout: seconds to wait for all to come.
+
+    Raises:
+      RuntimeError: JAX has used its devices already, or was initialized before; or not all processes came in time.
+      ValueError: JAX does not find what was not given.
+    """
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+            initialization_timeout=initialization_timeout,
+        )
+    except ValueError as error:
+        if None not in (coordinator_address, num_processes, process_id):
+            raise
+        raise ValueError(
+            "JAX finds no Slurm, Open MPI, Kubernetes or cloud TPU around this process: give coordinator, "
+            f"num_processes and process_id ({error})"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        # JAX has replaced the handler below Python, which takes it for the one in force.
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+    atexit.register(_leave_after_error, heartbeat_timeout_seconds)
+
+
+def agree(name: str, value: str | bytes | int) -> None:
+    """Returns when all processes have passed the same value; one process agrees with itself.
+
+    Args:
+      name: what the value is, for the error; the same on all processes.
+      value: such as the digest of a plan. A long one is compared by its SHA-256.
+
+    Raises:
+      ValueError: on every process, where values differ; each value is listed with its processes.
+      ProcessesError: processes are at calls of different names, or one has died.
+
+    Example:
+      >>> agree("plan digest", "5d41402abc4b")
+    """
+    values = gather_texts(name, repr(value))
+    if len(set(values)) > 1:
+        raise ValueError(f"processes differ in {name}: {_by_process(values)}")
+
+
+@contextlib.contextmanager
+def together(name: str) -> Iterator[None]:
+    """The block succeeds on all processes, or raises on all.
+
+    Each process runs its own block, and leaves when all have run theirs. Nothing that all must take part in belongs
+    inside: one that failed before would not come.
+
+    Args:
+      name: what the block does, as a verb phrase for the error; the same on all processes.
+
+    Raises:
+      ProcessesError: the block failed on other processes, which are listed with their errors; or processes are at calls
+        of different names, or one has died. A process whose own block failed raises that exception.
+
+    Example:
+      >>> with together("read the lengths"):
+      ...     lengths = [3, 1, 2]
+    """
+    try:
+        yield
+    except BaseException as error:
+        gather_texts(name, "".join(traceback.format_exception_only(error)).strip())
+        raise
+    failures = gather_texts(name, "")
+    if any(failures):
+        raise ProcessesError(f"could not {name}: {_by_process(failures)}")
+
+
+@contextlib.contextmanager
+def naming_lost_processes(doing: str) -> Iterator[None]:
+    """Where a computation over several processes fails in the block, the error names those that are lost.
+
+    It goes to standard error as well.
+
+    Args:
+      doing: what the block does, as a noun for the error.
+
+    Raises:
+      ProcessesError: the computation failed; what the backend said is part of it. One process keeps its own error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        message = f"{doing} failed, as where a process is lost; {_who_is_lost()}: {error}"
+        # At once: what is closed on the way out may wait for all, and JAX ends this process meanwhile.
+        print(f"jvarlen: {' '.join(message.split())}", file=sys.stderr, flush=True)
+        raise ProcessesError(message) from error
+
+
+def end_without_others() -> None:
+    """Bounds how long this process waits for the others when it ends, as an exception that nobody catches does.
+
+    For a program that ends by an exit code of its own after an error: the others may be waiting for it.
+    """
+    _failed.set()
+
+
+def is_any_interrupted() -> bool:
+    """Whether Ctrl-C or SIGTERM came to any process; all take it as theirs then, and end with the same exit code.
+
+    Raises:
+      ProcessesError: a process has died.
+    """
+    number = int(gather_arrays(np.array([interrupt_signal()])).max())
+    if number:
+        take_interrupt(number)
+    return number != 0
+
+
+def gather_texts(name: str, text: str) -> list[str]:
+    """What all processes pass.
+
+    Args:
+      name: what the texts are; the same on all processes.
+      text: a short one; of a long one the start and the SHA-256 are passed.
+
+    Returns:
+      The texts, by process.
+
+    Raises:
+      ProcessesError: processes are at calls of different names, or one has died.
+
+    Example:
+      >>> gather_texts("host", "a")
+      ['a']
+    """
+    if jax.process_count() == 1:
+        return [text]
+    record = np.array([(_to_bytes(name, _RECORD["name"]), _to_bytes(text, _RECORD["text"]))], _RECORD)
+    records = _gather(record, name).ravel()
+    names, texts = ([field.decode(errors="ignore") for field in records[key].tolist()] for key in ("name", "text"))
+    if len(set(names)) > 1:
+        raise ProcessesError(f"processes are not at the same call: {_by_process(names)}")
+    return texts
+
+
+def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]:
+    """What all processes pass, bit for bit, whether JAX has 64-bit types or not.
+
+    Args:
+      array: of one shape and dtype on all processes, and not empty.
+
+    Returns:
+      The arrays, stacked by process.
+
+    Raises:
+      ProcessesError: a process has died.
+
+    Example:
+      >>> gather_arrays(np.array([1, 2]))
+      array([[1, 2]])
+    """
+    if jax.process_count() == 1:
+        return array[None]
+    return _gather(array, "arrays")
+
+
+def key_value_store() -> Any:
+    """JAX's client of the strings that processes share, which process 0 keeps.
+
+    There is no public name for it. What its methods raise depends on the backend.
+    """
+    return distributed.global_state.client
+
+
+def _who_is_lost() -> str:
+    """Which processes do not say, within some seconds, that the same computation has failed for them as well."""
+    try:
+        store, missing = key_value_store(), set(range(jax.process_count()))
+        store.key_value_set(f"{_FAILED_KEY}{jax.process_index()}", "", allow_overwrite=True)
+        deadline = time.monotonic() + _WORD_S
+        while missing and time.monotonic() < deadline:
+            time.sleep(_WORD_S / 30)
+            missing -= {int(key.rpartition("/")[2]) for key, _ in store.key_value_dir_get(_FAILED_KEY)}
+    except Exception:
+        return "process 0, where all meet, does not answer"
+    if not missing:
+        return "all processes still run"
+    return f"no word from {_processes(sorted(missing))}"
+
+
+def _gather(array: Shaped[np.ndarray, ...], name: str) -> Shaped[np.ndarray, "P ..."]:
+    try:
+        gathered = multihost_utils.process_allgather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    except Exception as error:  # its type depends on the backend
+        raise ProcessesError(f"lost the other processes at {name!r}; {_who_is_lost()}") from error
+    return np.ascontiguousarray(gathered).view(array.dtype).reshape(-1, *array.shape)
+
+
+def _to_bytes(text: str, field: np.dtype) -> bytes:
+    """The text, or, where it does not fit the field, its start and its SHA-256."""
+    whole = text.encode(errors="backslashreplace")
+    if len(whole) <= field.itemsize:
+        return whole
+    mark = f"… (SHA-256 {hashlib.sha256(whole).hexdigest()})".encode()
+    return whole[: field.itemsize - len(mark)].decode(errors="ignore").encode() + mark
+
+
+def _by_process(texts: Iterable[str]) -> str:
+    """The different texts that are not empty, each with its processes; the first few of both."""
+    processes: dict[str, list[int]] = {}
+    for process, text in enumerate(texts):
+        if text:
+            processes.setdefault(text, []).append(process)
+    return list_first([f"{_processes(held)}: {text}" for text, held in processes.items()], "; ")
+
+
+def _processes(ranks: list[int]) -> str:
+    return f"process{'es' * (len(ranks) > 1)} {list_first(ranks)}"
+
+
+def _leave_after_error(seconds: int) -> None:
+    """Bounds the wait for other processes at the end of one that ends by an exception: they may be waiting for it."""
+    if hasattr(sys, "last_value") or _failed.is_set():  # the former is set by an exception that nobody caught
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)

@@ -1,0 +1,109 @@
+"""Watchdog: in go the ticks of several processes at work, out comes their end when none of them ticks any more.
+
+A process whose disk hangs lives on, and the others wait for it in the next collective: for ever, as far as JAX is
+concerned. Waiting in the runtime they cannot raise an error; so the process ends, from a thread that says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import jax
+
+from jvarlen._common.checks import list_first
+from jvarlen.distributed.processes import key_value_store
+
+__all__ = ["ending_stalled_processes"]
+
+_EXIT_CODE = 2  # that of the command for a lost process
+_num_blocks = 0  # so far: all processes enter the same blocks, and each has keys of its own
+
+
+@contextlib.contextmanager
+def ending_stalled_processes(
+    doing: str, stall_timeout_s: float, *, interval_s: float = 1.0
+) -> Iterator[Callable[[], None]]:
+    """In the block, all of several processes end when none has ticked for so long; the error names who is behind.
+
+    Every process prints that error to its standard error, with the place in the code at which it stands if it is one of
+    those behind, and exits by code 2. Nothing is saved and no exception raised: the main thread may wait in a
+    collective that nothing interrupts. Processes tick at the same work, such as a step, and none can be far ahead.
+
+    Args:
+      doing: what the block does, as a noun for the error.
+      stall_timeout_s: seconds; longer than the longest pause between two ticks, which a checkpoint may make.
+      interval_s: seconds between two looks at the others.
+
+    Yields:
+      What to call at every step as soon as this process has its own part, before the computation that needs those of
+      all: so who is behind has ticked less. It takes no time, and where there is one process, does nothing.
+
+    Example:
+      >>> with ending_stalled_processes("training", 600) as tick:
+      ...     for step in range(3):
+      ...         tick()
+    """
+    if jax.process_count() == 1:
+        yield lambda: None
+        return
+    global _num_blocks
+    _num_blocks += 1
+    num_ticks = 0
+    left = threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        num_ticks += 1
+
+    def watch(prefix: str) -> None:
+        store = key_value_store()
+        seen: dict[int, int] = {}
+        last_move = time.monotonic()
+        while not left.wait(interval_s):
+            try:
+                store.key_value_set(f"{prefix}{jax.process_index()}", str(num_ticks), allow_overwrite=True)
+                shared = store.key_value_dir_get(prefix)
+            except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
+                return
+            ticks = dict.fromkeys(range(jax.process_count()), 0) | {
+                int(key.rpartition("/")[2]): int(value) for key, value in shared
+            }
+            if ticks != seen:
+                seen, last_move = ticks, time.monotonic()
+            elif time.monotonic() - last_move >= stall_timeout_s:
+                _end(
+                    f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(ticks)}", ticks, interval_s
+                )
+
+    thread = threading.Thread(target=watch, args=(f"jvarlen/ticks-{_num_blocks}/",), name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield tick
+    finally:
+        left.set()
+        thread.join()
+
+
+def _who_is_behind(ticks: Mapping[int, int]) -> str:
+    """Which processes have ticked least."""
+    least, most = min(ticks.values()), max(ticks.values())
+    behind = [process for process, count in ticks.items() if count == least]
+    if least == most:
+        return f"all processes stand after step {least:,}"
+    stand = "stands" if len(behind) == 1 else "stand"
+    return f"process{'es' * (len(behind) > 1)} {list_first(behind)} {stand} after step {least:,}, others after {most:,}"
+
+
+def _end(message: str, ticks: Mapping[int, int], interval_s: float) -> None:
+    print(f"jvarlen: {message}", file=sys.stderr, flush=True)
+    if ticks[jax.process_index()] == min(ticks.values()):
+        faulthandler.dump_traceback(sys.stderr)
+    if jax.process_index() == 0:
+        time.sleep(3 * interval_s)  # without it, the others end before they can say why
+    os._exit(_EXIT_CODE)

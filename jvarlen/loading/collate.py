@@ -1,0 +1,191 @@
+"""Collation: in go the samples of one step, out comes a batch of host arrays in the shape of a bucket.
+
+Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32, Int64, Integer
+
+from jvarlen._common.checks import list_offenders
+from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
+from jvarlen.planning.buckets import AnyBucket
+
+__all__ = ["StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
+
+_INT32 = np.iinfo(np.int32)
+
+
+class StepSamples(NamedTuple):
+    """What a collate function gets: the samples of one step, as the dataset gave them.
+
+    Where several processes train together, M are the microbatches of this one.
+
+    Attributes:
+      bucket: the shape to fill.
+      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 where there is
+        none. Dummy rows are the last of their microbatch.
+      samples: M lists of the samples, in the order of `ids`.
+      num_tokens: real tokens that were planned for these rows, cut samples counted as cut; None where that is not known
+        of a part of a step.
+      truncate: whether the plan cuts samples that are longer than the bucket.
+      num_sequences: real samples of the whole step, on all processes.
+    """
+
+    bucket: AnyBucket
+    ids: Int64[np.ndarray, "M B *P"]
+    samples: list[list[Any]]
+    num_tokens: int | None
+    truncate: bool
+    num_sequences: int
+
+
+def pad_to_bucket(step: StepSamples) -> Batch:
+    """Pads the samples of a step with zeros to the shape of its bucket.
+
+    Args:
+      step: its samples are 1-D integer arrays whose tokens fit int32.
+
+    Returns:
+      A `Batch` of NumPy arrays.
+
+    Raises:
+      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not cut; the lengths of
+        the samples are not those that were planned; or the plan is packed. The samples are named.
+    """
+    _check_kind(step, "pad_to_bucket", num_lengths=1, is_packed=False)
+    max_length = step.bucket.lengths[0]
+    samples = _cut(step)
+    tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
+    _check_planned(step, lengths_MxB[step.ids >= 0])
+    return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(step.num_sequences))
+
+
+def pack_to_bucket(step: StepSamples) -> PackedBatch:
+    """Lays the samples of each packed row one after the other, in the shape of the bucket.
+
+    Args:
+      step: of a packed plan; its samples are 1-D integer arrays whose tokens fit int32.
+
+    Returns:
+      A `PackedBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`; or the plan is not packed.
+    """
+    _check_kind(step, "pack_to_bucket", num_lengths=1, is_packed=True)
+    is_sample_MxBxP = step.ids >= 0
+    samples = _cut(step)
+    tokens = _checked_tokens(step.ids[is_sample_MxBxP], samples)
+    lengths = np.fromiter(map(len, samples), np.int64, len(samples))
+    _check_planned(step, lengths)
+    lengths_MxBxP = np.zeros(step.ids.shape, np.int64)
+    lengths_MxBxP[is_sample_MxBxP] = lengths
+    length = step.bucket.lengths[0]
+    too_long_MxBx1 = lengths_MxBxP.sum(axis=2, keepdims=True) > length
+    if too_long_MxBx1.any():
+        at_fault = is_sample_MxBxP & too_long_MxBx1
+        offenders = list_offenders(step.ids[at_fault], lengths_MxBxP[at_fault], length)
+        raise ValueError(
+            f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
+        )
+    is_token_MxBxT = np.arange(length) < lengths_MxBxP.sum(axis=2, keepdims=True)
+
+    def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
+        array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+        array_MxBxT[is_token_MxBxT] = values
+        return array_MxBxT
+
+    return PackedBatch(
+        tokens=filled(tokens),
+        segment_ids=filled(np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)),
+        positions=filled(np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)),
+        weights=is_token_MxBxT.astype(np.float32),
+        num_sequences=np.float32(step.num_sequences),
+    )
+
+
+def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
+    """Pads both sides of each pair with zeros to the shape of the bucket.
+
+    Args:
+      step: of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32.
+
+    Returns:
+      A `PairBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`.
+    """
+    _check_kind(step, "pad_pairs_to_bucket", num_lengths=2, is_packed=False)
+    pairs = [pair for microbatch in step.samples for pair in microbatch]
+    sides = [[np.asarray(pair[side]) for pair in pairs] for side in (0, 1)]
+    source, target = (
+        _padded(step.ids, samples, length) for samples, length in zip(sides, step.bucket.lengths, strict=True)
+    )
+    _check_planned(step, (source[1] + target[1])[step.ids >= 0])
+    return PairBatch(*source[:2], *target[:2], target[2].astype(np.float32), np.float32(step.num_sequences))
+
+
+def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bool) -> None:
+    """Raises ValueError where the plan is of another kind than the collate function is for."""
+    if len(step.bucket.lengths) == num_lengths and (step.ids.ndim == 3) == is_packed:
+        return
+    fitting = "pad_pairs_to_bucket" if len(step.bucket.lengths) == 2 else "pad_to_bucket"
+    kind = "pairs" if len(step.bucket.lengths) == 2 else "samples, one a row"
+    if step.ids.ndim == 3:
+        kind, fitting = "packed rows", "pack_to_bucket"
+    raise ValueError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
+
+
+def _cut(step: StepSamples) -> list[np.ndarray]:
+    """All samples of the step, in the order of its ids; cut at the bucket where the plan cuts."""
+    samples = [np.asarray(sample) for microbatch in step.samples for sample in microbatch]
+    return [sample[: step.bucket.lengths[0]] for sample in samples] if step.truncate else samples
+
+
+def _padded(
+    ids_MxB: Int64[np.ndarray, "M B"], samples: Sequence[np.ndarray], max_length: int
+) -> tuple[Int32[np.ndarray, "M B T"], Int32[np.ndarray, "M B"], Bool[np.ndarray, "M B T"]]:
+    """Tokens, lengths and where tokens are."""
+    ids = ids_MxB[ids_MxB >= 0]
+    tokens = _checked_tokens(ids, samples)
+    lengths = np.fromiter(map(len, samples), np.int32, len(samples))
+    too_long = lengths > max_length
+    if too_long.any():
+        offenders = list_offenders(ids[too_long], lengths[too_long], max_length)
+        raise ValueError(f"samples longer than their bucket: {offenders}")
+    lengths_MxB = np.zeros(ids_MxB.shape, np.int32)
+    lengths_MxB[ids_MxB >= 0] = lengths
+    is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
+    tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+    tokens_MxBxT[is_token_MxBxT] = tokens
+    return tokens_MxBxT, lengths_MxB, is_token_MxBxT
+
+
+def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:
+    if step.num_tokens is not None and lengths.sum() != step.num_tokens:
+        ids = step.ids[step.ids >= 0]  # in the order of the samples: microbatch by microbatch
+        raise ValueError(
+            f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
+            f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
+        )
+
+
+def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray]) -> Integer[np.ndarray, " tokens"]:
+    """All tokens, one sample after the other."""
+    wrong = [
+        f"id {i}: {sample.ndim}-D {sample.dtype}"
+        for i, sample in zip(ids.tolist(), samples, strict=True)
+        if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer)
+    ]
+    if wrong:
+        raise ValueError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
+    tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be dummy rows alone
+    if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
+        raise ValueError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
+    return tokens

@@ -1,0 +1,67 @@
+"""Ids digest: in go the samples of one step after the other, out comes a hash of which came, in which order.
+
+Letters: n samples of a step, m microbatches of a process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen.planning.plan import Plan
+from jvarlen.sorting.distributed_plan import DistributedPlan
+
+__all__ = ["IdsDigest", "own_rows", "planned_ids_digest"]
+
+
+class IdsDigest:
+    """SHA-256 over the steps added so far: of each its number, its number of samples and their ids, as int64."""
+
+    def __init__(self) -> None:
+        self._sha = hashlib.sha256(b"jvarlen-ids-1\0")
+
+    def add(self, step: int, ids: Int64[np.ndarray, " n"]) -> None:
+        """Adds a step, whose samples were read in this order."""
+        self._sha.update(np.array([step, len(ids)], "<i8").tobytes())
+        self._sha.update(ids.astype("<i8", copy=False).tobytes())
+
+    def hexdigest(self) -> str:
+        """64 hex digits; more steps can follow."""
+        return self._sha.hexdigest()
+
+
+def own_rows(
+    plan: Plan | DistributedPlan, step: int, microbatches: Int64[np.ndarray, " m"] | None
+) -> Int64[np.ndarray, "m B *P"]:
+    """The ids of a step's rows in these microbatches, None for all; a `DistributedPlan` has its own only."""
+    ids_MxB = plan.rows(step)
+    return ids_MxB if microbatches is None or isinstance(plan, DistributedPlan) else ids_MxB[microbatches]
+
+
+def planned_ids_digest(
+    plan: Plan | DistributedPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
+) -> str:
+    """What `BatchIterator.ids_digest` must be at the end of an epoch: the hash of the rows that were planned.
+
+    Args:
+      plan: the plan of the epoch.
+      microbatches: int64[m], those of this process, as `own_microbatches` gives them; None: all, or those that a
+        `DistributedPlan` holds.
+      start_step: the step that loading began with.
+
+    Returns:
+      64 hex digits. Two processes of one training have different ones, as each reads rows of its own.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> plan = make_plan([3, 1, 4], [(2, 4)])
+      >>> planned_ids_digest(plan) == planned_ids_digest(plan, start_step=1)
+      False
+    """
+    digest = IdsDigest()
+    for step in range(start_step, plan.num_steps):
+        ids_MxB = own_rows(plan, step, microbatches)
+        digest.add(step, ids_MxB[ids_MxB >= 0])
+    return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""Read ahead: in go the steps of an epoch as Grain reads them, out come those steps, while the next ones are read.
+
+One thread owns the Grain iterator: it starts its threads and worker processes, takes from it, and ends it. Whoever
+waits for a step looks now and then whether the workers still live.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
+
+from jvarlen._common.interrupts import without_interrupts
+from jvarlen.loading.shared_memory import describe_room
+
+__all__ = ["ReadAhead", "end_with_parent"]
+
+_DEVICE_BUFFER = 2  # steps that wait on the device
+_LOOK_S = 1.0  # between two looks at workers while nothing comes
+_LOOKS_IF_ALL_ENDED = 2  # what a worker said before it ended is still on its way at the first
+_LOOKS_IF_SOME_ENDED = 30  # Grain ends a worker whose error waits for its turn, behind the steps of slow ones
+_GRACE_S = 5.0  # for workers to end by themselves before they are killed
+_STARTING = threading.Lock()  # so that each knows the workers which are its own
+
+
+class _Shared(NamedTuple):
+    """What the reading thread and its owner have in common; the thread must not keep the owner alive.
+
+    Attributes:
+      found: (step, None) or (None, the error that ended reading); a StopIteration at the regular end.
+      room: how many more steps may wait in `found`.
+      is_closed: whether the owner takes no more.
+    """
+
+    found: queue.SimpleQueue[tuple[Any, BaseException | None]]
+    room: threading.Semaphore
+    is_closed: threading.Event
+
+
+class ReadAhead(Iterator[Any]):
+    """Takes the steps of an epoch in a thread of its own, a few ahead of those that were asked for.
+
+    Left without `close`, its thread ends when it is forgotten, and the workers with it.
+
+    Args:
+      steps: what to iterate over, in that thread; its iterator has `close()`.
+      deliver: makes of each what is given, in that thread as well.
+      first_step: the number of the first, for errors.
+      num_steps: how many come; fewer are an error.
+      num_workers: processes that `steps` starts.
+    """
+
+    def __init__(
+        self,
+        steps: Iterable[Any],
+        deliver: Callable[[Any], Any],
+        *,
+        first_step: int,
+        num_steps: int,
+        num_workers: int,
+    ):
+        self._shared = shared = _Shared(queue.SimpleQueue(), threading.Semaphore(_DEVICE_BUFFER), threading.Event())
+        self._next_step = first_step
+        self._thread = threading.Thread(
+            target=_read,
+            args=(steps, deliver, first_step, num_steps, num_workers, shared),
+            name="read-ahead",
+            daemon=True,
+        )
+        self._workers: set[BaseProcess] = set()
+        with _STARTING, without_interrupts():  # Ctrl-C is for the main thread to handle; workers would die of it
+            before = set(multiprocessing.active_children())
+            self._thread.start()
+            while len(self._workers) < num_workers and shared.found.empty():
+                time.sleep(0.002)
+                self._workers = {
+                    process for process in multiprocessing.active_children() if process.name.startswith("grain")
+                } - before
+        weakref.finalize(self, _close, shared).atexit = False
+        _OPEN.add(self)
+
+    def __next__(self) -> Any:
+        """The next step; StopIteration after the last.
+
+        Raises:
+          RuntimeError: a worker process died.
+          Exception: what reading or delivering the step raised.
+        """
+        num_looks = 0
+        while True:
+            try:
+                step, error = self._shared.found.get(timeout=_LOOK_S)
+                break
+            except queue.Empty:
+                num_ended = len(self._exit_codes())
+                num_looks += num_ended > 0
+                if num_looks >= (_LOOKS_IF_ALL_ENDED if num_ended == len(self._workers) else _LOOKS_IF_SOME_ENDED):
+                    raise self._worker_error() from None
+        if error is None:
+            self._shared.room.release()
+            self._next_step += 1
+            return step
+        if any(self._exit_codes()) and str(error).startswith("Worker process was terminated"):  # what Grain says
+            raise self._worker_error() from error
+        raise error
+
+    def close(self) -> None:
+        """Ends the thread and the worker processes; those that do not end by themselves within seconds are killed."""
+        _close(self._shared)
+        self._thread.join(_GRACE_S)
+        for worker in self._workers:
+            worker.kill()
+        self._thread.join(2 * _LOOK_S)  # it notices within a second; only a sample read in the thread can hold it
+        for worker in self._workers:
+            worker.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._shared.found.get_nowait()
+        _OPEN.discard(self)
+
+    def _exit_codes(self) -> list[int]:
+        return [worker.exitcode for worker in self._workers if worker.exitcode is not None]
+
+    def _worker_error(self) -> RuntimeError:
+        code = max(self._exit_codes(), key=abs)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
+        if code == -signal.SIGBUS:  # several workers may find room for one step
+            advice = f"It wrote to a file in memory that had no room, or was cut: {describe_room()}"
+        return RuntimeError(f"a worker process {how} before step {self._next_step} was read. {advice}")
+
+
+def end_with_parent(worker_index: int, num_workers: int) -> None:
+    """Makes this worker process end when the one that started it dies, by whatever it dies.
+
+    Args:
+      worker_index: unused; what Grain calls in every worker is given both.
+      num_workers: unused.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
+
+
+_OPEN: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends by an error closes nothing; memory shared with workers would be left for others to clean."""
+    for reading in list(_OPEN):
+        reading.close()
+
+
+def _close(shared: _Shared) -> None:
+    shared.is_closed.set()
+    shared.room.release()
+
+
+def _read(
+    steps: Iterable[Any],
+    deliver: Callable[[Any], Any],
+    first_step: int,
+    num_steps: int,
+    num_workers: int,
+    shared: _Shared,
+) -> None:
+    _take(steps, deliver, first_step, num_steps, num_workers, shared)
+    if num_workers:
+        # Grain's iterators refer to each other and to the last step; until they are collected, the shared memory and
+        # the semaphores of an epoch stay in /dev/shm.
+        gc.collect()
+
+
+def _take(
+    steps: Iterable[Any],
+    deliver: Callable[[Any], Any],
+    first_step: int,
+    num_steps: int,
+    num_workers: int,
+    shared: _Shared,
+) -> None:
+    with contextlib.ExitStack() as held:
+        try:
+            iterator: Any = iter(steps)
+            held.callback(iterator.close)
+            for step in range(first_step, first_step + num_steps):
+                shared.room.acquire()
+                if shared.is_closed.is_set():
+                    return
+                try:
+                    found = next(iterator)
+                except StopIteration:
+                    raise RuntimeError(f"reading ended before step {step} was read; {num_steps} were planned") from None
+                except Exception as error:
+                    if num_workers:  # the worker's own traceback is a note; this one would keep Grain's iterators
+                        error.__traceback__ = None
+                    raise
+                shared.found.put((deliver(found), None))
+                del found
+        except BaseException as error:  # whoever waits would wait for ever
+            shared.found.put((None, error))
+        else:
+            shared.found.put((None, StopIteration()))

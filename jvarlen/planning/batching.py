@@ -1,0 +1,158 @@
+"""Batching: in go lengths, an order and a token budget, out come the batches of a greedy walk over the order.
+
+NumPy only. Here batches have as many shapes as they like, or fixed ones; `make_plan` is for few, optimal ones. Letters:
+N samples, n of them in the order, b batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int32, Int64
+
+from jvarlen._common.checks import check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen.planning._kernels import close_by_budget, close_by_capacity
+from jvarlen.planning.lengths import check_lengths, ends_to_offsets
+from jvarlen.planning.order import sample_order
+
+__all__ = ["BatchBudget", "Batches", "batch_by_tokens"]
+
+BatchBudget = Literal["padded", "sum"]
+
+_NO_LIMIT = np.iinfo(np.int64).max
+
+
+class Batches(NamedTuple):
+    """Batches of an order.
+
+    Attributes:
+      sample_ids: int64[n], the order; batch i holds `sample_ids[offsets[i]:offsets[i+1]]`.
+      offsets: int64[b+1], ascending from 0 to n.
+      shape_index: int32[b], the shape of each batch, an index into `shapes`; None where none were given.
+    """
+
+    sample_ids: Int64[np.ndarray, " n"]
+    offsets: Int64[np.ndarray, " b_plus_1"]
+    shape_index: Int32[np.ndarray, " b"] | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """How many, b."""
+        return len(self.offsets) - 1
+
+    @property
+    def num_sequences(self) -> Int64[np.ndarray, " b"]:
+        """int64[b], samples of each batch."""
+        return np.diff(self.offsets)
+
+
+def batch_by_tokens(
+    lengths: npt.ArrayLike,
+    max_tokens: int,
+    *,
+    order: str | npt.ArrayLike = "dataset",
+    budget: BatchBudget = "padded",
+    max_sequences: int | None = None,
+    sequence_multiple: int = 1,
+    shapes: Sequence[tuple[int, int]] | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Batches:
+    """Cuts an order of samples into batches within a token budget; every sample of the order comes exactly once.
+
+    A batch takes the next sample while it stays inside its limits. When the next sample would break them, what has an
+    allowed size is closed, and the samples after it, fewer than `sequence_multiple`, are carried on.
+
+    Args:
+      lengths: integers[N], tokens a sample.
+      max_tokens: budget of a batch in tokens.
+      order: as in `sample_order`.
+      budget: what counts: `"padded"`, sequences × longest, which is what memory sees, or `"sum"`, real tokens.
+      max_sequences: the most samples of a batch; None for no limit.
+      sequence_multiple: a batch's size is below it or a multiple of it.
+      shapes: (rows, length) pairs; each batch then fits one of them, the smallest that holds it (least rows × length,
+        then least length, then the first), and the limits above do not apply.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+
+    Returns:
+      `Batches`.
+
+    Raises:
+      ValueError: arguments that are not as described; samples longer than `max_tokens`, or than all shapes, are listed
+        as id, value, limit.
+
+    Example:
+      >>> batch_by_tokens([3, 4, 2, 9], 12).offsets
+      array([0, 3, 4])
+
+    References:
+      The greedy rule and its treatment of the tail are those of fairseq (Ott et al. 2019), the sum those of DeepSpeed's
+      variable batch sizes.
+    """
+    _check_options(max_tokens, budget, max_sequences, sequence_multiple)
+    lengths = check_lengths(lengths)
+    ids = sample_order(lengths, order, seed=seed, epoch=epoch)
+    ordered = lengths if isinstance(order, str) and order == "dataset" else lengths[ids]
+    if shapes is not None:
+        return _batch_by_shapes(ids, ordered, _check_shapes(shapes))
+    _check_limit(ids, ordered, max_tokens, "max_tokens")
+    # The compiled loop multiplies in int64; Python's integers know no bounds.
+    fits_int64 = int(ordered.max()) * len(ordered) < 2**63
+    close = close_by_budget if fits_int64 else getattr(close_by_budget, "py_func", close_by_budget)
+    ends = close(
+        ordered if fits_int64 else ordered.tolist(),
+        max_tokens,
+        _NO_LIMIT if max_sequences is None else max_sequences,
+        sequence_multiple,
+        budget == "padded",
+    )
+    return Batches(ids, ends_to_offsets(ends))
+
+
+def _batch_by_shapes(
+    ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], shapes: Int64[np.ndarray, "S 2"]
+) -> Batches:
+    rows, length = shapes.T
+    _check_limit(ids, ordered, int(length.max()), "the longest shape")
+    by_length = np.argsort(length, kind="stable")
+    # The most rows of any shape that is at least so long.
+    most_rows = np.maximum.accumulate(rows[by_length][::-1])[::-1]
+    ends = close_by_capacity(most_rows[np.searchsorted(length[by_length], ordered)])
+    offsets = ends_to_offsets(ends)
+    count, longest = np.diff(offsets), np.maximum.reduceat(ordered, offsets[:-1])
+    shape_index = np.empty(len(count), np.int32)
+    sizes = [(row * tokens, tokens, index) for index, (row, tokens) in enumerate(shapes.tolist())]
+    for *_, index in sorted(sizes, reverse=True):  # the smallest is written last
+        shape_index[(count <= rows[index]) & (longest <= length[index])] = index
+    return Batches(ids, offsets, shape_index)
+
+
+def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]:
+    try:
+        pairs = [(rows, length) for rows, length in shapes]
+    except (TypeError, ValueError):
+        pairs = []
+    if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
+        raise ValueError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
+    return np.array(pairs, np.int64)
+
+
+def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"], limit: int, name: str) -> None:
+    if ordered.max() > limit:
+        too_long = ordered > limit
+        by_id = np.argsort(ids[too_long])
+        offenders = list_offenders(ids[too_long][by_id], ordered[too_long][by_id], limit)
+        raise ValueError(f"samples longer than {name}: {offenders}")
+
+
+def _check_options(max_tokens: int, budget: str, max_sequences: int | None, sequence_multiple: int) -> None:
+    check_choices(budget=(budget, BatchBudget))
+    check_at_least_one(
+        max_tokens=max_tokens,
+        max_sequences=1 if max_sequences is None else max_sequences,
+        sequence_multiple=sequence_multiple,
+    )

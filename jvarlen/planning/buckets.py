@@ -1,0 +1,298 @@
+"""Buckets: in go lengths and a token budget, out comes a small tuple of static shapes (rows, length).
+
+NumPy only. Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a step, B rows, T length, n
+samples of a bucket, s its steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Bool, Int64
+
+from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
+from jvarlen.planning.budget import Budget, CostFn, make_budget, round_up
+from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
+from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong
+
+__all__ = [
+    "AnyBucket",
+    "Bucket",
+    "CostFn",
+    "CountedSamples",
+    "PairBucket",
+    "Strategy",
+    "check_buckets",
+    "checked_budget",
+    "make_buckets",
+]
+
+
+class Bucket(NamedTuple):
+    """A static shape: `rows` × `length` tokens.
+
+    Attributes:
+      rows: samples, or packed rows, of a microbatch.
+      length: tokens of each.
+    """
+
+    rows: int
+    length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row, one number for each sequence of a sample."""
+        return self[1:]
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that the bucket has room for."""
+        return self.rows * self.length
+
+    def __str__(self) -> str:
+        return f"{self.rows}×{self.length}"
+
+
+class PairBucket(NamedTuple):
+    """A static shape for pairs: `rows` × (`source_length` + `target_length`) tokens.
+
+    Attributes:
+      rows: pairs of a microbatch.
+      source_length: tokens of each source.
+      target_length: tokens of each target.
+    """
+
+    rows: int
+    source_length: int
+    target_length: int
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of a row, source and target."""
+        return self[1:]
+
+    @property
+    def num_positions(self) -> int:
+        """Tokens that the bucket has room for, of both sides."""
+        return self.rows * (self.source_length + self.target_length)
+
+    def __str__(self) -> str:
+        return f"{self.rows}×({self.source_length}, {self.target_length})"
+
+
+AnyBucket: TypeAlias = Bucket | PairBucket
+
+
+def make_buckets(
+    lengths: npt.ArrayLike,
+    max_tokens: int,
+    *,
+    counts: npt.ArrayLike | None = None,
+    strategy: Strategy | Sequence[int] = "optimal",
+    max_shapes: int = 16,
+    max_length: int | None = None,
+    overlong: Overlong = "truncate",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: CostFn | None = None,
+    compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: CostFn | None = None,
+    max_bytes: float | None = None,
+) -> tuple[Bucket, ...]:
+    """Chooses the static shapes for a dataset.
+
+    Args:
+      lengths: integers[N], tokens a sample.
+      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
+      strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
+        bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
+        `"quantile"`: equal samples a bucket. `"equal_tokens"`: equal tokens a bucket. Or the lengths themselves,
+        strictly ascending; the last is then the longest bucket.
+      max_shapes: the most buckets.
+      max_length: the longest bucket in tokens. None: the longest sample.
+      overlong: how longer samples count here: `"truncate"` as cut to it, `"drop"` not at all, `"error"` refuses them.
+        What becomes of them is the choice of `make_plan(overlong=)`.
+      microbatches_per_step: M, the microbatches of one optimizer update.
+      row_multiple: rows are a multiple of it, where the budget allows one.
+      length_multiple: bucket lengths are rounded up to a multiple of it.
+      cost: cost(rows, length) of one microbatch: takes int64 arrays that broadcast and gives float64, finite and at
+        least 0; seconds, say, as a `CostModel` gives them. `"optimal"` minimises its sum over all microbatches. None:
+        rows × length tokens, in int64.
+      compile_seconds: for `"optimal"` with a `cost` in seconds, what compiling one bucket adds; it then decides how
+        many of the `max_shapes` are worth having.
+      max_cost: no microbatch costs more, so that all take about the same time; needs a `cost` that does not fall as
+        rows grow.
+      memory: memory(rows, length) in bytes of a step in a bucket, as a `CostModel` of bytes gives them; must not fall
+        as rows grow.
+      max_bytes: no bucket needs more of that.
+
+    Returns:
+      A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket that holds no sample
+      (given lengths, `"geometric"` and `"powers_of_two"` can make such) has as many rows as the budget allows.
+
+    Raises:
+      ValueError: lengths or options that are not as described; samples of which not even one fits the budget are
+        listed as id, value, limit.
+
+    Example:
+      >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
+      (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
+
+    References:
+      Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
+      "Ckmeans.1d.dp"; here the cost of a cluster is that of the padded steps it takes.
+    """
+    budget = checked_budget(
+        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
+    )
+    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
+    given: Int64[np.ndarray, " K"] | None = None
+    if not isinstance(strategy, str):
+        given = np.unique(round_up(check_edges(strategy), length_multiple))
+        if max_length is not None and given[-1] > max_length:
+            raise ValueError(f"the last of the given lengths, {given[-1]}, is above max_length {max_length}")
+        max_length = int(given[-1])
+    elif strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
+    counted = CountedSamples(lengths, max_length, overlong, length_multiple, counts)
+    histogram = counted.histogram
+    if given is not None:
+        edges = given
+    elif strategy == "optimal":
+        caps = counted.checked_caps(budget, histogram.rounded)
+        held = histogram.num_samples_between
+        edges = optimal_edges(histogram.rounded, held, caps, max_shapes, budget, cost, compile_seconds)
+    else:
+        chosen = CLOSED_FORMS[str(strategy)](histogram, max_shapes)
+        edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
+    _, rows = budget.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(budget, edges))
+    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
+
+
+def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
+    """Checks buckets made elsewhere: (rows, length), or (rows, source length, target length) for pairs.
+
+    Args:
+      buckets: tuples of integers ≥ 1, all of them of two or all of three, lengths strictly ascending; pairs by source,
+        then target.
+
+    Returns:
+      A tuple of `Bucket`, or of `PairBucket`.
+
+    Raises:
+      ValueError: not so; the buckets at fault are listed.
+    """
+    given = [tuple(bucket) for bucket in buckets]
+    widths = {len(bucket) for bucket in given}
+    if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
+        raise ValueError(
+            f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
+        )
+    if wrong := [bucket for bucket in given if min(bucket) < 1]:
+        raise ValueError(f"rows and length must be at least 1: {wrong}")
+    if descending := [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]:
+        raise ValueError(f"bucket lengths must strictly ascend: {descending}")
+    kind = Bucket if widths == {2} else PairBucket
+    return tuple(kind(*map(int, bucket)) for bucket in given)
+
+
+def checked_budget(
+    max_tokens: int,
+    microbatches_per_step: int,
+    row_multiple: int,
+    max_shapes: int,
+    cost: CostFn | None,
+    compile_seconds: float | None,
+    max_cost: float | None,
+    memory: CostFn | None,
+    max_bytes: float | None,
+) -> Budget:
+    """The budget of a choice of shapes; raises ValueError where an argument of it is not as `make_buckets` says."""
+    check_at_least_one(max_shapes=max_shapes)
+    if compile_seconds is not None:
+        is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf
+        if cost is None or not is_seconds:
+            raise ValueError(f"compile_seconds ({compile_seconds!r}) must be at least 0 and needs a cost in seconds")
+    return make_budget(
+        max_tokens,
+        microbatches_per_step=microbatches_per_step,
+        row_multiple=row_multiple,
+        cost=cost,
+        max_cost=max_cost,
+        memory=memory,
+        max_bytes=max_bytes,
+    )
+
+
+def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
+    array = np.asarray(counts)
+    if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
+        given = f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
+    if array.min() < 1:
+        raise ValueError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
+    return array.astype(np.int64, copy=False)
+
+
+class CountedSamples:
+    """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike,
+        max_length: int | None,
+        overlong: Overlong,
+        length_multiple: int,
+        counts: npt.ArrayLike | None = None,
+    ):
+        check_overlong(overlong)
+        self._lengths = counted = check_lengths(lengths)
+        self._max_length = max_length
+        self._drops = overlong == "drop"
+        self._length_multiple = length_multiple
+        num_of_each = None if counts is None else _checked_counts(counts, len(counted))
+        if max_length is not None and counted.max() > max_length:
+            offenders = list_offenders(*offenders_where(counted > max_length, counted), max_length)
+            if overlong == "error":
+                raise ValueError(f"samples longer than the longest bucket: {offenders}")
+            if self._drops:
+                num_of_each = None if num_of_each is None else num_of_each[counted <= max_length]
+                counted = counted[counted <= max_length]
+            else:
+                counted = np.minimum(counted, max_length)
+            if not len(counted):
+                raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+        self.histogram = Histogram(counted, length_multiple, num_of_each)
+        if max_length is not None and self.histogram.rounded[-1] > max_length:
+            raise ValueError(
+                f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "
+                "length_multiple"
+            )
+
+    def checked_caps(self, budget: Budget, edges: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+        """The most rows at each edge; raises ValueError that lists samples of the edges at which none fits."""
+        caps = budget.row_caps(edges)
+        if caps.min() >= 1:
+            return caps
+        longest = int(edges[caps < 1][-1])
+        bucket = np.minimum(np.searchsorted(edges, self._rounded_lengths()), len(edges) - 1)
+        offenders = list_offenders(*offenders_where((caps < 1)[bucket] & self._is_counted(), self._lengths))
+        raise ValueError(
+            f"{budget.broken_by_one_row(longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
+            f"{offenders or 'none'}"
+        )
+
+    def _rounded_lengths(self) -> Int64[np.ndarray, " N"]:
+        cut = self._lengths if self._max_length is None else np.minimum(self._lengths, self._max_length)
+        return round_up(cut, self._length_multiple)
+
+    def _is_counted(self) -> Bool[np.ndarray, " N"]:
+        return self._lengths <= self._max_length if self._drops else np.ones(len(self._lengths), np.bool_)

@@ -1,0 +1,342 @@
+"""Comparison: in go lengths and a token budget, out comes what every strategy, and no plan at all, would make of them.
+
+NumPy only. Letters: N samples, S steps, K buckets, M microbatches a step, b batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import check_at_least_one, list_offenders, offenders_where
+from jvarlen.planning.batching import batch_by_tokens
+from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.budget import Budget, CostFn, checked_cost, make_budget, round_up
+from jvarlen.planning.edges import Strategy
+from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong
+from jvarlen.planning.packing import Packing, pack_samples
+from jvarlen.planning.plan import make_plan
+from jvarlen.planning.row_lengths import choose_row_lengths
+
+__all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
+
+_PROBLEM_WIDTH = 100  # characters
+
+
+class StrategyFigures(NamedTuple):
+    """What a strategy makes of the lengths; all figures are 0, NaN or None where it cannot be made.
+
+    Attributes:
+      name: a strategy of `make_buckets`, "packed", or "no plan, ..." for what users have without a plan.
+      is_plan: whether all its shapes are known, and few, before the first step.
+      num_shapes: shapes to compile.
+      num_steps: steps of an epoch.
+      num_positions: tokens that all steps have room for.
+      padding: the share of these that holds no token.
+      seconds: what a cost predicts for an epoch, compiling included where its seconds are given; None without a cost.
+      relative: seconds, or positions without a cost, over those of the best plan.
+      unevenness: seconds, or positions without a cost, of the largest step over those of the mean step.
+      num_samples: samples of an epoch.
+      num_dropped: samples left out because they are too long.
+      num_truncated: samples cut because they are too long.
+      problem: why it cannot be made, in brief; empty where it can.
+    """
+
+    name: str
+    is_plan: bool
+    num_shapes: int = 0
+    num_steps: int = 0
+    num_positions: int = 0
+    padding: float = float("nan")
+    seconds: float | None = None
+    relative: float = float("nan")
+    unevenness: float = float("nan")
+    num_samples: int = 0
+    num_dropped: int = 0
+    num_truncated: int = 0
+    problem: str = ""
+
+
+class _Steps(NamedTuple):
+    """An epoch: its shapes, and what each step has room for and costs."""
+
+    num_shapes: int
+    num_positions: Int64[np.ndarray, " S"]
+    seconds: Float64[np.ndarray, " S"] | None
+
+
+def compare_strategies(
+    lengths: npt.ArrayLike,
+    max_tokens: int,
+    *,
+    max_shapes: int = 16,
+    max_length: int | None = None,
+    overlong: Overlong = "error",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: CostFn | None = None,
+    compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: CostFn | None = None,
+    max_bytes: float | None = None,
+) -> list[StrategyFigures]:
+    """Plans an epoch by every strategy, and by none, and gives the figures of each.
+
+    Packed rows have the longest length alone, or with a cost those of `choose_row_lengths`. Two lines are what users
+    have without a plan: batches of samples sorted by length, as many as the budget allows (`batch_by_tokens`), and
+    batches of a fixed number of samples in the order of the dataset, as many as would fit the budget if all were the
+    longest. Each batch is a microbatch, padded to its own longest sample, so that there are many shapes.
+
+    Args:
+      lengths: integers[N], tokens a sample.
+      max_tokens: budget of one microbatch in tokens, padding included.
+      max_shapes: as in `make_buckets`.
+      max_length: as in `make_buckets`.
+      overlong: what becomes of samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
+      microbatches_per_step: M.
+      row_multiple: as in `make_buckets`; without a plan, as `sequence_multiple` in `batch_by_tokens`.
+      length_multiple: all lengths of shapes are rounded up to a multiple of it, without a plan as well.
+      cost: cost(rows, length) of one microbatch in seconds; strategies are then compared by seconds, not positions.
+      compile_seconds: what compiling one shape adds.
+      max_cost: as in `make_buckets`; sorted batches without a plan do not keep to it.
+      memory: as in `make_buckets`.
+      max_bytes: as in `make_buckets`; sorted batches without a plan do not keep to it.
+
+    Returns:
+      A list of `StrategyFigures`: every strategy of `make_buckets`, packed rows, and the two without a plan. Where one
+      cannot be made, its figures say why.
+
+    Raises:
+      ValueError: arguments that are not as described, or nothing can be planned within the limits; the reason is that
+        of the first strategy, which lists the samples at fault.
+
+    Example:
+      >>> figures = compare_strategies([3, 4, 4, 9, 16], 32, max_shapes=2)
+      >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
+      [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
+    """
+    check_at_least_one(max_shapes=max_shapes, length_multiple=length_multiple)
+    lengths = check_lengths(lengths)
+    counted = _within(lengths, max_length, overlong)
+    limits: dict[str, Any] = {
+        "microbatches_per_step": microbatches_per_step,
+        "row_multiple": row_multiple,
+        "cost": cost,
+        "max_cost": max_cost,
+        "memory": memory,
+        "max_bytes": max_bytes,
+    }
+    choice: dict[str, Any] = {
+        "max_length": max_length,
+        "overlong": overlong,
+        "length_multiple": length_multiple,
+        "compile_seconds": compile_seconds,
+    }
+    budget = make_budget(max_tokens, **limits)
+    epoch = _Epoch(lengths, counted.lengths, max_tokens, max_shapes, limits, choice, budget)
+
+    figures: list[StrategyFigures] = []
+    errors: list[ValueError] = []
+
+    def add(name: str, is_plan: bool, make: Callable[[], _Steps]) -> None:
+        try:
+            figures.append(_figures_of(name, is_plan, make(), counted, compile_seconds))
+        except ValueError as error:
+            errors.append(error)
+            problem = textwrap.shorten(str(error), _PROBLEM_WIDTH, placeholder=" …")
+            figures.append(StrategyFigures(name, is_plan, problem=problem))
+
+    for strategy in sorted(get_args(Strategy), key="optimal".__ne__):  # the default comes first
+        add(strategy, True, functools.partial(epoch.in_buckets, strategy))
+    add("packed", True, epoch.in_packed_rows)
+    if len(errors) == len(figures):
+        raise errors[0]
+    add("no plan, sorted", False, epoch.in_sorted_batches)
+    add("no plan, dataset order", False, epoch.in_fixed_batches)
+    least = min(_spent(each) for each in figures if each.is_plan and not each.problem)
+    return [each if each.problem else each._replace(relative=_spent(each) / least) for each in figures]
+
+
+def best_of(figures: Sequence[StrategyFigures]) -> StrategyFigures:
+    """The one with the least seconds, or positions, of those that are plans; the first of several.
+
+    Args:
+      figures: as from `compare_strategies`.
+
+    Returns:
+      One of the figures.
+
+    Raises:
+      ValueError: none is a plan that can be made.
+    """
+    possible = [each for each in figures if each.is_plan and not each.problem]
+    if not possible:
+        raise ValueError("none of the figures is of a plan that can be made")
+    return min(possible, key=_spent)
+
+
+def comparison_table(figures: Sequence[StrategyFigures]) -> str:
+    """The figures as aligned text.
+
+    Args:
+      figures: as from `compare_strategies`.
+
+    Returns:
+      Lines: a header, a strategy each, the best plan marked; then how many samples these are, and what is compared.
+
+    Raises:
+      ValueError: none is a plan that can be made.
+    """
+    best = best_of(figures)
+    has_seconds = best.seconds is not None
+    width = max(len(each.name) for each in figures)
+    header = f"{'strategy':<{width}} {'shapes':>7} {'steps':>9} {'padding':>8} {'positions':>14}"
+    header += f" {'predicted s':>12}" if has_seconds else ""
+    lines = [f"{header} {'× best':>8} {'uneven':>7}"]
+    for each in figures:
+        if each.problem:
+            lines.append(f"{each.name:<{width}} not possible: {each.problem}")
+            continue
+        line = f"{each.name:<{width}} {each.num_shapes:>7,} {each.num_steps:>9,} {each.padding:>8.2%}"
+        line += f" {each.num_positions:>14,}"
+        line += f" {each.seconds:>12,.1f}" if has_seconds else ""
+        lines.append(f"{line} {each.relative:>8.3f} {each.unevenness:>7.2f}{' ← best' if each is best else ''}")
+    for samples, dropped, cut in dict.fromkeys(
+        (each.num_samples, each.num_dropped, each.num_truncated) for each in figures if not each.problem
+    ):
+        lines.append(f"{samples:,} samples; {cut:,} cut, {dropped:,} dropped")
+    what = "seconds" if has_seconds else "positions"
+    lines.append(f"× best: {what} over those of the best plan; uneven: {what} of the largest step over the mean step")
+    return "\n".join(lines)
+
+
+def _spent(figures: StrategyFigures) -> float:
+    """What strategies are compared by."""
+    return float(figures.num_positions) if figures.seconds is None else figures.seconds
+
+
+class _Counted(NamedTuple):
+    """Lengths of the samples that are planned, cut ones as cut."""
+
+    lengths: Int64[np.ndarray, " n"]
+    num_dropped: int
+    num_truncated: int
+
+
+def _within(lengths: Int64[np.ndarray, " N"], max_length: int | None, overlong: Overlong) -> _Counted:
+    check_overlong(overlong)
+    if max_length is None:
+        return _Counted(lengths, 0, 0)
+    check_at_least_one(max_length=max_length)
+    is_long = lengths > max_length
+    num_long = int(np.count_nonzero(is_long))
+    if not num_long:
+        return _Counted(lengths, 0, 0)
+    offenders = list_offenders(*offenders_where(is_long, lengths), max_length)
+    if overlong == "error":
+        raise ValueError(f'samples longer than max_length (overlong="drop" or "truncate" allows them): {offenders}')
+    if overlong == "truncate":
+        return _Counted(np.minimum(lengths, max_length), 0, num_long)
+    if num_long == len(lengths):
+        raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+    return _Counted(lengths[~is_long], num_long, 0)
+
+
+class _Epoch(NamedTuple):
+    """The samples and limits of an epoch, and the ways to make steps of them.
+
+    Attributes:
+      lengths_by_id: int64[N], of all samples, so that errors tell their ids.
+      lengths: int64[n], of those that are planned, cut ones as cut.
+      max_tokens: budget of a microbatch.
+      max_shapes: the most buckets.
+      limits: arguments of `make_buckets` that say what a bucket may hold.
+      choice: arguments of `make_buckets` that say which lengths of buckets are chosen.
+      budget: the limits, as one.
+    """
+
+    lengths_by_id: Int64[np.ndarray, " N"]
+    lengths: Int64[np.ndarray, " n"]
+    max_tokens: int
+    max_shapes: int
+    limits: dict[str, Any]
+    choice: dict[str, Any]
+    budget: Budget
+
+    def in_buckets(self, strategy: Strategy) -> _Steps:
+        options = self.choice | self.limits
+        buckets = make_buckets(
+            self.lengths_by_id, self.max_tokens, strategy=strategy, max_shapes=self.max_shapes, **options
+        )
+        return self._planned(self.lengths, buckets)
+
+    def in_packed_rows(self) -> _Steps:
+        # Without a cost the longest length alone: one shape to compile.
+        max_shapes = self.max_shapes if self.limits["cost"] else 1
+        options = self.choice | self.limits | {"max_shapes": max_shapes}
+        row_lengths = choose_row_lengths(self.lengths_by_id, self.max_tokens, **options)
+        packing = pack_samples(self.lengths, row_lengths)
+        buckets = make_buckets(packing.num_tokens, self.max_tokens, strategy=row_lengths, **self.limits)
+        return self._planned(packing, buckets)
+
+    def in_sorted_batches(self) -> _Steps:
+        ascending = np.sort(self._rounded())
+        batches = batch_by_tokens(ascending, self.max_tokens, sequence_multiple=self.budget.row_multiple)
+        return self._batched(ascending, batches.offsets[:-1])
+
+    def in_fixed_batches(self) -> _Steps:
+        rounded = self._rounded()
+        rows = int(self.budget.row_caps(rounded.max(keepdims=True))[0])  # at least 1, or no bucket held the longest
+        return self._batched(rounded, np.arange(0, len(rounded), rows))
+
+    def _rounded(self) -> Int64[np.ndarray, " n"]:
+        return round_up(self.lengths, self.choice["length_multiple"])
+
+    def _planned(self, rows: Int64[np.ndarray, " n"] | Packing, buckets: tuple[Bucket, ...]) -> _Steps:
+        plan = make_plan(rows, buckets, microbatches_per_step=self.budget.microbatches_per_step)
+        seconds = None
+        if self.limits["cost"] is not None:
+            per_microbatch = checked_cost(self.limits["cost"], *np.array(buckets, np.int64).T)
+            seconds = plan.microbatches_per_step * per_microbatch[plan.step_bucket]
+        return _Steps(len(buckets), plan.positions_per_step, seconds)
+
+    def _batched(self, ordered: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " b"]) -> _Steps:
+        """M consecutive batches a step, each padded to its own longest; the last step may have fewer."""
+        rows = np.diff(starts, append=len(ordered))
+        longest = np.maximum.reduceat(ordered, starts)
+        num_shapes = len(np.unique(np.rec.fromarrays([rows, longest])))
+        step_starts = np.arange(0, len(starts), self.budget.microbatches_per_step)
+        seconds = None
+        if self.limits["cost"] is not None:
+            seconds = np.add.reduceat(checked_cost(self.limits["cost"], rows, longest), step_starts)
+        return _Steps(num_shapes, np.add.reduceat(rows * longest, step_starts), seconds)
+
+
+def _figures_of(
+    name: str, is_plan: bool, steps: _Steps, counted: _Counted, compile_seconds: float | None
+) -> StrategyFigures:
+    num_positions = int(steps.num_positions.sum())
+    per_step = steps.num_positions if steps.seconds is None else steps.seconds
+    seconds = None
+    if steps.seconds is not None:
+        seconds = float(steps.seconds.sum()) + steps.num_shapes * (compile_seconds or 0.0)
+    return StrategyFigures(
+        name=name,
+        is_plan=is_plan,
+        num_shapes=steps.num_shapes,
+        num_steps=len(steps.num_positions),
+        num_positions=num_positions,
+        padding=1.0 - int(counted.lengths.sum()) / num_positions,
+        seconds=seconds,
+        unevenness=float(per_step.max() / per_step.mean()),
+        num_samples=len(counted.lengths),
+        num_dropped=counted.num_dropped,
+        num_truncated=counted.num_truncated,
+    )

@@ -1,0 +1,180 @@
+"""Costs: in go a few measured shapes, out comes a function that predicts the seconds, or the bytes, of any shape.
+
+NumPy and SciPy only; `jvarlen.measure_buckets` measures. Letters: B rows, T length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import dacite
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float64
+
+from jvarlen._common.checks import is_integer
+from jvarlen._common.files import write_atomically
+
+__all__ = ["CostModel", "fit_cost_model"]
+
+Unit = Literal["seconds", "bytes"]
+
+_LEAST_SHAPES = 3  # one for each coefficient
+_LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over the largest
+
+
+@dataclasses.dataclass(frozen=True)
+class CostModel:
+    """The cost of one microbatch: constant + B·T·(linear + quadratic·T).
+
+    The linear term is what every position costs; the quadratic one is attention, where a position looks at all others
+    of its row.
+
+    Attributes:
+      constant: of any shape.
+      linear: of a position.
+      quadratic: of a position, for each position of its row.
+      unit: "seconds" or "bytes".
+      device: the device that was measured.
+      model: the model that was measured.
+      largest_error: the largest relative error over the shapes it was fitted to.
+      measured: (rows, length, value) of these shapes.
+    """
+
+    constant: float
+    linear: float
+    quadratic: float
+    unit: Unit = "seconds"
+    device: str = ""
+    model: str = ""
+    largest_error: float = 0.0
+    measured: tuple[tuple[int, int, float], ...] = ()
+
+    def __call__(self, rows: npt.ArrayLike, length: npt.ArrayLike) -> Float64[np.ndarray, ...]:
+        """The predicted cost; `rows` and `length` broadcast."""
+        rows, length = np.asarray(rows), np.asarray(length)
+        return self.constant + rows * length * (self.linear + self.quadratic * length)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the model as JSON, in one piece or not at all.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: it cannot be written; what was there stays.
+        """
+        with write_atomically(Path(path)) as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> CostModel:
+        """Reads what `save` wrote.
+
+        Args:
+          path: the file.
+
+        Returns:
+          An equal model.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it holds no cost model; it says what is wrong.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            return dacite.from_dict(cls, fields, dacite.Config(cast=[tuple], strict=True))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no cost model {path}") from None
+        except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{path} holds no cost model: {error}") from error
+
+    def __str__(self) -> str:
+        scale, unit = (1e6, "µs") if self.unit == "seconds" else (1.0, "bytes")
+        where = " on ".join(name for name in (self.model, self.device) if name)
+        return (
+            f"{self.constant * scale:.4g} {unit} + {self.linear * scale:.4g} {unit} a token + "
+            f"{self.quadratic * scale:.4g} {unit} a token and position of its row"
+            f"{f'; {where}' if where else ''}; largest error {self.largest_error:.1%} of {len(self.measured)} shapes"
+        )
+
+
+def fit_cost_model(
+    shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer],
+    measured: npt.ArrayLike,
+    *,
+    unit: Unit = "seconds",
+    device: str = "",
+    model: str = "",
+) -> CostModel:
+    """Fits a cost model to measured shapes, by least squares of the relative error, no coefficient below 0.
+
+    Args:
+      shapes: (rows, length) pairs, at least 3 different ones of at least 2 different lengths. Full buckets of one
+        budget hold nearly as many tokens each, which tells nothing of the constant: measure some with fewer rows too.
+      measured: floats[len(shapes)], the cost of one microbatch of each, above 0.
+      unit: "seconds" or "bytes".
+      device: what was measured on, to be kept with the model.
+      model: what was measured, to be kept with the model.
+
+    Returns:
+      `CostModel`.
+
+    Raises:
+      ValueError: too few shapes, or such that do not tell the three terms apart; not one value a shape; values that are
+        not finite and above 0, listed by shape.
+
+    Example:
+      >>> shapes = [(8, 64), (4, 128), (1, 512), (2, 512)]
+      >>> fitted = fit_cost_model(shapes, [1e-3 + b * t * (2e-6 + 1e-8 * t) for b, t in shapes])
+      >>> round(fitted.linear * 1e6, 6), round(fitted.quadratic * 1e6, 6)
+      (2.0, 0.01)
+
+    References:
+      Lawson and Hanson 1974, "Solving Least Squares Problems" (non-negative least squares).
+    """
+    shapes = _check_shapes(shapes)
+    values = np.asarray(measured, np.float64)
+    if values.shape != (len(shapes),):
+        raise ValueError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
+    if len(set(shapes)) < _LEAST_SHAPES or len({length for _, length in shapes}) < 2:
+        raise ValueError(f"at least {_LEAST_SHAPES} different shapes of at least 2 lengths are needed: {list(shapes)}")
+    wrong = [f"{b}×{t}: {value}" for (b, t), value in zip(shapes, values, strict=True) if not 0 < value < np.inf]
+    if wrong:
+        raise ValueError(f"measured values must be finite and above 0: {', '.join(wrong)}")
+    rows, length = np.array(shapes, np.float64).T
+    terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
+    if np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=_LEAST_INDEPENDENCE) < _LEAST_SHAPES:
+        raise ValueError(
+            "these shapes do not tell what a step, a token and attention cost, as when all hold equally many tokens: "
+            f"measure a length with another number of rows as well; given were {shapes}"
+        )
+    terms /= values[:, None]
+    scale = terms.max(axis=0)  # the terms differ by many orders of magnitude
+    import scipy.optimize  # here: importing it takes long, and few need it
+
+    coefficients = scipy.optimize.nnls(terms / scale, np.ones(len(values)))[0] / scale
+    constant, linear, quadratic = coefficients.tolist()
+    return CostModel(
+        constant=constant,
+        linear=linear,
+        quadratic=quadratic,
+        unit=unit,
+        device=device,
+        model=model,
+        largest_error=float(np.abs(terms @ coefficients - 1).max()),
+        measured=tuple((b, t, value) for (b, t), value in zip(shapes, values.tolist(), strict=True)),
+    )
+
+
+def _check_shapes(shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer]) -> list[tuple[int, int]]:
+    given = [tuple(shape) for shape in shapes]
+    wrong = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
+    if wrong:
+        raise ValueError(f"shapes must be (rows, length) pairs of integers of at least 1: {wrong[:5]}")
+    return [(int(rows), int(length)) for rows, length in given]

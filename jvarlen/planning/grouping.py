@@ -1,0 +1,228 @@
+"""Grouping: in go lengths, an order and bucket lengths, out come the samples grouped by bucket, in order within each.
+
+NumPy only; this is where the time of planning goes, so the usual orders take shorter ways to the same result. Letters:
+N samples, n of them in the plan, K buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64, Integer
+
+from jvarlen._common.checks import list_offenders
+from jvarlen.planning._kernels import in_parts
+from jvarlen.planning.lengths import Overlong, check_overlong
+from jvarlen.planning.order import CHUNK, pack_with_index, random_key_chunks, sample_order
+
+__all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
+
+_LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
+_KEY_BITS = 32
+
+# From the bucket of each sample, in order, to the order in which they arrive.
+Arrive = Callable[[Integer[np.ndarray, " n"]], Int64[np.ndarray, " n"]]
+
+
+class Ordering(NamedTuple):
+    """What decides the order of samples.
+
+    Attributes:
+      order: as in `sample_order`.
+      difficulty: as in `sample_order`; None where it is the length.
+      block_size: as in `sample_order`.
+      seed: as in `sample_order`.
+      epoch: as in `sample_order`.
+      arrive: reorders the samples that a bucket holds; None leaves them in order.
+    """
+
+    order: str | npt.ArrayLike
+    difficulty: npt.ArrayLike | None
+    block_size: int | None
+    seed: int
+    epoch: int
+    arrive: Arrive | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the order is all there is."""
+        return self.difficulty is None and self.block_size is None and self.arrive is None
+
+
+class GroupedSamples(NamedTuple):
+    """Samples by bucket ascending, and in order within a bucket.
+
+    Attributes:
+      ids: int64[n].
+      lengths: integers[n], cut at the longest bucket; None where they would have to be gathered.
+      lengths_by_id: integers[N], the same by id, in a small type; of pairs, the sum of both.
+      num_samples: int64[K], samples of each bucket.
+      place: int64[n], the place of each in the order; None where the order is that of the groups, or random.
+      num_dropped: samples left out because they are longer than the longest bucket.
+      num_truncated: samples cut to it.
+    """
+
+    ids: Int64[np.ndarray, " n"]
+    lengths: Integer[np.ndarray, " n"] | None
+    lengths_by_id: Integer[np.ndarray, " N"] | None
+    num_samples: Int64[np.ndarray, " K"]
+    place: Int64[np.ndarray, " n"] | None
+    num_dropped: int
+    num_truncated: int
+
+
+def group_by_bucket(
+    lengths: Int64[np.ndarray, " N *sides"],
+    edges: Int64[np.ndarray, " K *sides"],
+    ordering: Ordering,
+    overlong: Overlong,
+) -> GroupedSamples:
+    """Groups the samples of an order by the smallest bucket that holds them.
+
+    Args:
+      lengths: int64[N], checked; int64[N, 2] of pairs.
+      edges: int64[K], lengths of the buckets, strictly ascending; int64[K, 2] of pairs, the first that holds a pair is
+        its bucket.
+      ordering: what decides the order; pairs go by the sum of their lengths.
+      overlong: what becomes of samples that no bucket holds.
+
+    Returns:
+      `GroupedSamples`.
+
+    Raises:
+      ValueError: what `sample_order` refuses; an unknown rule; longer samples under `"error"` (listed as id, value,
+        limit); no sample left under `"drop"`.
+    """
+    check_overlong(overlong)
+    is_pairs = lengths.ndim == 2
+    if is_pairs and overlong == "truncate":
+        raise ValueError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
+    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    if isinstance(order, str) and ordering.is_plain and not is_pairs:
+        if order == "length" and (grouped := _by_length(lengths, edges, overlong)):
+            return grouped
+        if order == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
+            return grouped
+    totals = lengths.sum(axis=1) if is_pairs else lengths
+    ids = sample_order(
+        totals, order, difficulty=ordering.difficulty, block_size=ordering.block_size, seed=seed, epoch=epoch
+    )
+    bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else _BucketTable(edges, overlong)(lengths)
+    bucket = bucket_by_id[ids]
+    if ordering.arrive is not None:
+        has_bucket = bucket < len(edges)
+        arrived = np.concatenate(
+            [np.flatnonzero(has_bucket)[ordering.arrive(bucket[has_bucket])], np.flatnonzero(~has_bucket)]
+        )
+        ids, bucket = ids[arrived], bucket[arrived]
+    place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows
+    num_samples = np.bincount(bucket, minlength=len(edges) + 1)
+    return _grouped(lengths, edges, ids[place], num_samples, place, overlong)
+
+
+def _by_length(
+    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], overlong: Overlong
+) -> GroupedSamples | None:
+    """Sorted by (length, id), samples are grouped: one sort does both, and the lengths come out sorted as well."""
+    packed = pack_with_index(lengths)
+    if packed is None:
+        return None
+    packed.keys.sort()
+    num_samples = np.diff(packed.num_up_to(edges), prepend=0, append=len(lengths))
+    ids, ordered = packed.unpack(max_key=int(edges[-1]))
+    return _grouped(lengths, edges, ids, num_samples, None, overlong, ordered)
+
+
+def _by_random_key(
+    lengths: Int64[np.ndarray, " N"], edges: Int64[np.ndarray, " K"], seed: int, epoch: int, overlong: Overlong
+) -> GroupedSamples | None:
+    """Bucket, random key and id in one integer: one sort groups and shuffles."""
+    index_bits = max(1, (len(lengths) - 1).bit_length())
+    if len(edges).bit_length() + _KEY_BITS + index_bits > 64:
+        return None
+    bucket_of_length = _BucketTable(edges, overlong)
+    first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
+    bucket_bits = np.append(np.uint64(0), first_of_bucket)
+    packed = np.empty(len(lengths), np.uint64)
+
+    def pack(first: int, end: int) -> None:
+        for start, keys in random_key_chunks(end - first, seed=seed, epoch=epoch, start=first):
+            chunk = slice(first + start, first + start + len(keys))
+            np.left_shift(keys, np.uint64(index_bits), out=packed[chunk])
+            packed[chunk] |= np.arange(chunk.start, chunk.stop, dtype=np.uint64)
+            packed[chunk] |= bucket_bits[bucket_of_length(lengths[chunk])]
+
+    in_parts(pack, len(lengths))
+    packed.sort()
+    num_samples = np.diff(np.searchsorted(packed, first_of_bucket), prepend=0, append=len(packed))
+    packed &= np.uint64(2**index_bits - 1)
+    return _grouped(lengths, edges, packed.view(np.int64), num_samples, None, overlong)
+
+
+def _grouped(
+    lengths: Int64[np.ndarray, " N *sides"],
+    edges: Int64[np.ndarray, " K *sides"],
+    ids: Int64[np.ndarray, " n"],
+    num_samples: Int64[np.ndarray, " K_plus_1"],
+    place: Int64[np.ndarray, " n"] | None,
+    overlong: Overlong,
+    ordered: Integer[np.ndarray, " n"] | None = None,
+) -> GroupedSamples:
+    """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
+    max_length = edges[-1].tolist()
+    num_samples, num_overlong = num_samples[:-1].copy(), int(num_samples[-1])
+    num_fitting = len(ids) - num_overlong
+    num_dropped = num_truncated = 0
+    if overlong == "truncate":
+        num_samples[-1] += num_overlong
+        num_truncated = int(np.count_nonzero(lengths[ids[len(ids) - num_samples[-1] :]] > max_length))
+    elif num_overlong and overlong == "drop" and num_fitting:
+        num_dropped = num_overlong
+        ids = ids[:num_fitting]
+        place = None if place is None else place[:num_fitting]
+        ordered = None if ordered is None else ordered[:num_fitting]
+    elif num_overlong:
+        offending = np.sort(ids[num_fitting:])
+        offenders = list_offenders(offending, lengths[offending], max_length)
+        if overlong == "drop":
+            raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
+        allowed = '"drop"' if lengths.ndim == 2 else '"drop" or "truncate"'
+        raise ValueError(f"samples longer than the longest bucket (overlong={allowed} allows them): {offenders}")
+    by_id = None
+    if ordered is None:
+        is_pairs = lengths.ndim == 2
+        by_id = np.empty(len(lengths), np.min_scalar_type(edges.sum(axis=1).max() if is_pairs else max_length))
+        for start in range(0, len(lengths), CHUNK):
+            part = lengths[start : start + CHUNK]
+            by_id[start : start + CHUNK] = part.sum(axis=1) if is_pairs else np.minimum(part, max_length)
+    return GroupedSamples(ids, ordered, by_id, num_samples, place, num_dropped, num_truncated)
+
+
+def _first_that_holds(lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"]) -> Integer[np.ndarray, " N"]:
+    """The index of the first bucket that holds both lengths of each pair, in the smallest type; K where none does."""
+    bucket = np.full(len(lengths), len(edges), np.min_scalar_type(len(edges)))
+    for k in range(len(edges) - 1, -1, -1):
+        bucket[(lengths[:, 0] <= edges[k, 0]) & (lengths[:, 1] <= edges[k, 1])] = k
+    return bucket
+
+
+class _BucketTable:
+    """The index of the smallest bucket that holds a length, in the smallest type.
+
+    Where none does it is K, so that those samples form the last group, or K − 1 where they are cut.
+    """
+
+    def __init__(self, edges: Int64[np.ndarray, " K"], overlong: Overlong):
+        self._edges = edges
+        self._last = len(edges) - 1 if overlong == "truncate" else len(edges)
+        self._dtype = np.min_scalar_type(len(edges))
+        self._table = self._look_up(np.arange(edges[-1] + 2)) if edges[-1] <= _LARGEST_TABLE else None
+
+    def __call__(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        return self._look_up(lengths) if self._table is None else self._table.take(lengths, mode="clip")
+
+    def _look_up(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        return np.minimum(np.searchsorted(self._edges, lengths), self._last).astype(self._dtype)

@@ -1,0 +1,259 @@
+"""Order: in go lengths or difficulties and a seed, out comes the order in which samples come, int64[N].
+
+NumPy only. Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
+device or the clock, so that the order is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64, Integer, Shaped, UInt64
+
+from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen.planning.lengths import check_lengths
+
+__all__ = [
+    "CHUNK",
+    "PACKING_STREAM",
+    "Order",
+    "PackedKeys",
+    "check_difficulty",
+    "check_seed",
+    "pack_with_index",
+    "random_key_chunks",
+    "random_keys",
+    "sample_order",
+    "stable_argsort",
+]
+
+Order = Literal["dataset", "length", "length_descending", "shuffle"]
+
+CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
+_VALUES_PER_PHILOX_BLOCK = 4
+_FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
+
+PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
+
+
+def sample_order(
+    lengths: npt.ArrayLike,
+    order: str | npt.ArrayLike = "length",
+    *,
+    difficulty: npt.ArrayLike | None = None,
+    block_size: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+) -> Int64[np.ndarray, " n"]:
+    """The order in which samples come.
+
+    Args:
+      lengths: integers[N], tokens a sample.
+      order: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
+        difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
+        sample ids, which may be a subset.
+      difficulty: ints or floats[N] without NaN, what the two sorted orders go by; the length where None.
+      block_size: shuffles within blocks of so many places of the order: a sorted order becomes sorted with local
+        disorder. With `"shuffle"` the blocks are consecutive ids, and come in random order: samples that are near each
+        other in storage stay so.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+
+    Returns:
+      int64[n] of sample ids; n = N, or the size of a given order.
+
+    Raises:
+      ValueError: lengths, difficulty, order, seed or epoch that are not as described; offenders are listed.
+
+    Example:
+      >>> sample_order([5, 2, 5, 1], "length_descending")
+      array([0, 2, 1, 3])
+
+    References:
+      Curriculum by length: Bengio et al. 2009, "Curriculum Learning". The random stream is Philox4x64-10 of Salmon et
+      al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3".
+    """
+    lengths = check_lengths(lengths)
+    check_seed(seed, epoch)
+    if block_size is not None:
+        check_at_least_one(block_size=block_size)
+        is_shuffle = isinstance(order, str) and order == "shuffle"
+        ids = sample_order(lengths, "dataset" if is_shuffle else order, difficulty=difficulty)
+        return _shuffle_within_blocks(ids, len(lengths), block_size, is_shuffle, seed, epoch)
+    num_samples = len(lengths)
+    if not isinstance(order, str):
+        return _check_order_array(order, num_samples)
+    by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
+    if order == "dataset":
+        return np.arange(num_samples, dtype=np.int64)
+    if order == "length":
+        return stable_argsort(by)
+    if order == "length_descending":
+        # Reversing before and after keeps ties ascending, and needs no negation, which overflows at the least integer.
+        return num_samples - 1 - stable_argsort(by[::-1])[::-1]
+    if order == "shuffle":
+        return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
+    raise ValueError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
+
+
+def _shuffle_within_blocks(
+    ids: Int64[np.ndarray, " n"], num_samples: int, block_size: int, shuffle_blocks: bool, seed: int, epoch: int
+) -> Int64[np.ndarray, " n"]:
+    """Sorts each block of consecutive places by (key, id), as rows of a matrix whose last row is filled up."""
+    block_size = min(block_size, len(ids))
+    num_blocks = -(-len(ids) // block_size)
+    index_bits = max(1, (num_samples - 1).bit_length())
+    filler = np.iinfo(np.uint64).max  # above every key and id, so that it comes last in its block
+    packed = np.full(num_blocks * block_size, filler, np.uint64)
+    packed[: len(ids)] = random_keys(num_samples, seed=seed, epoch=epoch)[ids] << np.uint64(index_bits)
+    packed[: len(ids)] |= ids.view(np.uint64)
+    blocks = packed.reshape(num_blocks, block_size)
+    blocks.sort(axis=1)
+    if shuffle_blocks:
+        blocks = blocks[stable_argsort(random_keys(num_blocks, seed=seed, epoch=epoch, start=_FIRST_BLOCK_KEY))]
+    packed = blocks.reshape(-1)
+    if len(ids) < len(packed):
+        packed = packed[packed != filler]
+    packed &= np.uint64(2**index_bits - 1)
+    return packed.view(np.int64)
+
+
+def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0) -> UInt64[np.ndarray, " count"]:
+    """Values `start` to `start + count - 1` of a 32-bit stream of (seed, epoch).
+
+    Args:
+      count: how many values.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+      start: the place of the first value; a process can compute its own part of the stream.
+      stream: 0 for orders and plans, `PACKING_STREAM` for packings; the highest word of Philox's counter, so that no
+        value of one stream is in another.
+
+    Returns:
+      uint64[count], each below 2**32.
+
+    Raises:
+      ValueError: seed or epoch out of range.
+    """
+    values = np.empty(count, np.uint64)
+    for first, chunk in random_key_chunks(count, seed=seed, epoch=epoch, start=start, stream=stream):
+        values[first : first + len(chunk)] = chunk
+    return values
+
+
+def random_key_chunks(
+    count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0
+) -> Iterator[tuple[int, UInt64[np.ndarray, " chunk"]]]:
+    """The values of `random_keys` in chunks that stay in the cache, each with the place of its first in the result."""
+    check_seed(seed, epoch)
+    philox = np.random.Philox(key=np.array([seed, epoch], np.uint64), counter=np.array([0, 0, 0, stream], np.uint64))
+    blocks, skipped = divmod(start, _VALUES_PER_PHILOX_BLOCK)
+    philox.advance(blocks)
+    philox.random_raw(skipped)
+    for first in range(0, count, CHUNK):
+        yield first, philox.random_raw(min(CHUNK, count - first)) >> np.uint64(32)
+
+
+class PackedKeys(NamedTuple):
+    """Integer keys and their indices, packed into single integers that sort as (key, index) does.
+
+    Attributes:
+      keys: uint64[N], to be sorted in place.
+      index_bits: bits of the index, the low ones.
+      smallest: the smallest key, which packed keys are counted from.
+    """
+
+    keys: UInt64[np.ndarray, " N"]
+    index_bits: int
+    smallest: int
+
+    def num_up_to(self, values: Int64[np.ndarray, " K"]) -> Int64[np.ndarray, " K"]:
+        """How many of the keys, which are sorted by now, are at most each value."""
+        above = [max(value + 1 - self.smallest, 0) << self.index_bits for value in values.tolist()]
+        return np.searchsorted(self.keys, np.array([min(first, 2**63) for first in above], np.uint64))
+
+    def unpack(self, max_key: int) -> tuple[Int64[np.ndarray, " N"], Integer[np.ndarray, " N"]]:
+        """Indices, int64[N], and keys cut at `max_key`, in the smallest type; the packed keys are overwritten."""
+        keys = np.empty(len(self.keys), np.min_scalar_type(max_key))
+        for start in range(0, len(keys), CHUNK):  # so that no other array of N is needed
+            packed = self.keys[start : start + CHUNK]
+            keys[start : start + CHUNK] = np.minimum(
+                (packed >> np.uint64(self.index_bits)).view(np.int64) + self.smallest, max_key
+            )
+            packed &= np.uint64(2**self.index_bits - 1)
+        return self.keys.view(np.int64), keys
+
+
+def pack_with_index(keys: Shaped[np.ndarray, " N"]) -> PackedKeys | None:
+    """Packs keys with their indices; None where they are no integers, or where both do not fit 63 bits."""
+    if not len(keys) or not np.issubdtype(keys.dtype, np.integer):
+        return None
+    smallest, largest = int(keys.min()), int(keys.max())
+    index_bits = max(1, (len(keys) - 1).bit_length())
+    limit = 2 ** (63 - index_bits)
+    if largest - smallest >= limit:
+        return None
+    if smallest >= 0 and largest < limit:
+        smallest = 0  # they fit as they are, which saves passes over the array
+        packed = keys.astype(np.int64, copy=False).view(np.uint64)
+    else:
+        packed = keys.astype(np.uint64) - np.uint64(smallest % 2**64)  # it wraps, so this is right whatever the signs
+    packed = packed << np.uint64(index_bits)
+    for start in range(0, len(keys), CHUNK):
+        part = packed[start : start + CHUNK]
+        part |= np.arange(start, start + len(part), dtype=np.uint64)
+    return PackedKeys(packed, index_bits, smallest)
+
+
+def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
+    """`np.argsort(keys, kind="stable")`, several times faster for integers of a moderate range.
+
+    Such a key and its index fit one integer, and sorting plain integers is what NumPy does fastest.
+    """
+    packed = pack_with_index(keys)
+    if packed is None:
+        return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
+    indices = packed.keys
+    indices.sort()
+    indices &= np.uint64(2**packed.index_bits - 1)
+    return indices.view(np.int64)
+
+
+def check_seed(seed: int, epoch: int) -> None:
+    """Raises ValueError where seed or epoch is not in [0, 2**63)."""
+    for name, value in (("seed", seed), ("epoch", epoch)):
+        if not is_integer(value) or not 0 <= value < 2**63:
+            raise ValueError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
+
+
+def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
+    """Checks a difficulty: ints or floats[num_samples] without NaN; raises ValueError that lists the offenders."""
+    array = np.asarray(difficulty)
+    if array.shape != (num_samples,):
+        raise ValueError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
+    if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
+        raise ValueError(f"difficulty must be integers or floats, not {array.dtype}")
+    is_nan = np.isnan(array)
+    if is_nan.any():
+        raise ValueError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan))}")
+    return array
+
+
+def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarray, " n"]:
+    """Checks an order given as ids: 1-D, unique, in [0, num_samples); raises ValueError that lists the offenders."""
+    ids = np.asarray(order)
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"an order must be a non-empty 1-D array of integer sample ids, not {ids.dtype} of shape {ids.shape}"
+        )
+    outside = (ids < 0) | (ids >= num_samples)
+    if outside.any():
+        raise ValueError(f"sample ids in the order must be in [0, {num_samples}): {list_offenders(ids[outside])}")
+    ids = ids.astype(np.int64, copy=False)
+    times = np.bincount(ids, minlength=num_samples)
+    if times.max() > 1:
+        raise ValueError(f"sample ids in the order must be unique: {list_offenders(np.flatnonzero(times > 1))} repeat")
+    return ids

@@ -1,0 +1,242 @@
+"""Pairs: in go source and target lengths and a token budget, out come static shapes (rows, source, target).
+
+NumPy only; `make_plan` plans pairs as it plans samples. Letters: N samples, S and T candidates for the lengths of the
+two sides, K buckets, M microbatches a step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least_one, check_choices, list_offenders, offenders_where
+from jvarlen.planning.buckets import PairBucket, make_buckets
+from jvarlen.planning.budget import Budget, make_budget, round_up
+from jvarlen.planning.lengths import check_pair_lengths
+
+__all__ = ["PairBudget", "make_pair_buckets"]
+
+PairBudget = Literal["sum", "larger"]
+
+_UNREACHABLE = np.iinfo(np.int64).max // 4  # no sum of costs reaches it, and adding some of it does not overflow
+
+
+def make_pair_buckets(
+    lengths: npt.ArrayLike,
+    max_tokens: int,
+    *,
+    budget: PairBudget = "sum",
+    max_shapes: int = 16,
+    max_candidates: int = 64,
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+) -> tuple[PairBucket, ...]:
+    """Chooses the static shapes for a dataset of pairs, as translation has them.
+
+    Two families are searched, each exactly by dynamic programming, and the set with the fewest padded positions is
+    taken. In a chain, both lengths grow from bucket to bucket, which suits sides that are nearly of the same length. In
+    a nested set, source lengths cut the samples into classes, and every class has target lengths of its own, which
+    suits sides that have little to do with each other.
+
+    Args:
+      lengths: integers[N, 2], tokens of source and target.
+      max_tokens: budget of one microbatch in tokens, padding included.
+      budget: what counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
+      max_shapes: the most buckets.
+      max_candidates: lengths of each side that are tried: the best so many for that side alone. Time grows with its
+        fourth power, and with the square of a side's distinct lengths: round many of them by `length_multiple`.
+      microbatches_per_step: M.
+      row_multiple: rows are a multiple of it, where the budget allows one.
+      length_multiple: lengths are rounded up to a multiple of it.
+
+    Returns:
+      A tuple of `PairBucket`, ascending by source, then target.
+
+    Raises:
+      ValueError: arguments that are not as described; pairs that alone exceed the budget are listed as id, lengths,
+        limit.
+
+    Example:
+      >>> list(map(str, make_pair_buckets([[3, 9], [3, 4], [8, 8], [2, 4]], 32, max_shapes=3)))
+      ['2×(3, 4)', '1×(3, 9)', '1×(8, 8)']
+
+    References:
+      Two-dimensional buckets for translation: those of Tensor2Tensor and lhotse, whose boundaries are quantiles.
+    """
+    check_choices(budget=(budget, PairBudget))
+    check_at_least_one(max_shapes=max_shapes, max_candidates=max_candidates, length_multiple=length_multiple)
+    rule = make_budget(max_tokens, microbatches_per_step=microbatches_per_step, row_multiple=row_multiple)
+    lengths = check_pair_lengths(lengths)
+    of_side = functools.partial(
+        make_buckets,
+        max_tokens=max_tokens,
+        max_shapes=max_candidates,
+        microbatches_per_step=microbatches_per_step,
+        row_multiple=row_multiple,
+        length_multiple=length_multiple,
+    )
+    sources, targets = (np.array([bucket.length for bucket in of_side(side)]) for side in lengths.T)
+    size = np.add if budget == "sum" else np.maximum
+    caps = rule.rounded_caps(rule.max_tokens // size(sources[:, None], targets))
+    histogram = np.zeros(caps.shape, np.int64)
+    np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
+    problem = _Problem(sources, targets, histogram, caps, rule)
+    chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=lambda found: found.cost)
+    if chosen.cost >= _UNREACHABLE:
+        alone = offenders_where(size(*round_up(lengths, length_multiple).T) > max_tokens, lengths)
+        raise ValueError(
+            f"max_tokens {max_tokens} leaves no row for some pairs, with at most {max_shapes} shapes and "
+            f"{max_candidates} candidates a side; too long by themselves: "
+            f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"
+        )
+    return chosen.buckets
+
+
+class _Found(NamedTuple):
+    """Padded positions of all steps, and the buckets."""
+
+    cost: int
+    buckets: tuple[PairBucket, ...]
+
+
+class _Problem(NamedTuple):
+    """What the dynamic program works on.
+
+    Attributes:
+      sources: int64[S], candidates, ascending.
+      targets: int64[T].
+      histogram: int64[S, T], samples whose smallest candidates these are.
+      caps: int64[S, T], the most rows of such a bucket, 0 where none fits.
+      budget: gives steps and rows.
+    """
+
+    sources: Int64[np.ndarray, " S"]
+    targets: Int64[np.ndarray, " T"]
+    histogram: Int64[np.ndarray, "S T"]
+    caps: Int64[np.ndarray, "S T"]
+    budget: Budget
+
+
+class _Classes(NamedTuple):
+    """The best target buckets of the classes that end at one source candidate and begin after each i before it.
+
+    Attributes:
+      cost: int64[j, m], of class i in exactly m + 1 buckets.
+      previous: int16[m, j, T+1], where the last of m + 1 buckets over the first targets begins.
+      num_targets: int64[j], targets up to the longest of the class.
+    """
+
+    cost: Int64[np.ndarray, "j m"]
+    previous: np.ndarray
+    num_targets: Int64[np.ndarray, " j"]
+
+
+def _best_chain(problem: _Problem, max_shapes: int) -> _Found:
+    """The cheapest buckets of which each is at least as long as the one before, on both sides.
+
+    A bucket holds the samples that fit it and do not fit the one before. cheapest[k, i, j] is the least cost of the
+    samples within the first i sources and j targets in exactly k buckets, the last of which ends there.
+    """
+    sources, targets, budget = problem.sources, problem.targets, problem.budget
+    max_shapes = min(max_shapes, len(sources) + len(targets) - 1)
+    within = np.zeros((len(sources) + 1, len(targets) + 1), np.int64)
+    within[1:, 1:] = problem.histogram.cumsum(axis=0).cumsum(axis=1)
+    cheapest = np.full((max_shapes + 1, *within.shape), _UNREACHABLE)
+    cheapest[0, 0, 0] = 0
+    previous = np.zeros(cheapest.shape, np.int64)
+    for i, j in np.argwhere(problem.caps > 0) + 1:
+        num_samples = within[i, j] - within[: i + 1, : j + 1]
+        steps, rows = budget.steps_and_rows(num_samples, np.full_like(num_samples, problem.caps[i - 1, j - 1]))
+        one = steps * budget.microbatches_per_step * rows * (sources[i - 1] + targets[j - 1])
+        totals = (cheapest[:-1, : i + 1, : j + 1] + one).reshape(max_shapes, -1)
+        previous[1:, i, j] = first = totals.argmin(axis=1)
+        cheapest[1:, i, j] = np.minimum(totals[np.arange(max_shapes), first], _UNREACHABLE)
+    k = int(cheapest[:, -1, -1].argmin())
+    cost = int(cheapest[k, -1, -1])
+    buckets: list[PairBucket] = []
+    i, j = within.shape[0] - 1, within.shape[1] - 1
+    while k and cost < _UNREACHABLE:
+        before = divmod(int(previous[k, i, j]), j + 1)
+        _, rows = budget.steps_and_rows(within[i, j] - within[before], problem.caps[i - 1, j - 1])
+        buckets.append(PairBucket(int(rows), int(sources[i - 1]), int(targets[j - 1])))
+        (i, j), k = before, k - 1
+    return _Found(cost, tuple(buckets[::-1]))
+
+
+def _best_nested(problem: _Problem, max_shapes: int) -> _Found:
+    """The cheapest nested buckets.
+
+    cheapest[k, j] is the least cost of the samples of the first j sources in exactly k buckets. Of equal costs the
+    widest last class wins, then the one with the fewest buckets.
+    """
+    num_sources = len(problem.sources)
+    max_shapes = min(max_shapes, problem.histogram.size)
+    max_targets = min(max_shapes, len(problem.targets))
+    cheapest = np.full((max_shapes + 1, num_sources + 1), _UNREACHABLE)
+    cheapest[0, 0] = 0
+    last_class = np.zeros((max_shapes + 1, num_sources + 1, 2), np.int64)  # where it begins, its buckets
+    classes = []
+    for j in range(1, num_sources + 1):
+        classes.append(_best_targets(problem, j, max_targets))
+        for k in range(1, max_shapes + 1):
+            num_buckets = np.arange(1, min(k, max_targets) + 1)
+            totals = cheapest[k - num_buckets, :j].T + classes[-1].cost[:, : len(num_buckets)]
+            begin, fewer = divmod(int(totals.argmin()), len(num_buckets))
+            cheapest[k, j] = min(totals[begin, fewer], _UNREACHABLE)
+            last_class[k, j] = begin, fewer + 1
+    k, j = int(cheapest[:, num_sources].argmin()), num_sources
+    cost = int(cheapest[k, j])
+    buckets: list[PairBucket] = []
+    while j and cost < _UNREACHABLE:
+        begin, num_buckets = last_class[k, j].tolist()
+        edges = _target_edges(classes[j - 1], begin, num_buckets)
+        counts = problem.histogram[begin:j].sum(axis=0)
+        num_samples = np.array([counts[low:high].sum() for low, high in edges])
+        last_targets = np.array([high - 1 for _, high in edges])
+        _, rows = problem.budget.steps_and_rows(num_samples, problem.caps[j - 1, last_targets])
+        source = int(problem.sources[j - 1])
+        of_class = zip(rows.tolist(), problem.targets[last_targets].tolist(), strict=True)
+        buckets = [PairBucket(b, source, target) for b, target in of_class] + buckets
+        k, j = k - num_buckets, begin
+    return _Found(cost, tuple(buckets))
+
+
+def _best_targets(problem: _Problem, j: int, max_buckets: int) -> _Classes:
+    """The one-dimensional program over targets, for all classes that end at source j at once."""
+    num_targets = len(problem.targets)
+    per_class = np.cumsum(problem.histogram[j - 1 :: -1] if j > 1 else problem.histogram[:1], axis=0)[::-1]
+    below = np.zeros((j, num_targets + 1), np.int64)  # samples of the class with one of the first t targets
+    np.cumsum(per_class, axis=1, out=below[:, 1:])
+    cost = np.full((max_buckets, j, num_targets + 1), _UNREACHABLE)
+    previous = np.zeros((max_buckets, j, num_targets + 1), np.int16)
+    microbatches = problem.budget.microbatches_per_step
+    for t in range(1, num_targets + 1):
+        cap = problem.caps[j - 1, t - 1]
+        if cap < 1:
+            continue
+        num_samples = below[:, t, None] - below[:, :t]
+        steps, rows = problem.budget.steps_and_rows(num_samples, np.full_like(num_samples, cap))
+        one = steps * microbatches * rows * (problem.sources[j - 1] + problem.targets[t - 1])
+        cost[0, :, t] = one[:, 0]
+        totals = cost[:-1, :, :t] + one
+        first = totals.argmin(axis=2)
+        previous[1:, :, t] = first
+        cost[1:, :, t] = np.minimum(np.take_along_axis(totals, first[..., None], 2)[..., 0], _UNREACHABLE)
+    last = num_targets - (per_class[:, ::-1] > 0).argmax(axis=1)
+    return _Classes(cost[:, np.arange(j), last].T, previous, last)
+
+
+def _target_edges(classes: _Classes, begin: int, num_buckets: int) -> list[tuple[int, int]]:
+    """Where the target buckets of a class begin and end, among the candidates."""
+    edges = []
+    t = int(classes.num_targets[begin])
+    for m in range(num_buckets - 1, -1, -1):
+        low = int(classes.previous[m, begin, t])
+        edges.append((low, t))
+        t = low
+    return edges[::-1]

@@ -1,0 +1,333 @@
+"""Plan: in go lengths and buckets, out comes every step of an epoch, fixed before training.
+
+NumPy only. Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
+microbatch, P samples of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least_one, list_offenders, offenders_where
+from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
+from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket
+from jvarlen.planning.lengths import Overlong, check_lengths, check_pair_lengths, ends_to_offsets
+from jvarlen.planning.order import check_difficulty, check_seed
+from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.packing import Packing
+from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
+from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = ["Plan", "make_plan"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Plan(PlannedSteps):
+    """The steps of an epoch: which samples, in which shape, in which order.
+
+    It has all attributes of `PlannedSteps`, and these:
+
+    Attributes:
+      sample_ids: int64[n], real samples in order of step, then row; step t holds
+        `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
+      row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
+        `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
+    """
+
+    sample_ids: Int64[np.ndarray, " n"]
+    row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """R, rows that hold samples: n where nothing is packed."""
+        return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row can hold several samples."""
+        return self.row_offsets is not None
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 in hex of everything that decides the batches: equal digests mean equal batches."""
+        return plan_digest(
+            self.microbatches_per_step,
+            self.buckets,
+            self.step_bucket,
+            self.step_offsets,
+            self.sample_ids,
+            self.row_offsets,
+        )
+
+    def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
+        """The sample of every row of a step; of a packed plan, the samples.
+
+        Args:
+          step: 0 ≤ step < S.
+
+        Returns:
+          int64[M, B] of sample ids, −1 for a dummy row; of a packed plan int64[M, B, P], a row's samples from its
+          beginning, −1 after them, P the most of any row of the step. Row j of the step lies in microbatch j mod M,
+          slot j // M, so that all microbatches hold nearly the same tokens.
+
+        Raises:
+          IndexError: no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
+        num_rows = self.buckets[self.step_bucket[step]].rows
+        start, end = self.step_offsets[step : step + 2]
+        ids = self.sample_ids[start:end]
+        if self.row_offsets is None:
+            rows_BxM = np.full((num_rows, self.microbatches_per_step), -1, np.int64)
+            rows_BxM.reshape(-1)[: len(ids)] = ids
+            return rows_BxM.T
+        first, last = np.searchsorted(self.row_offsets, [start, end])
+        num_in_row = np.diff(self.row_offsets[first : last + 1])
+        rows_BMxP = np.full((num_rows * self.microbatches_per_step, num_in_row.max()), -1, np.int64)
+        rows_BMxP[: len(num_in_row)][np.arange(rows_BMxP.shape[1]) < num_in_row[:, None]] = ids
+        return rows_BMxP.reshape(num_rows, self.microbatches_per_step, -1).swapaxes(0, 1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan to one uncompressed `.npz` file, in one piece or not at all.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: it cannot be written; what was there stays.
+        """
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
+        write_plan_file(Path(path), fields | {"digest": np.array(self.digest)})
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Reads a plan that `save` wrote, and verifies it.
+
+        Args:
+          path: the file.
+
+        Returns:
+          The plan.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
+        """
+        fields = read_plan_file(Path(path))
+        return Plan(
+            buckets=check_buckets(fields["buckets"].tolist()),
+            microbatches_per_step=int(fields["microbatches_per_step"]),
+            step_bucket=fields["step_bucket"],
+            step_offsets=fields["step_offsets"],
+            sample_ids=fields["sample_ids"],
+            num_tokens=fields["num_tokens"],
+            overlong=cast(Overlong, str(fields["overlong"])),
+            num_dropped=int(fields["num_dropped"]),
+            num_truncated=int(fields["num_truncated"]),
+            row_offsets=fields.get("row_offsets"),
+        )
+
+
+def make_plan(
+    lengths: npt.ArrayLike | Packing,
+    buckets: Sequence[tuple[int, ...]],
+    *,
+    microbatches_per_step: int = 1,
+    order: str | npt.ArrayLike = "length",
+    difficulty: npt.ArrayLike | None = None,
+    block_size: int | None = None,
+    pacing: Pacing | None = None,
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle_steps: bool = False,
+    longest_first: bool = False,
+    overlong: Overlong = "error",
+) -> Plan:
+    """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
+
+    A sample goes to the smallest bucket that holds it. The samples of a bucket, in order, are cut into steps of M ×
+    rows; only a bucket's last step can be short, and dummy rows fill it.
+
+    Args:
+      lengths: integers[N], tokens a sample. Integers[N, 2], source and target, where the buckets are for pairs. Or a
+        `Packing`: then its rows are planned as samples would be, and all that goes by sample here goes by row.
+      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length).
+      microbatches_per_step: M, microbatches of one optimizer update. The plan depends on it, and on no number of
+        devices or processes.
+      order: as in `sample_order`; pairs have the sum of both lengths. It also decides when a step comes. `"length"`:
+        by bucket ascending. `"length_descending"`: by bucket descending. `"shuffle"`: at random. `"dataset"`, an array,
+        or any order with a difficulty other than the length, a block size or pacing: when the step's last sample
+        arrives, short steps at the end.
+      difficulty: as in `sample_order`.
+      block_size: as in `sample_order`.
+      pacing: from the step, counted over all epochs, to the share of the samples that it may draw from, easiest first;
+        `linear_pacing` makes such a function. A sample is in no step that does not admit it, as long as admitted ones
+        are left. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+      shuffle_steps: permutes the steps at random, whatever the order of the samples.
+      longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
+      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
+        has its own; pairs are not cut.
+
+    Returns:
+      A `Plan`.
+
+    Raises:
+      ValueError: arguments that are not as described, or do not go together; offending samples are listed as id, value,
+        limit.
+
+    Example:
+      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], microbatches_per_step=2)
+      >>> plan.num_steps, plan.rows(0).tolist()
+      (2, [[1, 0], [3, 2]])
+
+    References:
+      Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq". Pacing:
+      Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
+    """
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    buckets = check_buckets(buckets)
+    check_seed(seed, epoch)
+    if pacing is not None and (
+        not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
+    ):
+        raise ValueError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+    if isinstance(lengths, Packing):
+        plan_of_rows = make_plan(
+            _lengths_of_rows(lengths, buckets, overlong),
+            buckets,
+            microbatches_per_step=microbatches_per_step,
+            order=order,
+            difficulty=difficulty,
+            block_size=block_size,
+            pacing=pacing,
+            seed=seed,
+            epoch=epoch,
+            shuffle_steps=shuffle_steps,
+            longest_first=longest_first,
+        )
+        return _with_samples(plan_of_rows, lengths)
+    lengths = _checked_lengths(lengths, buckets)
+    is_pairs = lengths.ndim == 2
+    if difficulty is not None and np.array_equal(
+        check_difficulty(difficulty, len(lengths)), lengths.sum(axis=1) if is_pairs else lengths
+    ):
+        difficulty = None
+    rows_per_step = int(microbatches_per_step) * np.array([bucket.rows for bucket in buckets], np.int64)
+    arrive = None
+    if pacing is not None:
+        arrive = functools.partial(
+            paced_ranks, rows_per_step=rows_per_step, pacing=pacing, seed=int(seed), epoch=int(epoch)
+        )
+    ordering = Ordering(order, difficulty, block_size, seed, epoch, arrive)
+    edges = np.array([bucket.lengths for bucket in buckets], np.int64)
+    samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
+
+    steps = canonical_steps(samples.num_samples, rows_per_step)
+    emitted = emitted_steps(
+        steps, ordering, samples.place, len(lengths), shuffle_steps, edges.sum(axis=1) if longest_first else None
+    )
+    offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
+    return Plan(
+        buckets=buckets,
+        microbatches_per_step=int(microbatches_per_step),
+        step_bucket=steps.bucket[emitted],
+        step_offsets=offsets,
+        sample_ids=ids,
+        num_tokens=num_tokens,
+        overlong=overlong,
+        num_dropped=samples.num_dropped,
+        num_truncated=samples.num_truncated,
+    )
+
+
+def _checked_lengths(
+    lengths: npt.ArrayLike, buckets: Sequence[tuple[int, ...]]
+) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
+    """Checked lengths of samples, or of pairs where the buckets are for pairs."""
+    is_pairs = len(buckets[0]) == 3
+    if is_pairs != (np.ndim(lengths) == 2):
+        what = (
+            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
+        )
+        raise ValueError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+    return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
+
+
+def _lengths_of_rows(packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong) -> Int64[np.ndarray, " R"]:
+    """The tokens of packed rows; raises ValueError where the longest bucket does not hold them."""
+    if overlong != "error":
+        raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+    num_tokens, longest = packing.num_tokens, buckets[-1].lengths[0]
+    if num_tokens.max() > longest:
+        offenders = list_offenders(*offenders_where(num_tokens > longest, num_tokens), longest)
+        raise ValueError(f"packed rows longer than the longest bucket; of the rows, {offenders}")
+    return num_tokens
+
+
+def _in_emitted_order(
+    samples: GroupedSamples, steps: CanonicalSteps, emitted: Int64[np.ndarray, " S"]
+) -> tuple[Int64[np.ndarray, " S_plus_1"], Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
+    """The steps as emitted: where each begins and ends, the sample ids of all, and the tokens of each."""
+    is_canonical = bool((np.diff(emitted) == 1).all())
+    offsets = steps.offsets if is_canonical else ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+    if samples.lengths is None:
+        return offsets, *_gathered(samples, steps, emitted, offsets)
+    ids = samples.ids if is_canonical else take_segments(samples.ids, steps.offsets, emitted, offsets)
+    return offsets, ids, sum_segments(samples.lengths, steps.offsets)[emitted]
+
+
+def _gathered(
+    samples: GroupedSamples,
+    steps: CanonicalSteps,
+    emitted: Int64[np.ndarray, " S"],
+    offsets: Int64[np.ndarray, " S_plus_1"],
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
+    """The sample ids of the steps as emitted, and the tokens of each, by id and so in one pass."""
+    ids, num_tokens = np.empty(offsets[-1], np.int64), np.empty(len(emitted), np.int64)
+
+    def gather(start: int, end: int) -> None:
+        steps_of_part = slice(*np.searchsorted(offsets[:-1], [start, end]))
+        taken = emitted[steps_of_part]
+        taken_offsets = offsets[steps_of_part.start : steps_of_part.stop + 1]
+        take_segments_with_sums(
+            samples.ids, samples.lengths_by_id, steps.offsets, taken, taken_offsets, ids, num_tokens[steps_of_part]
+        )
+
+    in_parts(gather, len(ids))
+    return ids, num_tokens
+
+
+def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
+    """The plan with the samples of each row in place of the row."""
+    longest = plan_of_rows.buckets[-1].lengths
+    if packing.num_truncated and longest != packing.row_lengths[-1:]:
+        raise ValueError(
+            f"the packing cuts samples at {packing.row_lengths[-1]} tokens, so the longest bucket must have just that "
+            f"length, not {longest[-1]}"
+        )
+    rows = plan_of_rows.sample_ids
+    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
+    return dataclasses.replace(
+        plan_of_rows,
+        sample_ids=take_segments(packing.sample_ids, packing.row_offsets, rows, row_offsets),
+        step_offsets=row_offsets[plan_of_rows.step_offsets],
+        row_offsets=row_offsets,
+        overlong=packing.overlong,
+        num_dropped=packing.num_dropped,
+        num_truncated=packing.num_truncated,
+    )

@@ -1,0 +1,198 @@
+"""Row lengths: in go lengths and a token budget, out come the lengths of packed rows whose plan costs least.
+
+NumPy only. Packing by histogram takes milliseconds, so that many sets of row lengths can be tried. Letters: V distinct
+lengths, D distinct rounded lengths, K lengths of rows.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from jvarlen._common.checks import check_at_least_one
+from jvarlen.planning.buckets import CountedSamples, checked_budget
+from jvarlen.planning.budget import CostFn
+from jvarlen.planning.edges import bucket_costs, least_rows_when_packed, optimal_edges
+from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.packing import rows_by_tokens
+
+__all__ = ["choose_row_lengths"]
+
+# Sets of row lengths that are tried at most; trying one takes time in proportion to the distinct lengths.
+_MAX_SETS = 2**12
+_MAX_SETS_TIMES_LENGTHS = 2**20
+_WIDEST_GRID = 16
+
+
+def choose_row_lengths(
+    lengths: npt.ArrayLike,
+    max_tokens: int,
+    *,
+    max_shapes: int = 4,
+    max_length: int | None = None,
+    overlong: Overlong = "truncate",
+    microbatches_per_step: int = 1,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    cost: CostFn | None = None,
+    compile_seconds: float | None = None,
+    max_cost: float | None = None,
+    memory: CostFn | None = None,
+    max_bytes: float | None = None,
+) -> tuple[int, ...]:
+    """Chooses a few lengths of rows for packing, by what the plan of the packed rows costs.
+
+    For a set of row lengths that plan is::
+
+        packing = pack_samples(lengths, row_lengths)
+        buckets = make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, ...)
+        plan = make_plan(packing, buckets, ...)
+
+    with the other arguments as here. Its cost is the sum over all microbatches of rows × length, so that dummy rows and
+    rows that are not full count; or of `cost(rows, length)`, and `compile_seconds` for every length. A set is made of
+    rounded lengths of samples, always with the longest. Of equal costs the fewest lengths win, then, from the longest
+    down, the smaller ones.
+
+    Every set is tried where there are at most 4,096, and at most 2**20 / V for V distinct lengths. Of more sets so many
+    are tried, by local search from three of them: the longest length alone; the best set if samples between two row
+    lengths had rows of their own, as few as can be (an exact dynamic program); the best set of an even grid. The search
+    leaves a length out, moves one among the D rounded ones or adds one as long as that is cheaper, by D / 8 places
+    first, by one in the end.
+
+    Args:
+      lengths: as in `make_buckets`.
+      max_tokens: as in `make_buckets`.
+      max_shapes: the most lengths.
+      max_length: as in `make_buckets`.
+      overlong: as in `make_buckets`.
+      microbatches_per_step: as in `make_buckets`.
+      row_multiple: as in `make_buckets`.
+      length_multiple: as in `make_buckets`.
+      cost: as in `make_buckets`.
+      compile_seconds: as in `make_buckets`.
+      max_cost: as in `make_buckets`.
+      memory: as in `make_buckets`.
+      max_bytes: as in `make_buckets`.
+
+    Returns:
+      Lengths of rows, strictly ascending; the last holds the longest sample.
+
+    Raises:
+      ValueError: as in `make_buckets`.
+
+    Example:
+      >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
+      (8,)
+    """
+    budget = checked_budget(
+        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
+    )
+    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
+    counted = CountedSamples(lengths, max_length, overlong, length_multiple)
+    histogram = counted.histogram
+    caps = counted.checked_caps(budget, histogram.rounded)
+    descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
+
+    def plan_cost(edges: tuple[int, ...]) -> float:
+        rows_held = np.zeros(len(edges), np.int64)
+        for tokens, num_rows in rows_by_tokens(descending, counts, edges).items():
+            rows_held[bisect.bisect_left(edges, tokens)] += num_rows
+        length = np.array(edges)
+        steps, rows = budget.steps_and_rows(rows_held, caps[np.searchsorted(histogram.rounded, length)])
+        costs = bucket_costs(steps * budget.microbatches_per_step, rows, length, cost, compile_seconds)
+        return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
+
+    max_sets = min(_MAX_SETS, max(_MAX_SETS_TIMES_LENGTHS // len(counts), 1))
+    search = _SetSearch(histogram.rounded.tolist(), max_shapes, max_sets, plan_cost)
+    if not search.try_all():
+        num_held = least_rows_when_packed(histogram)
+        by_class = optimal_edges(histogram.rounded, num_held, caps, max_shapes, budget, cost, compile_seconds)
+        search.descend(())
+        search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
+        search.descend(search.best_of_grid())
+    return search.cheapest()
+
+
+class _SetSearch:
+    """Tries sets of ascending lengths, always with the last; a set is the places of the others.
+
+    Args:
+      lengths: to choose from.
+      max_shapes: the most lengths of a set.
+      max_sets: the most sets that are tried.
+      cost_of: what the lengths of a set cost.
+    """
+
+    def __init__(self, lengths: list[int], max_shapes: int, max_sets: int, cost_of: Callable[[tuple[int, ...]], float]):
+        self._lengths, self._last = lengths, len(lengths) - 1
+        self._max_shapes, self._max_sets, self._cost_of = max_shapes, max_sets, cost_of
+        self._ranks: dict[tuple[int, ...], tuple[float, int, tuple[int, ...]]] = {}
+
+    def cheapest(self) -> tuple[int, ...]:
+        """The lengths of the cheapest set so far."""
+        return self._edges(min(self._ranks, key=self._rank))
+
+    def try_all(self) -> bool:
+        """Tries all sets; False if there are too many."""
+        if self._num_sets(self._last) > self._max_sets:
+            return False
+        self._best_of(range(self._last))
+        return True
+
+    def best_of_grid(self) -> tuple[int, ...]:
+        """The cheapest set of the finest even grid for which half of the sets that are left are enough."""
+        half = (self._max_sets - len(self._ranks)) // 2
+        num_cells = max(bisect.bisect_right(range(self._last), half, key=self._num_sets), 1)
+        return self._best_of([i * len(self._lengths) // num_cells - 1 for i in range(1, num_cells)])
+
+    def descend(self, places: tuple[int, ...]) -> None:
+        """Goes from a set to the first cheaper one near it, again and again."""
+        step = len(self._lengths) // 8
+        while step:
+            cheaper = self._first_cheaper(places, step)
+            places, step = (places, step // 2) if cheaper is None else (cheaper, step)
+
+    def _first_cheaper(self, places: tuple[int, ...], step: int) -> tuple[int, ...] | None:
+        own_rank = self._rank(places)
+        for near in _sets_near(places, step, self._last, self._max_shapes):
+            if len(self._ranks) >= self._max_sets:
+                return None
+            if self._rank(near) < own_rank:
+                return near
+        return None
+
+    def _best_of(self, grid: Sequence[int]) -> tuple[int, ...]:
+        sizes = range(min(self._max_shapes, len(grid) + 1))
+        return min(itertools.chain(*(itertools.combinations(grid, size) for size in sizes)), key=self._rank)
+
+    def _num_sets(self, num_places: int) -> int:
+        return sum(math.comb(num_places, size) for size in range(min(self._max_shapes, num_places + 1)))
+
+    def _edges(self, places: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self._lengths[place] for place in (*places, self._last))
+
+    def _rank(self, places: tuple[int, ...]) -> tuple[float, int, tuple[int, ...]]:
+        if places not in self._ranks:
+            edges = self._edges(places)
+            self._ranks[places] = self._cost_of(edges), len(edges), edges[::-1]
+        return self._ranks[places]
+
+
+def _sets_near(places: tuple[int, ...], step: int, last: int, max_shapes: int) -> Iterator[tuple[int, ...]]:
+    """Sets with a place less, with a place moved by the step, and, if the grid of the step is coarse, with one more."""
+    for i in range(len(places)):
+        yield places[:i] + places[i + 1 :]
+    for i, place in enumerate(places):
+        for moved in (place - step, place + step):
+            if 0 <= moved < last and moved not in places:
+                yield tuple(sorted((*places[:i], moved, *places[i + 1 :])))
+    if len(places) + 1 < max_shapes and last // step <= _WIDEST_GRID:
+        for added in range(step - 1, last, step):
+            if added not in places:
+                yield tuple(sorted((*places, added)))

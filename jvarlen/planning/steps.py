@@ -1,0 +1,223 @@
+"""Planned steps: in go buckets and the sizes of steps, out come the shape, size and padding of every step of an epoch.
+
+Which samples are in a step is for `Plan` and `DistributedPlan` to add. NumPy only. Letters: n samples in the plan, S
+steps, K buckets, M microbatches a step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Float64, Int32, Int64
+
+from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.budget import CostFn, checked_cost
+from jvarlen.planning.lengths import Overlong
+
+__all__ = ["BucketFigures", "PlannedSteps", "bucket_figures", "plan_table"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedSteps:
+    """The steps of an epoch: how many samples, in which shape, in which order.
+
+    Attributes:
+      buckets: the static shapes, lengths ascending.
+      microbatches_per_step: M.
+      step_bucket: int32[S], the bucket of each step.
+      step_offsets: int64[S+1], the samples before each step; the last is n.
+      num_tokens: int64[S], real tokens of each step, cut samples counted as cut.
+      overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
+      num_dropped: samples left out by that rule.
+      num_truncated: samples cut by that rule.
+    """
+
+    buckets: tuple[AnyBucket, ...]
+    microbatches_per_step: int
+    step_bucket: Int32[np.ndarray, " S"]
+    step_offsets: Int64[np.ndarray, " S_plus_1"]
+    num_tokens: Int64[np.ndarray, " S"]
+    overlong: Overlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), np.ndarray):
+                value.setflags(write=False)  # the digest is computed once
+
+    @property
+    def num_steps(self) -> int:
+        """S."""
+        return len(self.step_bucket)
+
+    @property
+    def num_samples(self) -> int:
+        """n, real samples; every one comes exactly once."""
+        return int(self.step_offsets[-1])
+
+    @property
+    def num_rows(self) -> int:
+        """R, rows that hold samples: n where nothing is packed."""
+        return self.num_samples
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a row can hold several samples."""
+        return False
+
+    @functools.cached_property
+    def num_sequences(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], real samples of each step."""
+        return _fixed(np.diff(self.step_offsets))
+
+    @functools.cached_property
+    def positions_per_step(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
+        num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
+        return _fixed((self.microbatches_per_step * num_positions)[self.step_bucket])
+
+    def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
+        """How many steps are of each bucket; of some there may be none.
+
+        Args:
+          start_step: the first that counts.
+          end_step: the first that does not any more; None: all from `start_step` on count.
+
+        Returns:
+          The number for every bucket.
+        """
+        counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
+        return dict(zip(self.buckets, counts.tolist(), strict=True))
+
+    @property
+    def padding(self) -> float:
+        """The share of all positions that holds no token, dummy rows included, in [0, 1)."""
+        return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
+
+    @property
+    def neighbour_correlation(self) -> float:
+        """Pearson's correlation of the mean sample length of neighbouring steps, in [−1, 1].
+
+        Near 1 in a curriculum by length; near 0 where a step's length says nothing of the next one's. NaN with fewer
+        than 3 steps, or where all are alike.
+        """
+        mean_length = self.num_tokens / self.num_sequences
+        before, after = mean_length[:-1], mean_length[1:]
+        if len(before) < 2 or np.ptp(before) == 0 or np.ptp(after) == 0:
+            return float("nan")
+        return float(np.corrcoef(before, after)[0, 1])
+
+    def report(
+        self,
+        learning_rates: Float[np.ndarray, " S"] | None = None,
+        *,
+        cost: CostFn | None = None,
+        compile_seconds: float | None = None,
+    ) -> str:
+        """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
+
+        Args:
+          learning_rates: float64[S], as from `lr_sequence`; their range is shown.
+          cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
+          compile_seconds: of one bucket, to be shown with the prediction.
+
+        Returns:
+          Lines of text.
+        """
+        return plan_table(self, learning_rates, cost, compile_seconds)
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    """The array, read-only: it is made once, and all get the same."""
+    array.setflags(write=False)
+    return array
+
+
+class BucketFigures(NamedTuple):
+    """What a plan makes of each bucket; a figure each, in the order of the buckets.
+
+    Attributes:
+      num_samples: int64[K].
+      num_steps: int64[K].
+      num_tokens: int64[K], real ones.
+      num_positions: int64[K], tokens that the steps have room for.
+      seconds: float64[K], what a cost predicts for all steps of the bucket; None without one.
+    """
+
+    num_samples: Int64[np.ndarray, " K"]
+    num_steps: Int64[np.ndarray, " K"]
+    num_tokens: Int64[np.ndarray, " K"]
+    num_positions: Int64[np.ndarray, " K"]
+    seconds: Float64[np.ndarray, " K"] | None
+
+    @property
+    def padding(self) -> Float64[np.ndarray, " K"]:
+        """float64[K], NaN where a bucket has no step."""
+        with np.errstate(invalid="ignore"):
+            return 1.0 - self.num_tokens / self.num_positions
+
+
+def bucket_figures(plan: Any, cost: CostFn | None = None) -> BucketFigures:
+    """Counts samples, steps, tokens and positions of each bucket; with a cost, predicts the seconds as well."""
+    num_buckets = len(plan.buckets)
+    num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)
+    microbatches = plan.microbatches_per_step * num_steps
+
+    def sums(per_step: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " K"]:
+        totals = np.zeros(num_buckets, np.int64)
+        np.add.at(totals, plan.step_bucket, per_step)
+        return totals
+
+    seconds = None
+    if cost is not None:
+        rows, *lengths = np.array(plan.buckets, np.int64).T
+        seconds = microbatches * checked_cost(cost, rows, *lengths)
+    num_positions = microbatches * np.array([bucket.num_positions for bucket in plan.buckets])
+    return BucketFigures(sums(plan.num_sequences), num_steps, sums(plan.num_tokens), num_positions, seconds)
+
+
+def plan_table(
+    plan: PlannedSteps,
+    learning_rates: Float[np.ndarray, " S"] | None = None,
+    cost: CostFn | None = None,
+    compile_seconds: float | None = None,
+) -> str:
+    """Lines of text: see `Plan.report`."""
+    figures = bucket_figures(plan, cost)
+    seconds = figures.seconds
+    header = f"{'rows × length':>15} {'samples':>12} {'steps':>8} {'padding':>9}"
+    lines = [header if seconds is None else f"{header} {'predicted s':>12}"]
+    for k, bucket in enumerate(plan.buckets):
+        padding = f"{figures.padding[k]:9.2%}" if figures.num_steps[k] else f"{'–':>9}"
+        length = "+".join(f"{length:,}" for length in bucket.lengths)
+        line = f"{bucket.rows:>6,} × {length:>6} {figures.num_samples[k]:>12,} {figures.num_steps[k]:>8,} {padding}"
+        lines.append(line if seconds is None else f"{line} {seconds[k]:>12,.1f}")
+    total = f"{'total':>15} {plan.num_samples:>12,} {plan.num_steps:>8,} {plan.padding:9.2%}"
+    lines.append(total if seconds is None else f"{total} {seconds.sum():>12,.1f}")
+    lines.append(
+        f"{int(plan.num_tokens.sum()):,} real tokens in {int(plan.positions_per_step.sum()):,} positions; "
+        f"microbatches a step: {plan.microbatches_per_step}"
+    )
+    if plan.is_packed:
+        lines.append(f"packed: {plan.num_rows:,} rows, {plan.num_samples / plan.num_rows:.2f} samples a row")
+    longest = "+".join(f"{length:,}" for length in plan.buckets[-1].lengths)
+    lines.append(
+        f"longest bucket {longest} tokens; overlong={plan.overlong!r}: "
+        f"{plan.num_truncated:,} samples cut, {plan.num_dropped:,} dropped"
+    )
+    correlation = plan.neighbour_correlation
+    if not math.isnan(correlation):
+        lines.append(f"correlation of mean length between neighbouring steps: {correlation:+.3f}")
+    if seconds is not None and compile_seconds is not None:
+        compiling = compile_seconds * len(plan.buckets)
+        lines.append(
+            f"predicted: {seconds.sum():,.1f} s of steps, {compiling:,.1f} s of compiling {len(plan.buckets)} buckets"
+        )
+    if learning_rates is not None:
+        lines.append(f"learning rate {learning_rates.min():.3g} to {learning_rates.max():.3g}")
+    return "\n".join(lines)

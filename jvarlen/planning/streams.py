@@ -1,0 +1,369 @@
+"""Streams: in go lengths one by one, out come steps in the same few static shapes, where no plan can be made ahead.
+
+A stream is read once, from its beginning, and need not end. Its steps depend on the lengths and on nothing else, so
+every process that reads the same lengths gets the same steps. Each then loads the samples of its own microbatches only.
+Of four microbatches a step, the second of two processes takes the last two, and reads what these ids name:
+
+    >>> lengths = [3, 1, 4, 2, 8, 2, 7, 6, 5, 1]
+    >>> process, num_processes, microbatches_per_step = 1, 2, 4
+    >>> share = microbatches_per_step // num_processes
+    >>> mine = slice(process * share, (process + 1) * share)
+    >>> for step in stream_batches(lengths, [(1, 4), (1, 8)], microbatches_per_step=microbatches_per_step):
+    ...     print(step.bucket.length, step.ids[mine].tolist())
+    4 [[2], [3]]
+    8 [[7], [8]]
+    4 [[-1], [-1]]
+
+NumPy only. Letters: K buckets, M microbatches a step, B rows, T length.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.budget import make_budget, round_up
+from jvarlen.planning.lengths import Overlong, check_overlong
+from jvarlen.planning.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
+
+__all__ = ["StreamBatches", "StreamStep", "stream_batches"]
+
+_LARGEST_TABLE = 2**20  # entries; longer buckets are looked up by bisection
+_LENGTHS_PER_SLICE = 2**14
+
+
+class StreamStep(NamedTuple):
+    """A step of a stream.
+
+    Attributes:
+      bucket_index: which bucket.
+      bucket: its shape.
+      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a dummy row. Row j of the step
+        lies in microbatch j mod M, slot j // M.
+      lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a dummy row.
+    """
+
+    bucket_index: int
+    bucket: Bucket
+    ids: Int64[np.ndarray, "M B"]
+    lengths: Int64[np.ndarray, "M B"]
+
+
+def stream_batches(
+    lengths: Iterable[int],
+    buckets: Sequence[tuple[int, int]] | None = None,
+    *,
+    max_tokens: int | None = None,
+    microbatches_per_step: int = 1,
+    num_estimate: int = 10_000,
+    max_shapes: int = 16,
+    max_length: int | None = None,
+    row_multiple: int = 1,
+    length_multiple: int = 1,
+    max_waiting: int | None = None,
+    overlong: Overlong = "error",
+    state: Mapping[str, Any] | None = None,
+) -> StreamBatches:
+    """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
+
+    A sample waits with the others of the smallest bucket that holds it, and M × rows of them are a step. Where the
+    stream ends, what still waits comes by bucket ascending, filled with dummy rows.
+
+    Args:
+      lengths: tokens of each sample, integers of at least 1. No more of them are read than a step needs, but for the
+        estimate.
+      buckets: (rows, length) pairs, lengths strictly ascending; or give `max_tokens`.
+      max_tokens: budget of one microbatch in tokens, padding included. The first `num_estimate` samples are read at
+        once, the buckets are those of `make_buckets` for them, each with as many rows as the budget allows.
+      microbatches_per_step: M, the microbatches of one optimizer update.
+      num_estimate: how many samples the buckets are estimated from.
+      max_shapes: the most buckets of the estimate.
+      max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest sample among
+        the first ones, which a longer one can follow.
+      row_multiple: as in `make_buckets`, for the estimate.
+      length_multiple: as in `make_buckets`, for the estimate.
+      max_waiting: the most samples that wait at a time, at least 1. Where one more does, the bucket that is filled
+        best (ties: the shorter) gives a step with dummy rows. None: as many as the buckets hold.
+      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
+      state: what `StreamBatches.state` gave. With the same stream, from its beginning again, the steps go on where they
+        were then. All other options are those of that time, and what is given here is ignored.
+
+    Returns:
+      `StreamBatches`, an iterator of `StreamStep`.
+
+    Raises:
+      ValueError: options that are not as described, a state that is none; while reading, a length that is no integer
+        of at least 1, or longer than the longest bucket under `"error"`, named as id, value, limit.
+
+    Example:
+      >>> for step in stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)]):
+      ...     print(step.bucket.length, step.ids.tolist(), step.lengths.tolist())
+      4 [[0, 1]] [[3, 1]]
+      8 [[2]] [[8]]
+      4 [[3, 4]] [[4, 2]]
+
+    References:
+      Queues by length boundaries: `tf.data.Dataset.bucket_by_sequence_length` and Lhotse's `DynamicBucketingSampler`,
+      which also estimates them from the first samples.
+    """
+    stream = _plain_integers(lengths)
+    if state is not None:
+        return StreamBatches(stream, read_state(state))
+    check_at_least_one(
+        microbatches_per_step=microbatches_per_step,
+        num_estimate=num_estimate,
+        max_waiting=1 if max_waiting is None else max_waiting,
+    )
+    check_overlong(overlong)
+    if buckets is not None and max_tokens is None:
+        chosen = check_single_buckets(buckets)
+    elif max_tokens is not None and buckets is None:
+        first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
+        stream = itertools.chain(first, stream)
+        chosen = _estimated_buckets(
+            first, max_tokens, max_shapes, max_length, microbatches_per_step, row_multiple, length_multiple
+        )
+    else:
+        raise ValueError("either buckets or max_tokens must be given, and not both")
+    waiting_ids: list[list[int]] = [[] for _ in chosen]
+    fresh = StreamState(
+        version=STATE_VERSION,
+        buckets=[list(bucket) for bucket in chosen],
+        microbatches_per_step=int(microbatches_per_step),
+        max_waiting=None if max_waiting is None else int(max_waiting),
+        overlong=overlong,
+        num_read=0,
+        num_dropped=0,
+        num_truncated=0,
+        waiting_ids=waiting_ids,
+        waiting_lengths=waiting_ids,
+    )
+    return StreamBatches(stream, fresh)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Queue:
+    """The samples that wait for a step of one bucket."""
+
+    index: int
+    capacity: int
+    ids: list[int]
+    lengths: list[int]
+
+
+class StreamBatches:
+    """The steps of a stream, an iterator of `StreamStep`; `stream_batches` makes it.
+
+    Attributes:
+      buckets: the static shapes, lengths ascending.
+      microbatches_per_step: M.
+      num_dropped: samples left out so far, because they are longer than the longest bucket.
+      num_truncated: samples cut to it so far.
+    """
+
+    def __init__(self, stream: Iterator[Any], start: StreamState):
+        self.buckets = tuple(Bucket(rows, length) for rows, length in start.buckets)
+        self.microbatches_per_step = start.microbatches_per_step
+        self.num_dropped = start.num_dropped
+        self.num_truncated = start.num_truncated
+        self._max_waiting = start.max_waiting
+        self._overlong: Overlong = start.overlong
+        self._queues = [
+            _Queue(index, self.microbatches_per_step * bucket.rows, list(ids), list(lengths))
+            for index, (bucket, ids, lengths) in enumerate(
+                zip(self.buckets, start.waiting_ids, start.waiting_lengths, strict=True)
+            )
+        ]
+        # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
+        self._num_emitted = start.num_read - start.num_dropped - sum(map(len, start.waiting_ids))
+        self._steps = self._emit_all(stream)
+
+    def __iter__(self) -> Iterator[StreamStep]:
+        return self
+
+    def __next__(self) -> StreamStep:
+        return next(self._steps)
+
+    @property
+    def num_read(self) -> int:
+        """Samples taken so far; those that were only read ahead for the estimate are not."""
+        return self._num_emitted + self.num_dropped + sum(len(queue.ids) for queue in self._queues)
+
+    def state(self) -> dict[str, Any]:
+        """What `stream_batches(state=)` goes on from, after the last step that was given out.
+
+        Returns:
+          A dict of plain values, which JSON gives back equal: the options, the counts, and the samples that wait.
+        """
+        state = StreamState(
+            version=STATE_VERSION,
+            buckets=[list(bucket) for bucket in self.buckets],
+            microbatches_per_step=self.microbatches_per_step,
+            max_waiting=self._max_waiting,
+            overlong=self._overlong,
+            num_read=self.num_read,
+            num_dropped=self.num_dropped,
+            num_truncated=self.num_truncated,
+            waiting_ids=[list(queue.ids) for queue in self._queues],
+            waiting_lengths=[list(queue.lengths) for queue in self._queues],
+        )
+        return vars(state).copy()
+
+    def _emit_all(self, stream: Iterator[Any]) -> Iterator[StreamStep]:
+        """The loop over samples, written to do little for each, because there can be very many."""
+        start, longest = self.num_read, self.buckets[-1].length
+        queue_for = _queues_by_length(self.buckets, self._queues)
+        _skip_read(stream, start, self._queues, longest)
+        overflows_at = self._overflows_at()
+        for i, length in enumerate(stream, start):
+            if type(length) is not int or not 0 < length <= longest:
+                length = self._admitted(i, length, longest)
+                if not length:
+                    overflows_at += 1
+                    continue
+            queue = queue_for[length]
+            ids = queue.ids
+            ids.append(i)
+            queue.lengths.append(length)
+            if len(ids) == queue.capacity:
+                yield self._emit(queue)
+                overflows_at = self._overflows_at()
+            elif i >= overflows_at:
+                yield self._emit(self._fullest())
+                overflows_at = self._overflows_at()
+        for queue in self._queues:
+            if queue.ids:
+                yield self._emit(queue)
+
+    def _overflows_at(self) -> int:
+        """The id of the sample that is one too many to wait, if no other leaves before."""
+        return sys.maxsize if self._max_waiting is None else self._max_waiting + self._num_emitted + self.num_dropped
+
+    def _admitted(self, i: int, length: Any, longest: int) -> int:
+        """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
+        length = _checked_length(i, length)
+        if length <= longest:
+            return length
+        if self._overlong == "error":
+            offender = list_offenders(np.array([i]), np.array([length]), longest)
+            raise ValueError(
+                f'a sample longer than the longest bucket (overlong="drop" or "truncate" allows it): {offender}'
+            )
+        if self._overlong == "drop":
+            self.num_dropped += 1
+            return 0
+        self.num_truncated += 1
+        return longest
+
+    def _fullest(self) -> _Queue:
+        """The queue with the largest share of a step; of equal ones the first."""
+        fullest = self._queues[0]
+        for queue in self._queues[1:]:
+            if len(queue.ids) * fullest.capacity > len(fullest.ids) * queue.capacity:
+                fullest = queue
+        return fullest
+
+    def _emit(self, queue: _Queue) -> StreamStep:
+        num_samples, bucket = len(queue.ids), self.buckets[queue.index]
+        ids_BxM = np.full((bucket.rows, self.microbatches_per_step), -1, np.int64)
+        ids_BxM.reshape(-1)[:num_samples] = queue.ids
+        lengths_BxM = np.zeros_like(ids_BxM)
+        lengths_BxM.reshape(-1)[:num_samples] = queue.lengths
+        self._num_emitted += num_samples
+        queue.ids.clear()
+        queue.lengths.clear()
+        return StreamStep(queue.index, bucket, ids_BxM.T, lengths_BxM.T)
+
+
+class _Bisected:
+    """A lookup for lengths so large that a table of them all would not do."""
+
+    def __init__(self, edges: list[int], queues: list[_Queue]):
+        self._edges, self._queues = edges, queues
+
+    def __getitem__(self, length: int) -> _Queue:
+        return self._queues[bisect.bisect_left(self._edges, length)]
+
+
+def _queues_by_length(buckets: tuple[Bucket, ...], queues: list[_Queue]) -> list[_Queue] | _Bisected:
+    """From a length, at least 1 and at most that of the longest bucket, to the queue of its bucket."""
+    if buckets[-1].length > _LARGEST_TABLE:
+        return _Bisected([bucket.length for bucket in buckets], queues)
+    table: list[_Queue] = []
+    for bucket, queue in zip(buckets, queues, strict=True):
+        table.extend([queue] * (bucket.length + 1 - len(table)))
+    return table
+
+
+def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
+    """The same one by one; those of an array as Python integers, which is much faster than as NumPy's."""
+    if not isinstance(lengths, np.ndarray) or lengths.ndim != 1:
+        return iter(lengths)
+    parts = (lengths[i : i + _LENGTHS_PER_SLICE].tolist() for i in range(0, len(lengths), _LENGTHS_PER_SLICE))
+    return itertools.chain.from_iterable(parts)
+
+
+def _checked_length(i: int, length: Any) -> int:
+    if not is_integer(length) or not 1 <= length < 2**63:
+        raise ValueError(f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}")
+    return int(length)
+
+
+def _estimated_buckets(
+    first: list[int],
+    max_tokens: int,
+    max_shapes: int,
+    max_length: int | None,
+    microbatches_per_step: int,
+    row_multiple: int,
+    length_multiple: int,
+) -> tuple[Bucket, ...]:
+    """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
+    if not first:
+        raise ValueError("the stream is empty, so that no buckets can be estimated from it")
+    check_at_least_one(max_length=1 if max_length is None else max_length, length_multiple=length_multiple)
+    longest = None if max_length is None else round_up(int(max_length), length_multiple)
+    estimated = make_buckets(
+        first,
+        max_tokens,
+        max_shapes=max_shapes,
+        max_length=longest,
+        microbatches_per_step=microbatches_per_step,
+        row_multiple=row_multiple,
+        length_multiple=length_multiple,
+    )
+    edges = np.array([bucket.length for bucket in estimated])
+    edges[-1] = edges[-1] if longest is None else longest
+    rows = make_budget(max_tokens, row_multiple=row_multiple).row_caps(edges)
+    if rows[-1] < 1:
+        raise ValueError(f"max_tokens {max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
+    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
+
+
+def _skip_read(stream: Iterator[Any], num_read: int, queues: list[_Queue], longest: int) -> None:
+    """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
+    expected = {i: length for queue in queues for i, length in zip(queue.ids, queue.lengths, strict=True)}
+    differing: dict[int, str] = {}
+    place = 0
+    for i in sorted(expected.keys() | ({num_read - 1} if num_read else set())):
+        collections.deque(itertools.islice(stream, i - place), maxlen=0)
+        place = i + 1
+        try:
+            length = _checked_length(i, next(stream))
+        except StopIteration:
+            raise ValueError(f"the stream ends before id {i}, and the state has read {num_read:,} samples") from None
+        if min(length, longest) != expected.get(i, min(length, longest)):
+            differing[i] = f"{length} (was {expected[i]})"
+    if differing:
+        listed = list_offenders(np.array(list(differing)), np.array(list(differing.values())))
+        raise ValueError(f"the stream is not the one that the state is of, lengths differ: {listed}")

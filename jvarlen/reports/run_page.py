@@ -1,0 +1,239 @@
+"""Report of runs: in go their directories, out come a table as text and one HTML page that loads nothing.
+
+Runs that go on, that were interrupted, or that an older version wrote are shown as far as they are known.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jvarlen.data.split import HELD_OUT
+from jvarlen.reports.page import data_table, figure, figure_grid, printable, table_row, text, write_page
+from jvarlen.reports.run_figures import draw_runs, runs_legend
+from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, differing_settings_of, read_run, run_names
+
+__all__ = ["RunReport", "read_runs"]
+
+_UNKNOWN = "not known"
+_BITS = 1 / np.log(2)  # a nat
+_LAST_STEPS = 50  # of which the last loss is the mean
+_MOST_BUCKETS = 256
+_BUCKET_HEADER = (
+    "Rows × length",
+    "Steps",
+    "Planned steps",
+    "Real tokens",
+    "Padding",
+    "Seconds",
+    "ms a step",
+    "Lower s",
+    "Compile s",
+    "From cache",
+)
+
+
+class RunReport(NamedTuple):
+    """Runs that are shown beside each other.
+
+    Attributes:
+      runs: at least one.
+      names: of each, unlike those of the others.
+    """
+
+    runs: tuple[Run, ...]
+    names: tuple[str, ...]
+
+    @property
+    def figures(self) -> list[tuple[str, list[str]]]:
+        """Names of key figures, and what they are for each run."""
+        columns = [_key_figures(run) for run in self.runs]
+        kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
+        evaluations = [
+            (f"Evaluation {printable(kind)}, bits a token", [_evaluation(run, kind) for run in self.runs])
+            for kind in kinds
+        ]
+        if any(
+            run.summary and run.summary["held_out_bits_per_byte_before"] is not None and HELD_OUT not in run.evaluations
+            for run in self.runs
+        ):  # of a run that did not log its evaluations
+            evaluations.append(("Held out, bits a token", [_held_out(run) for run in self.runs]))
+        return [*((name, [column[name] for column in columns]) for name in columns[0]), *evaluations]
+
+    def table(self) -> str:
+        """Lines of text: the key figures of each run, the buckets where it is one, and settings that differ."""
+        texts = [_text_table(["", *self.names], [[name, *values] for name, values in self.figures])]
+        if len(self.runs) == 1:
+            rows, note = _bucket_rows(bucket_uses(self.runs[0]))
+            texts += [_text_table(_BUCKET_HEADER, rows), *([note] if note else [])] if rows else []
+        elif differing := self._differing():
+            texts.append(_text_table(["setting", *self.names], differing))
+        return "\n\n".join(texts)
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
+
+        Args:
+          path: the file, whose directory exists; a file of that name is replaced.
+
+        Raises:
+          OSError: the file cannot be written; what was there stays.
+        """
+        is_one = len(self.runs) == 1
+        figures = []
+        for each in draw_runs(self.runs):
+            legend = "" if is_one else runs_legend(self.names, each.runs, text)
+            without = [self.names[place] for place in range(len(self.runs)) if place not in each.runs]
+            unknown = f" Not known of: {', '.join(without)}." if without and each.runs else ""
+            figures.append(figure(each.name, each.title, f"{each.caption}{unknown}", each.svg, legend=legend))
+        sections = [self._figures_table(), figure_grid(figures)]
+        if differing := self._differing():
+            body = "\n".join(map(table_row, differing))
+            sections.append(
+                data_table("differing", "Settings that differ", ["Setting", *self.names], body, is_wide=True)
+            )
+        for place, (run, name) in enumerate(zip(self.runs, self.names, strict=True)):
+            sections.append(
+                _bucket_table(run, "Buckets" if is_one else f"Buckets of {name}", place, is_closed=not is_one)
+            )
+        sections.append(self._settings_table())
+        title = f"Run {self.names[0]}" if is_one else f"{len(self.runs):,} runs"
+        steps = sum(run.num_steps for run in self.runs)
+        write_page(path, title=title, summary=f"{steps:,} steps{'' if is_one else ' in all'}.", sections=sections)
+
+    def _differing(self) -> list[list[str]]:
+        return [
+            [name, *(_UNKNOWN if value is None else value for value in values)]
+            for name, values in differing_settings_of(self.runs)
+        ]
+
+    def _figures_table(self) -> str:
+        body = "\n".join(table_row([name, *values]) for name, values in self.figures)
+        note = f"Last loss: mean of the last {_LAST_STEPS} steps. Wait for data: share of the time of all steps."
+        return data_table("runs", "Figures", ["", *self.names], body, note=note, is_wide=True)
+
+    def _settings_table(self) -> str:
+        names = dict.fromkeys(name for run in self.runs for name in run.settings)
+        body = "\n".join(table_row([name, *(run.settings.get(name, _UNKNOWN) for run in self.runs)]) for name in names)
+        return data_table("settings", "All settings", ["Setting", *self.names], body, is_wide=True, is_closed=True)
+
+
+def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
+    """Reads runs that are to be shown together.
+
+    Args:
+      run_dirs: directories of runs, at least one, none twice.
+
+    Returns:
+      `RunReport`; print its `table()`, and see `write_html`.
+
+    Raises:
+      ValueError: there is no directory, or one is there twice; a file is damaged: it is named, and the line.
+      OSError: what is no directory of a run, or cannot be read; it is named.
+    """
+    if not run_dirs:
+        raise ValueError("a report needs the directory of at least one run")
+    runs = tuple(map(read_run, run_dirs))
+    return RunReport(runs, tuple(printable(name) for name in run_names([run.path for run in runs])))
+
+
+def _key_figures(run: Run) -> dict[str, str]:
+    steps, summary = run.steps, run.summary or {}
+    tokens, positions = steps["num_tokens"].sum(), steps["num_positions"].sum()
+    step_s, wait_s = steps["step_s"].sum(), steps["data_wait_s"].sum()
+    time_s = steps["time_s"][-1] if run.num_steps else 0.0
+    last = steps["loss"][-_LAST_STEPS:]
+    last = last[np.isfinite(last)]
+    shapes = {use.shape for use in bucket_uses(run)}
+    rates = steps["learning_rate"][np.isfinite(steps["learning_rate"])]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        padding, throughput, wait = 1 - tokens / positions, tokens / time_s, wait_s / step_s
+    figures = {
+        "State": _state(run),
+        "Steps": f"{run.num_steps:,}",
+        "Real tokens": _number(tokens, "{:,.0f}"),
+        "Padding": _number(padding, "{:.2%}"),
+        "Shapes": f"{len(shapes):,}" if shapes else _UNKNOWN,
+        "Last loss, bits a token": _number(last.mean() * _BITS if len(last) else np.nan, "{:.3f}"),
+    }
+    return figures | {
+        "Learning rate": f"{rates.min():.3g} to {rates.max():.3g}" if len(rates) else _UNKNOWN,
+        "Real tokens a second": _number(throughput, "{:,.0f}"),
+        "Wait for data": _number(wait, "{:.2%}"),
+        "Seconds of training": _number(time_s, "{:,.1f}"),
+        "Seconds of compiling": _number(summary.get("compile_s"), "{:,.1f}"),
+    }
+
+
+def _state(run: Run) -> str:
+    if not run.has_ended:
+        return "going on, or broken off"
+    return "interrupted" if run.is_interrupted else "ended"
+
+
+def _evaluation(run: Run, kind: str) -> str:
+    """The first value, and the last."""
+    if kind not in run.evaluations:
+        return _UNKNOWN
+    bits = run.evaluations[kind].bits_per_token
+    ends = [_number(value, "{:.3f}") for value in (bits[0], bits[-1])]
+    return f"{ends[0]}, then {ends[1]}" if len(bits) > 1 else ends[0]
+
+
+def _held_out(run: Run) -> str:
+    """Before the first step, and after the last."""
+    summary = run.summary or {}
+    before, after = (_number(summary.get(f"held_out_bits_per_byte_{when}"), "{:.3f}") for when in ("before", "after"))
+    return before if after == _UNKNOWN else f"{before}, then {after}"
+
+
+def _bucket_table(run: Run, title: str, place: int, *, is_closed: bool) -> str:
+    rows, note = _bucket_rows(bucket_uses(run))
+    body = "\n".join(map(table_row, rows))
+    note = f"{note} Planned steps: of the first epoch. Lower, compile: seconds. Known at the end of a run.".strip()
+    return data_table(f"buckets-{place}", title, _BUCKET_HEADER, body, note=note, is_closed=is_closed)
+
+
+def _bucket_rows(uses: Sequence[BucketUse]) -> tuple[list[list[str]], str]:
+    """Texts of each bucket; and what is left out, if anything is."""
+    rows = []
+    for use in uses[:_MOST_BUCKETS]:
+        row = use.row
+        ms = None if use.seconds is None or not use.num_steps else 1e3 * use.seconds / use.num_steps
+        rows.append(
+            [
+                f"{use.shape[0]:,} × {'+'.join(f'{length:,}' for length in use.shape[1:])}",
+                f"{use.num_steps:,}",
+                _number(row and row.planned_steps, "{:,}"),
+                _number(use.num_tokens, "{:,.0f}"),
+                _number(use.padding, "{:.2%}"),
+                _number(use.seconds, "{:,.2f}"),
+                _number(ms, "{:,.2f}"),
+                _number(row and row.lower_s, "{:,.2f}"),
+                _number(row and row.compile_s, "{:,.2f}"),
+                _UNKNOWN if row is None else ("yes" if row.cache_hit else "no"),
+            ]
+        )
+    left_out = len(uses) - len(rows)
+    return rows, f"{left_out:,} more buckets are left out." if left_out else ""
+
+
+def _number(value: object, form: str) -> str:
+    """A number in a form; `_UNKNOWN` for None, NaN and infinity."""
+    if not isinstance(value, int | float) or not np.isfinite(value):
+        return _UNKNOWN
+    return form.format(value)
+
+
+def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as it takes, the first to the left."""
+    table = [[printable(cell) for cell in line] for line in (header, *rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for line in table:
+        first, *others = (each.rjust(width) for each, width in zip(line, widths, strict=True))
+        lines.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,358 @@
+"""Runs on disk: in goes the directory of a run, out come its records as arrays, its ledger, summary and settings.
+
+Nothing in the files is trusted: what is no number where one belongs is an error that names the file and the line. What
+an older version did not write is unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64
+
+from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.reports.page import printable
+from jvarlen.reports.report import iterate_metrics
+
+__all__ = ["BucketUse", "Evaluations", "Run", "bucket_uses", "differing_settings_of", "read_run", "run_names"]
+
+# What is read of the records of steps; the loss is what makes a record one of a step.
+_STEP_FIELDS = (
+    "step",
+    "loss",
+    "num_tokens",
+    "num_positions",
+    "num_sequences",
+    "bucket_rows",
+    "bucket_length",
+    "base_learning_rate",
+    "learning_rate",
+    "time_s",
+    "step_s",
+    "data_wait_s",
+    "host_memory_bytes",
+    "device_memory_bytes",
+)
+_EVALUATION_FIELDS = ("step", "bits_per_token")
+_SUMMARY_FIELDS = ("num_steps", "held_out_bits_per_byte_before", "held_out_bits_per_byte_after", "compile_s")
+_MOST = 1e18  # sums of larger numbers say nothing
+_LINES_AT_A_TIME = 1 << 14  # so that only numbers are held of a long log
+_MOST_LISTED = 3
+_MOST_EVALUATIONS = 64  # names; each is a line of its own
+_MOST_CHARACTERS = 60  # of a setting
+
+
+class Evaluations(NamedTuple):
+    """Evaluations of one name, such as those of the held-out samples.
+
+    Attributes:
+      step: float64[E], training steps done before.
+      bits_per_token: float64[E].
+    """
+
+    step: Float64[np.ndarray, " E"]
+    bits_per_token: Float64[np.ndarray, " E"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the directory of a run holds.
+
+    Attributes:
+      path: the directory.
+      steps: float64[S] for each field of `metrics.jsonl` that is read, such as `loss` (nats a token) and `time_s`; NaN
+        where it is not known.
+      evaluations: by name.
+      summary: figures of `summary.json`; None where there is none yet.
+      is_interrupted: whether the summary says so.
+      ledger: of the buckets that were trained in; None where there is none yet.
+      settings: by dotted name, as JSON.
+    """
+
+    path: Path
+    steps: Mapping[str, Float64[np.ndarray, " S"]]
+    evaluations: Mapping[str, Evaluations]
+    summary: Mapping[str, float | None] | None
+    is_interrupted: bool
+    ledger: Ledger | None
+    settings: Mapping[str, str]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that were logged."""
+        return len(self.steps["step"])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the summary is of all these steps; a run that is resumed has one of its first part."""
+        steps = self.steps["step"]
+        return self.summary is not None and not (self.num_steps and (self.summary["num_steps"] or 0) <= steps[-1])
+
+    @property
+    def tokens_so_far(self) -> Float64[np.ndarray, " S"]:
+        """float64[S], real tokens up to and with each step; NaN from the first on of which they are not known."""
+        return np.cumsum(self.steps["num_tokens"])
+
+    @property
+    def seconds(self) -> Float64[np.ndarray, " S"]:
+        """float64[S], from the end of one step to the end of the next, whatever came between; NaN where not known."""
+        seconds = np.diff(self.steps["time_s"], prepend=0.0)
+        return np.where(seconds > 0, seconds, np.nan)
+
+
+class BucketUse(NamedTuple):
+    """What a run made of a bucket; None where it is not known.
+
+    Attributes:
+      shape: rows, and length or lengths.
+      num_steps: steps that were logged.
+      num_tokens: real ones in these steps.
+      num_positions: tokens that these steps had room for.
+      padding: share of these positions that held no token.
+      seconds: of all these steps; where they were not timed one by one, the ledger's median times their number.
+      row: the row of the ledger.
+    """
+
+    shape: tuple[int, ...]
+    num_steps: int
+    num_tokens: float | None
+    num_positions: float | None
+    padding: float | None
+    seconds: float | None
+    row: LedgerRow | None
+
+
+def read_run(run_dir: str | os.PathLike[str]) -> Run:
+    """Reads the directory of a run, which may be going on.
+
+    Args:
+      run_dir: with `config.json` and `metrics.jsonl`; `summary.json` and `ledger.json` come with the end of a run.
+
+    Returns:
+      `Run`.
+
+    Raises:
+      FileNotFoundError: there is no such directory, or it is not that of a run; what is missing is named.
+      ValueError: a file is damaged; it is named, and the line.
+      OSError: a file cannot be read.
+    """
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no directory {path} of a run")
+    missing = [name for name in ("config.json", "metrics.jsonl") if not (path / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
+    settings = _naming(_read_settings, path / "config.json")
+    steps, evaluations = _naming(_read_metrics, path / "metrics.jsonl")
+    summary, is_interrupted = _naming(_read_summary, path / "summary.json")
+    ledger = _naming(_read_ledger, path / "ledger.json")
+    return Run(
+        path=path.resolve(),
+        steps=steps,
+        evaluations=evaluations,
+        summary=summary,
+        is_interrupted=is_interrupted,
+        ledger=ledger,
+        settings=settings,
+    )
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """Names of directories; of those that have the same, as much of the path as tells them apart.
+
+    Raises:
+      ValueError: a directory is there twice.
+
+    Example:
+      >>> run_names([Path("/a/runs/1"), Path("/b/runs/1"), Path("/b/runs/2")])
+      ['a/runs/1', 'b/runs/1', '2']
+    """
+    twice = sorted({str(path) for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ValueError(f"each run can be shown once; given more than once: {', '.join(twice)}")
+
+    def ending(path: Path, num_parts: int) -> str:
+        return os.path.join(*path.parts[-num_parts:])
+
+    def own_ending(path: Path) -> str:
+        others = [other for other in paths if other != path]
+        endings = ((ending(path, n), {ending(other, n) for other in others}) for n in itertools.count(1))
+        return next(own for own, of_others in endings if own not in of_others)
+
+    return [own_ending(path) for path in paths]
+
+
+def differing_settings_of(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
+    """Settings in which runs differ, and their values in each run; None where a run has none."""
+    names = dict.fromkeys(itertools.chain.from_iterable(run.settings for run in runs))
+    values = [(name, [run.settings.get(name) for run in runs]) for name in names]
+    return [(name, of_runs) for name, of_runs in values if len(set(of_runs)) > 1]
+
+
+def bucket_uses(run: Run) -> list[BucketUse]:
+    """What a run made of its buckets, by their lengths; of those in the log and those in the ledger."""
+    shapes = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
+    is_known = np.isfinite(shapes).all(axis=1)
+    unique, place = np.unique(shapes[is_known].astype(np.int64), axis=0, return_inverse=True)
+    num_steps = np.bincount(place.ravel(), minlength=len(unique))
+
+    def sums(name: str) -> list[float | None]:
+        totals = np.bincount(place.ravel(), run.steps[name][is_known], len(unique))
+        return [float(total) if np.isfinite(total) else None for total in totals]
+
+    rows = {tuple(row.bucket): row for row in run.ledger or ()}
+    uses = {}
+    figures = (num_steps.tolist(), sums("num_tokens"), sums("num_positions"), sums("step_s"))
+    for shape, steps, tokens, positions, seconds in zip(map(tuple, unique.tolist()), *figures, strict=True):
+        uses[shape] = _bucket_use(shape, steps, tokens, positions, seconds, rows.get(shape))
+    for shape, row in rows.items():
+        uses.setdefault(shape, _bucket_use(shape, 0, None, None, None, row))
+    return sorted(uses.values(), key=lambda use: (use.shape[1:], use.shape[0]))
+
+
+def _bucket_use(
+    shape: tuple[int, ...],
+    num_steps: int,
+    num_tokens: float | None,
+    num_positions: float | None,
+    seconds: float | None,
+    row: LedgerRow | None,
+) -> BucketUse:
+    padding = None if num_tokens is None or not num_positions else 1.0 - num_tokens / num_positions
+    if seconds is None and row is not None and row.step_s == row.step_s:
+        seconds = num_steps * row.step_s
+    return BucketUse(shape, num_steps, num_tokens, num_positions, padding, seconds, row)
+
+
+def _read_metrics(path: Path) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations]]:
+    steps: list[dict[str, Float64[np.ndarray, " n"]]] = []
+    evaluations: dict[str, list[dict[str, Float64[np.ndarray, " n"]]]] = {}
+    numbered = enumerate(iterate_metrics(path), start=1)
+    while lines := list(itertools.islice(numbered, _LINES_AT_A_TIME)):
+        steps.append(_columns(path, [line for line in lines if "loss" in line[1]], _STEP_FIELDS))
+        of_name: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+        for number, record in lines:
+            if "evaluation" in record:
+                name = record["evaluation"]
+                if not isinstance(name, str):
+                    raise ValueError(f"{path}, line {number}: an evaluation needs a name, not {_shown(name)}")
+                of_name.setdefault(name, []).append((number, record))
+        for name, of_it in of_name.items():
+            evaluations.setdefault(name, []).append(_columns(path, of_it, _EVALUATION_FIELDS))
+        if len(evaluations) > _MOST_EVALUATIONS:
+            raise ValueError(
+                f"{path} has more than {_MOST_EVALUATIONS} kinds of evaluations: {_listed(map(_shown, evaluations))}"
+            )
+    columns = {name: np.concatenate([part[name] for part in steps] or [np.zeros(0)]) for name in _STEP_FIELDS}
+    backwards = np.flatnonzero(np.diff(columns["step"]) <= 0)
+    if len(backwards):
+        before, after = (f"{columns['step'][place]:.0f}" for place in (backwards[0], backwards[0] + 1))
+        raise ValueError(f"{path} is out of order: step {after} comes after step {before}")
+    return columns, {
+        name: Evaluations(*(np.concatenate([part[field] for part in parts]) for field in _EVALUATION_FIELDS))
+        for name, parts in evaluations.items()
+    }
+
+
+def _columns(
+    path: Path, lines: Sequence[tuple[int, Mapping[str, Any]]], names: Sequence[str]
+) -> dict[str, Float64[np.ndarray, " n"]]:
+    """An array of each field; raises ValueError for what is no number."""
+    columns = {}
+    for name in names:
+        values = [record.get(name) for _, record in lines]
+        try:
+            if not set(map(type, values)) <= {int, float, type(None)}:
+                raise TypeError
+            column = np.array(values, np.float64)  # None becomes NaN
+            unknown = np.isnan(column)
+            fits = _fits(name, column) | (unknown & (name != "step"))
+            if not fits.all():
+                raise TypeError
+        except (TypeError, OverflowError):
+            wrong = [
+                f"line {number}: {name} {_shown(record.get(name))}"
+                for number, record in lines
+                if not _is_figure(name, record.get(name))
+            ]
+            raise ValueError(f"{path} holds what is no figure of a run: {_listed(wrong)}") from None
+        columns[name] = column
+    return columns
+
+
+def _fits(name: str, values: Any) -> Any:
+    """Whether numbers can be those of a field; elementwise, False for NaN."""
+    least = -_MOST if name in ("loss", "bits_per_token") else 0
+    return (values >= least) & (values <= _MOST)
+
+
+def _is_figure(name: str, value: Any) -> bool:
+    if value is None or value != value:
+        return name != "step"
+    return type(value) in (int, float) and bool(_fits(name, value))
+
+
+def _read_summary(path: Path) -> tuple[dict[str, float | None] | None, bool]:
+    if not path.exists():
+        return None, False
+    summary = _read_object(path)
+    wrong = [f"{name} {_shown(summary[name])}" for name in _SUMMARY_FIELDS if not _is_figure(name, summary.get(name))]
+    is_interrupted = summary.get("interrupted", False)
+    if not isinstance(is_interrupted, bool):
+        wrong.append(f"interrupted {_shown(is_interrupted)}")
+    if wrong:
+        raise ValueError(f"{path} holds what is no figure of a run: {_listed(wrong)}")
+    values = {name: summary.get(name) for name in _SUMMARY_FIELDS}
+    return {name: None if value is None else float(value) for name, value in values.items()}, is_interrupted
+
+
+def _read_ledger(path: Path) -> Ledger | None:
+    return Ledger.load(path) if path.exists() else None
+
+
+def _read_settings(path: Path) -> dict[str, str]:
+    """Settings as JSON by their names, those of a group by `group.name`."""
+    flat: dict[str, str] = {}
+    for name, value in _read_object(path).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": _shown(each) for key, each in value.items()}
+        else:
+            flat[name] = _shown(value)
+    return flat
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    document = json.loads(path.read_text())
+    if not isinstance(document, dict):
+        raise ValueError("it holds no JSON object")
+    return document
+
+
+def _naming(read: Callable[[Path], Any], path: Path) -> Any:
+    """What is read; a ValueError that names the file for all that can be wrong with what it holds."""
+    try:
+        return read(path)
+    # Beside what is no JSON: numbers that are too large, and brackets within too many brackets.
+    except (ValueError, OverflowError, RecursionError) as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _shown(value: Any) -> str:
+    """A value from a file as JSON, cut where it is long."""
+    shown = printable(json.dumps(value, ensure_ascii=False))
+    return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}…"
+
+
+def _listed(wrong: Iterable[str]) -> str:
+    wrong = list(wrong)
+    more = len(wrong) - _MOST_LISTED
+    return "; ".join(wrong[:_MOST_LISTED]) + (f"; and {more:,} more" if more > 0 else "")

@@ -1,0 +1,89 @@
+"""Training data: in go settings, out come what is trained on, what is evaluated on, and what tells them from others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from jvarlen.data.mixtures import Mixture
+from jvarlen.data.open import open_data
+from jvarlen.data.split import HELD_OUT, Split, split_held_out
+from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.planning.lengths import DataSource
+from jvarlen.runs.config import FitConfig
+
+__all__ = ["TrainingData", "open_training_data"]
+
+
+class TrainingData(NamedTuple):
+    """What a training reads.
+
+    Attributes:
+      train: the samples to train on.
+      evaluation: sets to evaluate on, by name; the first is "held_out", which is split off the data.
+      vocab_size: how many values a token can have.
+      content_keys: of each file, by its name; empty where there is none.
+    """
+
+    train: DataSource
+    evaluation: dict[str, DataSource]
+    vocab_size: int
+    content_keys: dict[str, str]
+
+
+def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
+    """What is given, what lies in the files of the settings, or the built-in corpus.
+
+    Each file is split by itself into samples to train on and to hold out, so that neither weights nor other files move
+    a sample to the other side. A mixture is drawn once: every epoch has the same samples.
+
+    Args:
+      config: the settings.
+      given: samples that take the place of those the settings name.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: data that are given twice, or cannot be read; one side of a split is empty.
+    """
+    if given is not None and config.data:
+        raise ValueError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
+    vocab_size, content_keys = config.model.vocab_size, {}
+
+    def opened(path: Path) -> DataSource:
+        nonlocal vocab_size
+        dataset = open_data(
+            path,
+            field=config.field,
+            tokenizer=config.tokenizer,
+            num_values=None if config.tokenizer else config.model.vocab_size,
+            num_workers=config.num_workers,
+            progress=config.progress,
+        )
+        content_keys[str(path)] = dataset.content_key
+        if dataset.num_values is None:
+            raise ValueError(
+                f"{path} holds tokens and no text, which the tokenizer {config.tokenizer} could not have made"
+            )
+        vocab_size = max(vocab_size, dataset.num_values)
+        return dataset
+
+    if given is None and config.data:
+        splits = [_split(path, opened(path), config.held_out_fraction) for path in config.data]
+        mixed = Mixture(
+            [split.train for split in splits],
+            config.weights or None,
+            num_samples=config.mixture_samples,
+            seed=config.seed,
+        )
+        given = Split(mixed, Mixture([split.held_out for split in splits]))
+    elif given is None:
+        given = split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
+    evaluation = {HELD_OUT: given.held_out} | {path.stem: opened(path) for path in config.eval_data}
+    return TrainingData(given.train, evaluation, vocab_size, content_keys)
+
+
+def _split(path: Path, dataset: DataSource, fraction: float) -> Split:
+    try:
+        return split_held_out(dataset, fraction)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None

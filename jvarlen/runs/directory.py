@@ -1,0 +1,236 @@
+"""Run directory: in go settings and a plan, out comes the directory of a run, held by a lock."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.files import write_atomically
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import FitConfig, differing_settings, load_config, save_config
+from jvarlen.runs.plan_config import PlanConfig
+
+__all__ = ["is_run_dir", "lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
+
+# Settings that say how far and where a run goes, not which run it is.
+_MAY_CHANGE = {
+    "max_steps",
+    "num_epochs",
+    "num_workers",
+    "eval_every",
+    "on_mismatch",
+    "checkpoint_every",
+    "keep_last",
+    "keep_best",
+    "runs_dir",
+    "run_dir",
+    "resume",
+    "stall_timeout_s",
+    "verify",
+    "trackers",
+    "profile",
+    "compile",
+    "progress",
+    "devices",
+    "distributed",
+    "coordinator",
+    "num_processes",
+    "process_id",
+}
+# What file systems without locks answer, such as Lustre mounted without them.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+@contextlib.contextmanager
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
+    """A block in which no other run, of this process or another, uses the directory.
+
+    The lock is the kernel's, on the file `lock`: it ends with the process, whatever ends that. The file stays, and says
+    who had it last. Over a network, the server ends the lock of a host that is lost, after a while (NFS 4: its lease,
+    about 90 s). Where a file system is mounted with locks of each host alone, two hosts do not see each other.
+
+    Args:
+      run_dir: an existing directory.
+
+    Raises:
+      ValueError: a run that has not ended has the directory.
+      OSError: the file cannot be written.
+
+    References:
+      flock(2), of Linux.
+    """
+    # Neither replaced nor removed, ever: a lock is on the file, not on its name.
+    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    with open(descriptor, "r+", errors="replace") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{run_dir} is in use by a run that has not ended ({file.read() or 'which has just begun'}): two at "
+                "once would spoil it; wait for that run, or end it, and resume then"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{run_dir}: its file system has no locks ({error.strerror}); do not start a second run there",
+                stacklevel=2,
+            )
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack) -> Path:
+    """Makes the directory of a new run, and puts settings, keys of the data and plan there.
+
+    Args:
+      config: the settings; where they name no directory, it is named by the time and the plan.
+      plan: of the first epoch.
+      content_keys: of the data, by their names.
+      held: holds the lock of the directory.
+
+    Raises:
+      ValueError: another run has the directory.
+      OSError: it cannot be written.
+    """
+    run_dir = config.run_dir or _make_dir(config.runs_dir, plan)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    held.enter_context(lock_run_dir(run_dir))
+    if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
+        raise ValueError(f"{run_dir} holds a run already: resume it, or take another directory")
+    plan.save(run_dir / "plan.npz")
+    with write_atomically(run_dir / "data.json") as file:
+        file.write((json.dumps(content_keys, indent=2) + "\n").encode())
+    # Last: what has settings is a run, and can be resumed.
+    save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
+    return run_dir
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a run has begun there."""
+    return (path / "config.json").exists()
+
+
+def _make_dir(runs_dir: Path, plan: Plan) -> Path:
+    name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{plan.digest[:8]}"
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for attempt in itertools.count(1):
+        run_dir = runs_dir / (name if attempt == 1 else f"{name}-{attempt}")
+        try:
+            run_dir.mkdir()
+            break
+        except FileExistsError:
+            continue
+    return run_dir
+
+
+def point_latest_to(run_dir: Path) -> None:
+    """Lets the link `latest` beside a run directory point to it; where that cannot be, a warning says so."""
+    run_dir = run_dir.resolve()
+    latest = run_dir.parent / "latest"
+    if latest.exists() and not latest.is_symlink():
+        return  # something of the user's
+    link = run_dir.parent / f".latest-{secrets.token_hex(4)}"
+    try:
+        link.symlink_to(run_dir.name)
+        link.replace(latest)
+    except OSError as error:
+        link.unlink(missing_ok=True)
+        warnings.warn(f"{latest} does not point to the latest run: {error}", stacklevel=2)
+
+
+def resumed_run_dir(
+    config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
+) -> tuple[Path, list[str]]:
+    """The directory of a run to continue, its settings brought up to date, and which of them changed.
+
+    Args:
+      config: the settings to go on with.
+      run_dir: the directory.
+      plan: what the data and these settings give for the first epoch.
+      content_keys: of the data, by their names.
+      held: holds the lock of the directory.
+
+    Raises:
+      FileNotFoundError: there is no run, or no plan in it.
+      ValueError: the run has not ended; its files are damaged; it has another plan, or other data; or settings differ
+        that would make it another run. They are listed.
+    """
+    run_dir = run_dir.resolve()
+    config_path = run_dir / "config.json"
+    saved = load_config(config_path)  # first: what is no run gets no lock file
+    held.enter_context(lock_run_dir(run_dir))
+    # What belongs to this call alone is not compared.
+    config = dataclasses.replace(
+        config,
+        runs_dir=saved.runs_dir,
+        run_dir=None,
+        resume=None,
+        profile=0,
+        compile=dataclasses.replace(config.compile, cache_dir=saved.compile.cache_dir),
+    )
+    config = dataclasses.replace(config, plan=_with_saved_models(config.plan, saved.plan))
+    differing = differing_settings(saved, config)
+    refused = [setting for setting in differing if re.split("[.:]", setting)[0] not in _MAY_CHANGE]
+    if refused:
+        raise ValueError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
+    saved_plan = Plan.load(run_dir / "plan.npz")
+    if saved_plan.digest != plan.digest:
+        raise ValueError(
+            f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
+            "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
+        )
+    saved_keys = _load_keys(run_dir / "data.json")
+    if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:
+        raise ValueError(
+            f"{run_dir} can only be resumed with its own data; the content of {list_first(changed)} differs"
+        )
+    save_config(config, config_path)
+    return run_dir, differing
+
+
+def _load_keys(path: Path) -> dict[str, str]:
+    try:
+        keys = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} holds no keys of data: {error}") from None
+    if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
+        raise ValueError(f"{path} holds no keys of data: it must be an object of texts")
+    return keys
+
+
+def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
+    """The settings with copies of the cost models, so that a run does not change with files that are measured anew."""
+    copies: dict[str, Any] = {}
+    for name in ("cost_model", "memory_model"):
+        source = getattr(plan, name)
+        if source is not None:
+            copies[name] = Path(shutil.copyfile(source, (run_dir / f"{name}.json").absolute()))
+    return dataclasses.replace(plan, **copies)
+
+
+def _with_saved_models(plan: PlanConfig, saved: PlanConfig) -> PlanConfig:
+    """The settings with the run's own copies of cost models that are the same."""
+    same: dict[str, Any] = {}
+    for name in ("cost_model", "memory_model"):
+        given, copy = getattr(plan, name), getattr(saved, name)
+        if given is not None and copy is not None and given.read_bytes() == copy.read_bytes():
+            same[name] = copy
+    return dataclasses.replace(plan, **same)

@@ -1,0 +1,208 @@
+"""Course: in go settings and lengths, out comes what is known of every step of a training before it is taken.
+
+A plan is one epoch; a course is epoch after epoch, with the learning rates. Letters: S steps of an epoch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from jaxtyping import Float64, Int64
+
+from jvarlen.planning.buckets import AnyBucket, Bucket
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.config import FitConfig, OptimizerConfig
+from jvarlen.training.checkpoint import Place
+from jvarlen.training.learning_rate import scale_by_batch_size, table_schedule
+from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
+
+__all__ = ["Course", "Rates"]
+
+_CACHED_EPOCHS = 3  # the one that trains, the one whose steps are loaded ahead, and the one that is planned ahead
+
+
+class Rates(NamedTuple):
+    """Learning rates of an epoch.
+
+    Attributes:
+      base: float64[S], as the schedule has it.
+      scale: float64[S], the factor for the batch size of each step.
+      in_force: float64[S], their product.
+    """
+
+    base: Float64[np.ndarray, " S"]
+    scale: Float64[np.ndarray, " S"]
+    in_force: Float64[np.ndarray, " S"]
+
+
+class Course:
+    """All steps of a training.
+
+    Args:
+      config: the settings.
+      lengths: int64[N] of the samples to train on; the buckets are chosen for them.
+      eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets a plan of its own in the same
+        buckets.
+      optimizer: in place of that of the settings; its rates are not known here.
+
+    Attributes:
+      buckets: the static shapes.
+      eval_plans: the steps of an evaluation of each set, by name.
+      eval_buckets: the buckets that they use.
+      num_steps: steps of the whole training.
+      steps_per_epoch: S.
+      plan_of_epoch: the plan of an epoch, from its number.
+      rates_of_epoch: the `Rates` of an epoch, from its number; None with an optimizer of one's own.
+      optimizer: the given one, or AdamW on the schedule, its updates scaled by batch size. Where the schedule counts
+        sequences or tokens, all epochs are planned once, and the base rates of all their steps are a constant of the
+        program.
+
+    Raises:
+      ValueError: settings that do not fit the lengths; samples at fault are listed.
+    """
+
+    def __init__(
+        self,
+        config: FitConfig,
+        lengths: Int64[np.ndarray, " N"],
+        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+        optimizer: optax.GradientTransformation | None = None,
+    ):
+        self._seed = config.seed
+        self.buckets = config.plan.make_buckets(lengths)
+        self.eval_plans: dict[str, Plan] = {}
+        for name, lengths_of_set in eval_lengths.items():
+            try:
+                self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, self.buckets)
+            except ValueError as error:
+                raise ValueError(f"samples of the evaluation {name}: {error}") from None
+        used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
+        self.eval_buckets = [self.buckets[k] for k in used]
+
+        @functools.lru_cache(maxsize=_CACHED_EPOCHS)
+        def plan_of_epoch(epoch: int) -> Plan:
+            return config.plan.make_plan(lengths, self.buckets, seed=config.seed, epoch=epoch)
+
+        self.plan_of_epoch = plan_of_epoch
+        self.steps_per_epoch = plan_of_epoch(0).num_steps  # no shuffle changes how many samples a bucket has
+        all_steps = self.steps_per_epoch * config.num_epochs
+        self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
+
+        self.rates_of_epoch: Callable[[int], Rates] | None = None
+        if optimizer is None:
+            self._schedule_rates(config.optimizer)
+        else:
+            self.optimizer = optimizer
+
+    def _schedule_rates(self, settings: OptimizerConfig) -> None:
+        """Sets the optimizer of the settings, and its rates."""
+        plan_of_epoch = self.plan_of_epoch
+        unit = settings.schedule_unit
+        if unit == "steps":
+            counted = np.ones(self.num_steps, np.int64)
+        else:  # in samples or tokens, how far training has come depends on all epochs before
+            epochs = range(-(-self.num_steps // self.steps_per_epoch))
+            counted = step_sizes(map(plan_of_epoch, epochs))[unit][: self.num_steps]
+        schedule = _base_schedule(settings, int(counted.sum()))
+        rates_of_all_steps = base_rates(schedule, before_each(counted))
+        rule: Rule = None if settings.batch_size_rule == "none" else settings.batch_size_rule
+        self.optimizer = optax.chain(
+            optax.clip_by_global_norm(settings.max_gradient_norm),
+            optax.adamw(
+                schedule if unit == "steps" else table_schedule(rates_of_all_steps),
+                b1=settings.b1,
+                b2=settings.b2,
+                weight_decay=settings.weight_decay,
+            ),
+            scale_by_batch_size(settings.base_batch_size, rule=rule, unit=settings.batch_size_unit),
+        )
+
+        @functools.lru_cache(maxsize=_CACHED_EPOCHS)
+        def rates_of_epoch(epoch: int) -> Rates:
+            start = epoch * self.steps_per_epoch
+            base = rates_of_all_steps[start : start + self.steps_per_epoch]  # training may end within the epoch
+            sizes = step_sizes(plan_of_epoch(epoch))[settings.batch_size_unit][: len(base)]
+            scale = lr_scale(sizes, settings.base_batch_size, rule)
+            return Rates(base, scale, base * scale)
+
+        self.rates_of_epoch = rates_of_epoch
+
+    def first_place(self) -> Place:
+        """The place before the first step."""
+        return Place(num_steps_done=0, epoch=0, step=0, plan_digest=self.plan_of_epoch(0).digest, seed=self._seed)
+
+    def next_place(self, place: Place) -> Place:
+        """The place after the step at `place`."""
+        num_steps_done = place.num_steps_done + 1
+        epoch, step = divmod(num_steps_done, self.steps_per_epoch)
+        plan = self.plan_of_epoch(place.epoch)
+        return dataclasses.replace(
+            place,
+            num_steps_done=num_steps_done,
+            epoch=epoch,
+            step=step,
+            plan_digest=self.plan_of_epoch(epoch).digest,
+            num_tokens_done=place.num_tokens_done + int(plan.num_tokens[place.step]),
+            num_positions_done=place.num_positions_done + int(plan.positions_per_step[place.step]),
+        )
+
+    def steps_left(self, place: Place) -> dict[AnyBucket, int]:
+        """How many steps of each bucket there are from `place` to the end of training."""
+        last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)
+        current = self.plan_of_epoch(place.epoch)
+        every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
+        # Of an epoch that training ends in the midst of, the order tells which steps are taken.
+        last = self.plan_of_epoch(last_epoch).steps_of_buckets(0, steps_of_last) if steps_of_last else {}
+        num_whole = last_epoch - place.epoch
+        return {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
+
+    def check_place(self, place: Place) -> None:
+        """Raises ValueError where a checkpoint was made under another plan, or lies beyond the end."""
+        planned = self.plan_of_epoch(place.epoch).digest
+        if place.plan_digest != planned:
+            raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
+        if place.seed != self._seed:
+            raise ValueError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
+        if place.num_steps_done > self.num_steps:
+            raise ValueError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
+
+    def record(self, place: Place) -> dict[str, Any]:
+        """What the plan tells of the step at `place`, for the log."""
+        plan = self.plan_of_epoch(place.epoch)
+        bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
+        num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.positions_per_step[place.step])
+        record = {
+            "step": place.num_steps_done,
+            "epoch": place.epoch,
+            "num_sequences": int(plan.num_sequences[place.step]),
+            "num_tokens": num_tokens,
+            "num_positions": num_positions,
+            "padding": 1.0 - num_tokens / num_positions,
+            "bucket_rows": bucket.rows,
+            "bucket_length": bucket.length,
+        }
+        if self.rates_of_epoch is not None:
+            rates = self.rates_of_epoch(place.epoch)
+            record |= {
+                "base_learning_rate": float(rates.base[place.step]),
+                "learning_rate_scale": float(rates.scale[place.step]),
+                "learning_rate": float(rates.in_force[place.step]),
+            }
+        return record
+
+
+def _base_schedule(settings: OptimizerConfig, total: int) -> optax.Schedule:
+    """Warm-up and cosine decay over a whole training of `total` steps, sequences or tokens."""
+    lowest_rate = settings.learning_rate * settings.final_fraction
+    return optax.warmup_cosine_decay_schedule(
+        init_value=lowest_rate,
+        peak_value=settings.learning_rate,
+        warmup_steps=int(settings.warmup_fraction * total),
+        decay_steps=total,
+        end_value=lowest_rate,
+    )

@@ -1,0 +1,228 @@
+"""Plan configuration: in go settings of planning, out come buckets and plans by them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least, check_setting
+from jvarlen.planning.buckets import Bucket, Strategy, make_buckets
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.order import Order
+from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from jvarlen.planning.packing import Packing, pack_samples
+from jvarlen.planning.plan import Plan, make_plan
+from jvarlen.planning.row_lengths import choose_row_lengths
+
+__all__ = ["PlanConfig"]
+
+PacingName = Literal["none", "linear", "root", "competence", "discrete"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """How samples become steps."""
+
+    max_tokens: int = 4096
+    """Budget of one microbatch in tokens, padding included."""
+    max_shapes: int = 12
+    """The most buckets, that is compiled shapes."""
+    strategy: Strategy = "optimal"
+    """How the lengths of the buckets are chosen."""
+    max_length: int | None = 1024
+    """Longest bucket in tokens; None for the longest sample."""
+    overlong: Overlong = "truncate"
+    """What becomes of samples longer than that."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update, accumulated."""
+    row_multiple: int = 1
+    """Rows of a bucket are a multiple of it, where the budget allows one."""
+    length_multiple: int = 8
+    """Lengths of buckets are rounded up to a multiple of it."""
+    order: Order = "shuffle"
+    """The order in which samples come."""
+    shuffle_steps: bool = False
+    """Permute the steps at random, whatever the order of the samples."""
+    longest_first: bool = False
+    """Begin with a step of the longest bucket, so that running out of memory shows at once."""
+    block_size: int | None = None
+    """Shuffle within blocks of so many samples: blocks of ids where the order is random, which keeps reading local."""
+    pacing: PacingName = "none"
+    """How a curriculum admits samples, easiest first; needs order length."""
+    pacing_steps: int = 1000
+    """The step from which on all samples are admitted."""
+    pacing_initial: float = 0.1
+    """Share of the samples that the first step draws from."""
+    pacing_stages: int = 5
+    """Stages of discrete pacing."""
+    pack: bool = False
+    """Put several samples into a row."""
+    row_lengths: tuple[int, ...] = ()
+    """Lengths of packed rows. Where none are given: the longest alone, or, by a cost model, up to max_shapes."""
+    cost_model: Path | None = None
+    """JSON file of a cost model in seconds: what is then minimised, and predicted."""
+    max_cost: float | None = None
+    """Most seconds of a microbatch, by the cost model."""
+    compile_seconds: float | None = None
+    """Seconds that each more bucket costs; with a cost model it decides how many are worth having."""
+    memory_model: Path | None = None
+    """JSON file of a cost model in bytes."""
+    max_bytes: float | None = None
+    """Most bytes of a bucket, by the memory model."""
+
+    def __post_init__(self):
+        check_at_least(
+            self,
+            1,
+            "max_tokens",
+            "max_shapes",
+            "max_length",
+            "microbatches_per_step",
+            "row_multiple",
+            "length_multiple",
+            "block_size",
+            "pacing_steps",
+            "pacing_stages",
+        )
+        check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
+        if self.row_lengths and not self.pack:
+            raise ValueError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
+        for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
+            if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
+                raise ValueError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
+        if self.pack:
+            self._check_packing()
+
+    def _check_packing(self) -> None:
+        """Raises ValueError for settings that say nothing of packed rows."""
+        if self.strategy != "optimal":
+            raise ValueError(
+                f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
+            )
+        if self.pacing != "none":
+            raise ValueError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
+        if self.block_size is not None:
+            raise ValueError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
+        odd = [length for length in self.row_lengths if length % self.length_multiple]
+        if odd:
+            raise ValueError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
+        if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
+            raise ValueError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
+
+    @property
+    def cost(self) -> CostModel | None:
+        """The cost model in seconds, read from its file."""
+        return _load_model(self.cost_model, "seconds")
+
+    @property
+    def memory(self) -> CostModel | None:
+        """The cost model in bytes, read from its file."""
+        return _load_model(self.memory_model, "bytes")
+
+    def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
+        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have.
+
+        Args:
+          lengths: int64[N], tokens a sample.
+
+        Returns:
+          A tuple of `Bucket`.
+        """
+        limits: dict[str, Any] = {
+            "microbatches_per_step": self.microbatches_per_step,
+            "row_multiple": self.row_multiple,
+            "cost": self.cost,
+            "max_cost": self.max_cost,
+            "memory": self.memory,
+            "max_bytes": self.max_bytes,
+        }
+        choice: dict[str, Any] = {
+            "max_shapes": self.max_shapes,
+            "max_length": self.max_length,
+            "overlong": "drop" if self.overlong == "drop" else "truncate",
+            "length_multiple": self.length_multiple,
+            "compile_seconds": self.compile_seconds,
+        }
+        if not self.pack:
+            return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
+        if limits["cost"] is None:
+            choice["max_shapes"] = 1  # the longest length alone: one shape to compile
+        row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
+        rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
+        return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
+
+    def make_plan(
+        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
+    ) -> Plan:
+        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random.
+
+        Args:
+          lengths: int64[N], tokens a sample.
+          buckets: from `make_buckets`.
+          seed: 0 ≤ seed < 2**63.
+          epoch: 0 ≤ epoch < 2**63.
+
+        Returns:
+          A `Plan`.
+        """
+        return make_plan(
+            self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
+            buckets,
+            microbatches_per_step=self.microbatches_per_step,
+            order=self.order,
+            block_size=self.block_size,
+            pacing=self._pacing(),
+            seed=seed,
+            epoch=epoch,
+            shuffle_steps=self.shuffle_steps,
+            longest_first=self.longest_first,
+            overlong="error" if self.pack else self.overlong,
+        )
+
+    def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
+        """A plan of samples that are not trained on, in the same buckets, in order of length.
+
+        Args:
+          lengths: int64[H], tokens a sample.
+          buckets: those that are trained in.
+
+        Returns:
+          A `Plan`.
+        """
+        return make_plan(
+            self._rows(lengths, buckets, "dataset", 0, 0),
+            buckets,
+            microbatches_per_step=self.microbatches_per_step,
+            overlong="error" if self.pack else self.overlong,
+        )
+
+    def _pacing(self) -> Pacing | None:
+        if self.pacing == "none":
+            return None
+        if self.pacing == "discrete":
+            return discrete_pacing(self.pacing_steps, self.pacing_stages, self.pacing_initial)
+        named = {"linear": linear_pacing, "root": root_pacing, "competence": competence_pacing}
+        return named[self.pacing](self.pacing_steps, self.pacing_initial)
+
+    def _rows(
+        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
+    ) -> Int64[np.ndarray, " N"] | Packing:
+        """What a plan plans: the samples, or rows of them as long as the buckets are."""
+        if not self.pack:
+            return lengths
+        row_lengths = [bucket.length for bucket in buckets]
+        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self.overlong)
+
+
+def _load_model(path: Path | None, unit: str) -> CostModel | None:
+    if path is None:
+        return None
+    model = CostModel.load(path)
+    if model.unit != unit:
+        raise ValueError(f"{path} holds a cost model in {model.unit}, not in {unit}")
+    return model

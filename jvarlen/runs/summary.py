@@ -1,0 +1,89 @@
+"""The summary of a run: its table, and the files that a run leaves behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from jvarlen._common.files import write_atomically
+from jvarlen.compiling.ledger import Ledger
+from jvarlen.data.split import HELD_OUT
+from jvarlen.reports.report import plot_curves, plot_ledger, read_metrics
+
+__all__ = ["Summary", "write_summary"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a run came to; `summary.json` holds the same.
+
+    Attributes:
+      held_out_bits_per_byte_before: on held-out samples, before the first step; per token where these are no bytes; for
+        a loss of one's own, that loss.
+      held_out_bits_per_byte_after: the same after the last step; None where the run was interrupted.
+      evaluations: the same of every set that is evaluated on, by name; empty where the run was interrupted.
+      num_steps: steps done.
+      num_tokens: real tokens trained on.
+      real_tokens_per_s: real tokens over `train_s`.
+      padding: share of the trained positions that held no token.
+      num_shapes: buckets compiled for training.
+      compile_s: seconds until all was compiled, for training and evaluation; threads share the work.
+      num_cache_hits: executables that came from the persistent cache.
+      train_s: seconds from the first step to the last; interruptions and evaluations are left out.
+      data_wait: share of these that training waited for its data.
+      num_adjusted: samples that were cut or left shorter, as they are not of the planned length; of process 0, where
+        there are several.
+      compilations_after_first_step: programs compiled since; 0, or the run would have stopped.
+      interrupted: whether the run was stopped before its end.
+      evaluated_in: what evaluations are in: `"bits per token"`, or `"loss"` for a loss of one's own.
+    """
+
+    held_out_bits_per_byte_before: float
+    held_out_bits_per_byte_after: float | None
+    evaluations: dict[str, float]
+    num_steps: int
+    num_tokens: int
+    real_tokens_per_s: float
+    padding: float
+    num_shapes: int
+    compile_s: float
+    num_cache_hits: int
+    train_s: float
+    data_wait: float
+    num_adjusted: int
+    compilations_after_first_step: int
+    interrupted: bool
+    evaluated_in: str = "bits per token"
+
+    def __str__(self) -> str:
+        after = self.held_out_bits_per_byte_after
+        lines = {
+            f"held-out {self.evaluated_in} before": f"{self.held_out_bits_per_byte_before:.3f}",
+            f"held-out {self.evaluated_in} after": "– (interrupted)" if after is None else f"{after:.3f}",
+            **{
+                f"{self.evaluated_in} on {name}": f"{bits:.3f}"
+                for name, bits in self.evaluations.items()
+                if name != HELD_OUT
+            },
+            "steps": f"{self.num_steps:,}",
+            "real tokens": f"{self.num_tokens:,}",
+            "real tokens per second": f"{self.real_tokens_per_s:,.0f}",
+            "padding": f"{self.padding:.2%}",
+            "shapes": f"{self.num_shapes}",
+            "compile seconds": f"{self.compile_s:.1f} ({self.num_cache_hits} programs from the cache)",
+            "train seconds": f"{self.train_s:.1f} ({self.data_wait:.2%} waiting for data)",
+            **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
+            "compilations after the first step": f"{self.compilations_after_first_step}",
+        }
+        return "\n".join(f"{name:<34} {value}" for name, value in lines.items())
+
+
+def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
+    """Writes `summary.json`, `curves.png`, and, of a run that took steps, `ledger.json` and `ledger.png`."""
+    with write_atomically(run_dir / "summary.json") as file:
+        file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
+    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+    if ledger.times_used or not (run_dir / "ledger.json").exists():
+        ledger.save(run_dir / "ledger.json")
+        plot_ledger(ledger, run_dir / "ledger.png")

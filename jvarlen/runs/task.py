@@ -1,0 +1,121 @@
+"""What `fit` trains: the built-in language model, or a loss, parameters and batches of one's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
+from jvarlen.loading.plan_source import CollateFn, PlanSource
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.evaluation import Evaluation
+from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.train_state import TrainState, init_train_state
+
+__all__ = ["BatchSpec", "Task"]
+
+BatchSpec = Callable[[Any, int], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, and on which batches.
+
+    Attributes:
+      loss_fn: as for `make_train_step`; None: the built-in language model, until `with_model`.
+      params: pytree of arrays; likewise.
+      eval_loss_fn: for evaluations; None: `loss_fn`.
+      extra: for losses that take it.
+      optimizer: None: that of the settings.
+      collate: makes the batches; None: that of `jvarlen` which goes with the plan.
+      batch_spec: `batch_spec(bucket, M)` gives the shapes of a batch; None: those of `jvarlen`'s collation or, with
+        `collate`, of the first step of each bucket, which is read for it.
+      length_fn: gives the length of a sample; None: `len`, or the dataset's own `lengths`.
+      is_language_model: whether the loss is nats a token.
+    """
+
+    loss_fn: LossFn | None = None
+    params: Any = None
+    eval_loss_fn: LossFn | None = None
+    extra: Any = None
+    optimizer: optax.GradientTransformation | None = None
+    collate: CollateFn | None = None
+    batch_spec: BatchSpec | None = None
+    length_fn: Callable[[Any], int] | None = None
+    is_language_model: bool = False
+
+    def __post_init__(self):
+        if (self.loss_fn is None) != (self.params is None):
+            raise ValueError("loss_fn and params go together: give both for a model of your own, or neither")
+        if self.loss_fn is None and (self.eval_loss_fn is not None or self.extra is not None):
+            raise ValueError("eval_loss_fn and extra go with a loss_fn of your own")
+
+    def with_model(self, model: TransformerConfig, vocab_size: int, seed: int) -> Task:
+        """The same with the built-in model of these settings, where there is no loss yet."""
+        if self.loss_fn is not None:
+            return self
+        model = dataclasses.replace(model, vocab_size=vocab_size)
+        return dataclasses.replace(
+            self, loss_fn=make_loss_fn(model), params=init_params(model, seed), is_language_model=True
+        )
+
+    def measure(self, evaluation: Evaluation) -> float:
+        """How good an evaluation is, lower is better: bits per token, or the loss of one's own."""
+        return evaluation.bits_per_token if self.is_language_model else evaluation.loss
+
+    @property
+    def compares_lengths(self) -> bool:
+        """Whether `len()` of a sample is its length, so that the loader can compare it with the plan."""
+        return self.collate is None and self.length_fn is None
+
+    def collate_for(self, *, packed: bool) -> CollateFn:
+        """What makes the batches of a plan."""
+        return self.collate or (pack_to_bucket if packed else pad_to_bucket)
+
+    def batch_spec_for(
+        self, plans: Mapping[str, Plan], datasets: Mapping[str, DataSource], *, packed: bool
+    ) -> BatchSpec:
+        """The shapes of batches.
+
+        Args:
+          plans: by name; each bucket that is asked for is used in one.
+          datasets: what each plan reads.
+          packed: whether rows hold several samples.
+        """
+        if self.batch_spec is not None:
+            return self.batch_spec
+        if self.collate is None:
+            return packed_batch_spec if packed else token_batch_spec
+        collate = self.collate
+
+        def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
+            for name, plan in plans.items():
+                steps = np.flatnonzero(plan.step_bucket == plan.buckets.index(bucket))
+                if len(steps):
+                    batch = PlanSource(plan, datasets[name], collate)[int(steps[0])]
+                    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
+            raise ValueError(
+                f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec"
+            )
+
+        return batch_spec
+
+    def init_state(self, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
+        """The state before the first step; it has keys where a loss takes one."""
+        losses = (self.loss_fn, self.eval_loss_fn)
+        takes_key = any(takes_argument(loss_fn, "key") for loss_fn in losses if loss_fn is not None)
+        return init_train_state(self.params, optimizer, extra=self.extra, seed=seed if takes_key else None)
+
+
+def _dtype(leaf: Any) -> Any:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)

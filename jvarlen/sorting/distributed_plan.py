@@ -1,0 +1,329 @@
+"""Distributed plan: in go the lengths that each process has, out come its own rows of a plan that nobody holds whole.
+
+The histogram of all lengths tells every process the steps; the distributed sort brings each sample to the device that
+trains on it. Letters: N samples, n of this process, p shards, M microbatches a step, m of them on this process, S
+steps, K buckets, U rows of a microbatch in all steps together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh
+from jaxtyping import Int64
+
+from jvarlen._common.checks import check_at_least_one, check_choices, list_offenders
+from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
+from jvarlen.distributed.processes import agree, gather_arrays, together
+from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
+from jvarlen.planning.grouping import Ordering
+from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
+from jvarlen.planning.order import check_seed, random_keys
+from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
+from jvarlen.planning.step_order import canonical_steps, emitted_steps
+from jvarlen.planning.steps import PlannedSteps
+from jvarlen.sorting.plan_places import Places, make_places, sort_to_places
+from jvarlen.sorting.sharded_rows import spread_local_rows
+
+__all__ = ["DistributedPlan", "count_lengths", "plan_distributed"]
+
+DistributedOrder = Literal["length", "length_descending", "shuffle"]
+
+_LONGEST = 2**32 - 1  # tokens; a length is the lower half of a key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class DistributedPlan(PlannedSteps):
+    """The steps of an epoch, and of each the rows that this process trains on.
+
+    It has all attributes of `PlannedSteps`, which are those of the whole plan, and these:
+
+    Attributes:
+      digest: that of the whole plan: the `Plan` that `make_plan` would have made has the same.
+      microbatches: int64[m], which of the M microbatches of every step are this process's, ascending.
+      first_rows: int64[S], where each step begins in `row_ids`.
+      own_num_tokens: int64[S], real tokens of each step in these microbatches.
+      row_ids: int64[U, m], the samples of this process's microbatches, those of a step one below the other; −1 for a
+        dummy row.
+    """
+
+    digest: str
+    microbatches: Int64[np.ndarray, " m"]
+    first_rows: Int64[np.ndarray, " S"]
+    own_num_tokens: Int64[np.ndarray, " S"]
+    row_ids: Int64[np.ndarray, "U m"]
+
+    def rows(self, step: int) -> Int64[np.ndarray, "m B"]:
+        """The sample of every row of a step that this process trains on.
+
+        Args:
+          step: 0 ≤ step < S.
+
+        Returns:
+          int64[m, B] of sample ids, −1 for a dummy row: of `Plan.rows`, the microbatches of this process.
+
+        Raises:
+          IndexError: no such step.
+        """
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
+        first = self.first_rows[step]
+        return self.row_ids[first : first + self.buckets[self.step_bucket[step]].rows].T
+
+
+def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int64[np.ndarray, " D"]]:
+    """The histogram of the lengths of all processes, for `make_buckets(lengths, counts=counts)`.
+
+    Args:
+      lengths: integers[n], each ≥ 1: tokens of the samples of this process, which may have none.
+
+    Returns:
+      int64[D], distinct lengths ascending, and int64[D], samples of each; the same on all processes.
+
+    Raises:
+      ValueError: lengths that are not as described, listed; or no process has any.
+      RuntimeError: another process raised such an error.
+
+    Example:
+      >>> lengths, counts = count_lengths([3, 1, 3])
+      >>> lengths.tolist(), counts.tolist()
+      ([1, 3], [1, 2])
+    """
+    with together("count the lengths"):
+        values, counts = np.unique(_checked_or_empty(lengths), return_counts=True)
+    most = int(gather_arrays(np.array([len(values)])).max())
+    if most == 0:
+        raise ValueError("lengths are empty: at least one sample is needed")
+    own = np.zeros((2, most), np.int64)
+    own[:, : len(values)] = values, counts
+    values, counts = gather_arrays(own).swapaxes(0, 1).reshape(2, -1)
+    distinct, place = np.unique(values[counts > 0], return_inverse=True)
+    totals = np.zeros(len(distinct), np.int64)
+    np.add.at(totals, place, counts[counts > 0])
+    return distinct, totals
+
+
+def plan_distributed(
+    lengths: npt.ArrayLike,
+    buckets: Sequence[tuple[int, int]],
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    microbatches_per_step: int = 1,
+    order: DistributedOrder = "length",
+    seed: int = 0,
+    epoch: int = 0,
+    shuffle_steps: bool = False,
+    longest_first: bool = False,
+    overlong: Overlong = "error",
+) -> DistributedPlan:
+    """Plans an epoch over processes of which each has the lengths of its own samples only.
+
+    The plan is the one that `make_plan` makes of all lengths in one place, with the same digest. A process holds its
+    samples, its rows and the steps: O(N/p + S), where all have about as many samples; a device has room for as many as
+    the fullest. Every process calls this with the same arguments but `lengths`.
+
+    Args:
+      lengths: integers[n], tokens of the samples of this process, at most 2**32 − 1; another number on every process,
+        none too. Sample ids count along the mesh axis: those of process 0 come first where its devices do, and a
+        process with several devices has its samples spread over them evenly, in order.
+      buckets: (rows, length) pairs, lengths strictly ascending; `make_buckets` chooses them from `count_lengths`.
+      mesh: its p devices along `axis_name` train on the microbatches: M / p consecutive ones each.
+      axis_name: the data-parallel axis.
+      microbatches_per_step: M, a multiple of p.
+      order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders go from one sample to the next.
+      seed: as in `make_plan`.
+      epoch: as in `make_plan`.
+      shuffle_steps: as in `make_plan`.
+      longest_first: as in `make_plan`.
+      overlong: as in `make_plan`.
+
+    Returns:
+      A `DistributedPlan`.
+
+    Raises:
+      ValueError: arguments that are not as described or differ between processes; samples that are too long are listed
+        by the process that has them.
+      RuntimeError: another process raised such an error.
+
+    Example:
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], mesh, microbatches_per_step=2)
+      >>> plan.num_steps, plan.rows(0).tolist()
+      (2, [[1, 0], [3, 2]])
+    """
+    with together("check the arguments of plan_distributed"):
+        check_choices(order=(order, DistributedOrder))
+        check_at_least_one(microbatches_per_step=microbatches_per_step)
+        check_overlong(overlong)
+        check_seed(seed, epoch)
+        checked = _checked_buckets(buckets)
+        num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
+        check_shards_divide(num_microbatches, mesh, axis_name)
+    decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, overlong)
+    agree("the arguments of plan_distributed", repr(decided))
+    rows, edges = np.array(checked, np.int64).T
+    distinct, counts = count_lengths(lengths)  # checks them on all processes
+    own_lengths = _checked_or_empty(lengths)
+    sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
+    own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
+    bucket_of_distinct = np.searchsorted(edges, distinct)
+    with together("fit the samples into the buckets"):
+        _check_longest(distinct, own_lengths, own_ids, edges, overlong)
+    is_overlong = bucket_of_distinct == len(edges)
+    if overlong == "truncate":
+        bucket_of_distinct[is_overlong] -= 1
+    num_samples = np.zeros(len(edges) + 1, np.int64)
+    np.add.at(num_samples, bucket_of_distinct, counts)
+    num_overlong = int(counts[is_overlong].sum())
+
+    ordering = Ordering(order, None, None, seed, epoch, None)
+    steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
+    first_by = edges if longest_first else None
+    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), shuffle_steps, first_by)
+    places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
+    keys, payload = _make_keys(own_lengths, own_ids, edges, ordering, overlong)
+    lengths_of = _length_of_descending_key if order == "length_descending" else _length_of_key
+    row_ids, own_num_tokens, num_tokens = sort_to_places(
+        keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
+    )
+
+    step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
+    microbatches = own_microbatches(mesh, num_microbatches, axis_name)
+    offset_of_step = np.empty(len(emitted), np.int64)
+    offset_of_step[emitted] = step_offsets[:-1]
+    positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)
+    chunk_digests = _chunk_digests(positions[row_ids >= 0], row_ids[row_ids >= 0], int(step_offsets[-1]))
+    step_bucket = steps.bucket[emitted]
+    return DistributedPlan(
+        buckets=checked,
+        microbatches_per_step=num_microbatches,
+        step_bucket=step_bucket,
+        step_offsets=step_offsets,
+        num_tokens=num_tokens[emitted],
+        overlong=overlong,
+        num_dropped=num_overlong if overlong == "drop" else 0,
+        num_truncated=num_overlong if overlong == "truncate" else 0,
+        digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunk_digests),
+        microbatches=microbatches,
+        first_rows=places.first_rows[emitted],
+        own_num_tokens=own_num_tokens[emitted],
+        row_ids=row_ids,
+    )
+
+
+def _checked_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[AnyBucket, ...]:
+    checked = check_buckets(buckets)
+    if not isinstance(checked[0], Bucket):
+        raise ValueError("a distributed plan is of samples of one length, not of pairs")
+    return checked
+
+
+def _checked_or_empty(lengths: npt.ArrayLike) -> Int64[np.ndarray, " n"]:
+    """Checked lengths of this process, of which there may be none."""
+    array = np.asarray(lengths)
+    return np.zeros(0, np.int64) if array.shape == (0,) else check_lengths(array)
+
+
+def _ids_of_shards(sizes: Int64[np.ndarray, " p"], shards: Int64[np.ndarray, " q"]) -> Int64[np.ndarray, " n"]:
+    """The sample ids of the rows of some shards."""
+    starts = np.cumsum(sizes) - sizes
+    ids = [np.arange(starts[d], starts[d] + sizes[d]) for d in shards.tolist()]
+    return np.concatenate([np.zeros(0, np.int64), *ids])
+
+
+def _check_longest(
+    distinct: Int64[np.ndarray, " D"],
+    own_lengths: Int64[np.ndarray, " n"],
+    own_ids: Int64[np.ndarray, " n"],
+    edges: Int64[np.ndarray, " K"],
+    overlong: Overlong,
+) -> None:
+    """Raises ValueError where lengths have no bucket, or no key; the samples of this process are listed."""
+    for limit, problem in (
+        (_LONGEST, "samples longer than a distributed plan can sort"),
+        (int(edges[-1]), 'samples longer than the longest bucket (overlong="drop" or "truncate" allows them)'),
+    ):
+        is_refused = limit == _LONGEST or overlong == "error"
+        if distinct[-1] > limit and is_refused:
+            is_offender = own_lengths > limit
+            offenders = list_offenders(own_ids[is_offender], own_lengths[is_offender], limit)
+            raise ValueError(f"{problem}; of this process: {offenders if is_offender.any() else 'none'}")
+    if overlong == "drop" and distinct[0] > edges[-1]:
+        raise ValueError(f'overlong="drop" leaves no sample: the shortest has {distinct[0]} tokens (limit {edges[-1]})')
+
+
+def _make_keys(
+    lengths: Int64[np.ndarray, " n"],
+    ids: Int64[np.ndarray, " n"],
+    edges: Int64[np.ndarray, " K"],
+    ordering: Ordering,
+    overlong: Overlong,
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Keys that sort samples by bucket, and within it as ordered; and the lengths, where the keys do not hold them."""
+    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    if order == "length":
+        return lengths.astype(np.uint32), None
+    bucket = np.searchsorted(edges, lengths)
+    if overlong == "truncate":
+        bucket = np.minimum(bucket, len(edges) - 1)
+    high = bucket.astype(np.uint64) << np.uint64(32)
+    if order == "length_descending":
+        return high | (_LONGEST - lengths).astype(np.uint64), None
+    breaks = np.flatnonzero(np.diff(ids) != 1) + 1  # ids of neighbouring shards follow each other
+    parts = np.split(ids, breaks)
+    random = [random_keys(len(part), seed=seed, epoch=epoch, start=int(part[0])) for part in parts if len(part)]
+    return high | np.concatenate([np.zeros(0, np.uint64), *random]), lengths.astype(np.uint32)
+
+
+def _length_of_key(keys: jax.Array, payload: jax.Array | None) -> jax.Array:
+    """int64, lengths from keys that are lengths, or where they are the payload."""
+    return (keys if payload is None else payload).astype(jnp.int64)
+
+
+def _length_of_descending_key(keys: jax.Array, payload: jax.Array | None) -> jax.Array:
+    """int64, lengths from keys whose lower half falls with them."""
+    return (_LONGEST - (keys & _LONGEST)).astype(jnp.int64)
+
+
+def _positions_of_rows(
+    places: Places,
+    offset_of_step: Int64[np.ndarray, " S"],
+    rows_of_step: Int64[np.ndarray, " S"],
+    microbatches: Int64[np.ndarray, " m"],
+) -> Int64[np.ndarray, "U m"]:
+    """Where the rows of these microbatches lie among the sample ids of the plan; steps are canonical ones."""
+    num_microbatches = places.num_microbatches
+    first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows_of_step)
+    return (first_of_row + np.arange(places.num_rows) * num_microbatches)[:, None] + microbatches
+
+
+def _chunk_digests(
+    positions: Int64[np.ndarray, " n"], sample_ids: Int64[np.ndarray, " n"], num_samples: int
+) -> list[bytes]:
+    """The digests of all chunks of the plan's sample ids, of which each process has some, at their positions.
+
+    Processes take turns: a chunk is put together and hashed by one of them, while all pass it on.
+    """
+    order = np.argsort(positions, kind="stable")
+    positions, sample_ids = positions[order], sample_ids[order]
+    starts = np.arange(0, num_samples, DIGEST_CHUNK)
+    cuts = np.searchsorted(positions, np.append(starts, num_samples))
+    largest = max(1, int(gather_arrays(np.diff(cuts).max(keepdims=True)).max()))
+    digests = np.zeros((len(starts), 32), np.uint8)
+    for c, start in enumerate(starts.tolist()):
+        own = slice(cuts[c], cuts[c + 1])
+        piece = np.full((2, largest), -1, np.int64)
+        piece[:, : own.stop - own.start] = positions[own] - start, sample_ids[own]
+        place, ids = gather_arrays(piece).swapaxes(0, 1).reshape(2, -1)
+        if c % jax.process_count() == jax.process_index():
+            chunk = np.empty(min(DIGEST_CHUNK, num_samples - start), np.int64)
+            chunk[place[place >= 0]] = ids[place >= 0]
+            digests[c] = np.frombuffer(chunk_digest(chunk), np.uint8)
+    return [digest.tobytes() for digest in gather_arrays(digests).sum(axis=0, dtype=np.uint8)]

@@ -1,0 +1,319 @@
+"""Distributed sort: in go keys spread over devices, out come the same keys in order, spread as evenly as it goes.
+
+Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. How it works: `shard_sort`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen._common.checks import check_at_least_one, check_choices
+from jvarlen.distributed.mesh import NO_MESH, num_shards_of
+from jvarlen.distributed.processes import agree, together
+from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
+from jvarlen.sorting.sharded_rows import ShardedRows, shard_rows
+from jvarlen.sorting.sortable_words import Words, from_words, index_dtype
+
+__all__ = ["Layout", "local_sort", "sample_sort", "sort_shard"]
+
+Layout = Literal["interleaved", "block"]
+Transform = Literal["shard_map", "pmap"]
+Exchange = Literal["auto", "dense", "ragged"]
+NanRule = Literal["raise", "last"]
+
+_MAX_LISTED = 5  # NaN keys that are named
+_LARGEST_OVERSAMPLING = 1024
+
+
+def sample_sort(
+    keys: npt.ArrayLike | jax.Array,
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    layout: Layout = "interleaved",
+    oversampling: int = 4,
+    transform: Transform = "shard_map",
+    nan: NanRule = "raise",
+    payload: Any = None,
+    shard_sizes: npt.ArrayLike | None = None,
+    exchange: Exchange = "auto",
+) -> tuple[Any, ...]:
+    """Sorts keys that lie on the devices of a mesh axis; the result lies there too, interleaved exactly evenly.
+
+    The order is that of `np.lexsort((index, keys))`: by key, ties by index, −0.0 with 0.0. It is one and the same for
+    any number of shards, transform, exchange and oversampling. It compiles once for all N of the same n = ⌈N/p⌉, but
+    that an array of JAX which has to be filled up to p·n compiles that as well. It is not for use inside `jit`.
+
+    Where the mesh has devices of several processes, all of them call it, with the same arguments: what differs is an
+    error on all. A `keys` of NumPy is the same on all, too; `shard_local_rows` is for rows that each process has.
+
+    Args:
+      keys: integers or floats[N], N ≥ 0; an array of NumPy, or of JAX wherever it lies, or one that is sharded over
+        several processes. 64-bit keys of NumPy stay such where `jax_enable_x64` is on; where it is off, their values
+        must fit 32 bits exactly. With `shard_sizes` [p·n].
+      mesh: its axes may be Auto or Explicit. Along axes other than `axis_name` the sort is repeated.
+      axis_name: the axis whose p devices are the shards.
+      layout: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
+        rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
+      oversampling: k, samples that a shard proposes for each block in a round of the search for where blocks begin.
+        More mean fewer rounds and larger messages; the result does not depend on it. At most 1,024.
+      transform: `"shard_map"` or `"pmap"`, which needs a mesh of one axis, the devices of a process side by side.
+      nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`. All NaN come back as one.
+      payload: a pytree of arrays whose leading axis is that of `keys`; they follow their keys.
+      shard_sizes: integers[p] between 0 and n: `keys` has n places a shard, of which the first so many are rows, as
+        `shard_local_rows` makes it. A row's index counts the rows before it. Every ⌈N/p⌉ then compiles. None: all of
+        `keys` are rows.
+      exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one of exactly what there is, which not
+        all backends have. `"auto"`: ragged where the backend compiles it.
+
+    Returns:
+      Keys, indices and, where there is a payload, the payload, of leading axis p·⌈N/p⌉ sharded over the axis. Indices
+      are int32, or int64 from 2**31 − 1 places on. Where there is no row the index is −1, and keys and payload mean
+      nothing.
+
+    Raises:
+      ValueError: arguments that are not as described, or that differ between processes; NaN keys and values that do not
+        fit are listed by index.
+      RuntimeError: another process raised such an error.
+
+    Example:
+      >>> keys, indices = sample_sort([3, 1, 2], jax.make_mesh((1,), ("data",)))
+      >>> keys.tolist(), indices.tolist()
+      ([1, 2, 3], [1, 2, 0])
+    """
+    keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    options = (layout, oversampling, transform, nan, exchange)
+    with _checked_on_all("sample_sort", mesh, axis_name, keys, payload, shard_sizes, options):
+        check_choices(layout=(layout, Layout), transform=(transform, Transform), exchange=(exchange, Exchange))
+        check_choices(nan=(nan, NanRule))
+        check_at_least_one(oversampling=oversampling)
+        if oversampling > _LARGEST_OVERSAMPLING:
+            raise ValueError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
+        num_shards = num_shards_of(mesh, axis_name)
+        if transform == "pmap":
+            _check_pmap(mesh)
+        is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh, axis_name)
+        if exchange == "ragged" and num_shards > 1 and not is_ragged:
+            raise ValueError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
+    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
+    shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
+    return _run(_program(mesh, shards, layout, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
+
+
+def local_sort(
+    keys: npt.ArrayLike | jax.Array,
+    mesh: Mesh,
+    *,
+    axis_name: str = "data",
+    nan: NanRule = "raise",
+    payload: Any = None,
+    shard_sizes: npt.ArrayLike | None = None,
+) -> tuple[Any, ...]:
+    """Sorts the keys of each shard for itself: a curriculum without any exchange, and without its balance.
+
+    What the shards hold at the same slot can differ as much as the shards do; `shard_balance` tells what that costs.
+
+    Args:
+      keys: as in `sample_sort`.
+      mesh: as in `sample_sort`.
+      axis_name: as in `sample_sort`.
+      nan: as in `sample_sort`.
+      payload: as in `sample_sort`.
+      shard_sizes: as in `sample_sort`.
+
+    Returns:
+      As `sample_sort`, of leading axis p·n; a shard's places without a row come after its rows.
+
+    Raises:
+      ValueError: as `sample_sort`.
+    """
+    keys = keys if isinstance(keys, jax.Array) else np.asarray(keys)
+    with _checked_on_all("local_sort", mesh, axis_name, keys, payload, shard_sizes, (nan,)):
+        check_choices(nan=(nan, NanRule))
+    rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
+    shards = Shards(axis_name, num_shards_of(mesh, axis_name), oversampling=1, ragged=False)
+    per_shard = len(rows.columns[0]) // shards.num_shards
+    return _run(_program(mesh, shards, None, per_shard, "shard_map"), mesh, rows, nan)
+
+
+Sorted = tuple[jax.Array, jax.Array, Any, jax.Array]  # keys, indices, payload, and what is known of NaN
+Program = Callable[[jax.Array, Any, jax.Array], Sorted]  # of sharded keys and payload, and the sizes of all shards
+
+
+@contextlib.contextmanager
+def _checked_on_all(
+    name: str, mesh: Mesh, axis_name: str, keys: Any, payload: Any, shard_sizes: Any, options: tuple[Any, ...]
+) -> Iterator[None]:
+    """Checks keys and what the block checks; of several processes, all raise where one does or where they differ."""
+    is_shared = mesh.is_multi_process
+    with together(f"check the arguments of {name}") if is_shared else contextlib.nullcontext():
+        num_shards_of(mesh, axis_name)
+        if not _is_number(keys.dtype) or keys.ndim != 1:
+            raise ValueError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
+        yield
+    if is_shared:
+        leaves, structure = jax.tree.flatten((keys, payload))
+        sizes = None if shard_sizes is None else np.asarray(shard_sizes).tolist()
+        described = (axis_name, *options, sizes, str(structure), *map(_described, leaves))
+        agree(f"the arguments of {name}", repr(described))
+
+
+def _is_number(dtype: np.dtype) -> bool:
+    try:
+        return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.floating)
+    except TypeError:  # a type of NumPy that JAX does not have
+        return False
+
+
+def _described(column: Any) -> tuple[str, tuple[int, ...], str]:
+    """What must be the same on all processes: of an array of the host, its content as well."""
+    if isinstance(column, jax.Array):
+        return str(column.dtype), column.shape, "placed"
+    array = np.asarray(column)
+    return str(array.dtype), array.shape, hashlib.sha256(array.tobytes()).hexdigest()
+
+
+def _check_pmap(mesh: Mesh) -> None:
+    if len(mesh.axis_names) > 1:
+        raise ValueError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
+    owners = [device.process_index for device in mesh.devices.flat]
+    if sum(a != b for a, b in itertools.pairwise(owners)) >= len(set(owners)):
+        raise ValueError(
+            f"pmap needs the devices of a process side by side in the mesh, not those of processes {owners}"
+        )
+
+
+def _run(program: Program, mesh: Mesh, rows: ShardedRows, nan: NanRule) -> tuple[Any, ...]:
+    """Runs a program on all shards, and looks for NaN in its report."""
+    keys, payload = rows.columns
+    # Rows are 64-bit numbers inside, whatever the keys are; and the program names its mesh itself.
+    with jax.enable_x64(True), jax.set_mesh(NO_MESH):
+        sizes = jax.device_put(rows.sizes, NamedSharding(mesh, PartitionSpec()))
+        keys, indices, payload, nan_report = program(keys, payload, sizes)
+        if nan == "raise" and jnp.issubdtype(keys.dtype, jnp.floating):
+            # The only place where the host waits.
+            num_nan, *first = np.ravel(nan_report.addressable_data(0).tolist()).tolist()
+            if num_nan:
+                more = f" and {num_nan - _MAX_LISTED:,} more" if num_nan > _MAX_LISTED else ""
+                listed = ", ".join(f"id {i}" for i in first[: min(num_nan, _MAX_LISTED)])
+                raise ValueError(f'keys are NaN (nan="last" sorts them last): {listed}{more}')
+    return (keys, indices) if payload is None else (keys, indices, payload)
+
+
+@functools.lru_cache(maxsize=128)
+def _program(mesh: Mesh, shards: Shards, layout: Layout | None, num_out: int, transform: Transform) -> Program:
+    """A function of sharded keys, sharded payload and the sizes of the shards; without a layout, each sorts its own."""
+    body = functools.partial(_sort_own_rows, shards=shards)
+    if layout is not None:
+        body = functools.partial(sort_shard, shards=shards, layout=layout, num_out=num_out)
+    return (_with_pmap if transform == "pmap" else _with_shard_map)(body, mesh, shards.axis_name)
+
+
+def _with_shard_map(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:
+    axis, everywhere = PartitionSpec(axis_name), PartitionSpec()
+    in_specs, out_specs = (axis, axis, everywhere), (axis, axis, axis, everywhere)
+    # The report is the same on all shards, which an all-gather does not tell the type system.
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    # Said here as well, for arrays without any place would otherwise lie everywhere.
+    return jax.jit(mapped, out_shardings=tuple(NamedSharding(mesh, spec) for spec in out_specs))
+
+
+def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:
+    """The same by `pmap`, whose arrays have a leading axis of devices, those of this process."""
+    mapped = jax.pmap(body, axis_name, devices=list(mesh.devices.flat))
+    sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+    local_mesh = mesh.local_mesh
+    by_device = NamedSharding(local_mesh, PartitionSpec(axis_name))
+
+    def stacked(array: jax.Array) -> jax.Array:
+        parts = [shard.data[None] for shard in array.addressable_shards]
+        shape = (len(parts), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, by_device, parts)
+
+    def joined(array: jax.Array) -> jax.Array:
+        parts = [shard.data[0] for shard in array.addressable_shards]
+        shape = (mesh.size * len(parts[0]), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+    def program(keys: jax.Array, payload: Any, sizes: jax.Array) -> Sorted:
+        sorted_rows = mapped(*jax.tree.map(stacked, (keys, payload, sizes)))
+        keys, indices, payload = jax.tree.map(joined, sorted_rows[:3])
+        return keys, indices, payload, sorted_rows[3]
+
+    return program
+
+
+def sort_shard(
+    keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards, layout: Layout, num_out: int
+) -> Sorted:
+    """What one shard does of a sort, inside `shard_map` or `pmap`, where the traffic of the sort can be counted.
+
+    Args:
+      keys: the rows of this shard, one dimension.
+      payload: a pytree of arrays that go with the keys, along their first axis; None for none.
+      sizes: int[p], the rows that each shard holds; what follows in `keys` is no row.
+      shards: the axis and how it exchanges.
+      layout: which ranks each shard is to hold.
+      num_out: rows that this shard gets, padding included.
+
+    Returns:
+      Of all rows, those whose place in the layout is on this shard: keys, indices, payload, and which keys are NaN.
+    """
+    if num_out == 0:
+        nothing, payload = jax.tree.map(lambda column: column[:0], (keys, payload))
+        return nothing, jnp.zeros(0, jnp.int32), payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)
+    p, d = shards.num_shards, lax.axis_index(shards.axis_name)
+    sizes = sizes.astype(index_dtype(p * len(keys)))
+    num_rows = sizes.sum(dtype=sizes.dtype)
+    is_dealt = layout == "interleaved" and p > 1
+    block = -(-num_out // p) * p if is_dealt else num_out
+    starts = _block_starts(p, block, num_rows)
+    words = words_of_shard(keys, sizes, d, p)
+    words, payload = sort_blocks(words, payload, starts, block, shards)
+    if is_dealt:
+        words, payload = deal_ranks((words, payload), shards)
+    words, payload = jax.tree.map(lambda column: column[:num_out], (words, payload))
+    slot = jnp.arange(num_out)
+    is_row = (slot * p + d if is_dealt else d * num_out + slot) < num_rows
+    return _finished(words, payload, is_row, keys, shards)
+
+
+def _block_starts(num_shards: int, block: int, num_rows: jax.Array) -> jax.Array:
+    """The rank at which each shard's block begins, and the end; of the type of `num_rows`, which p·b may not fit."""
+    return jnp.minimum(jnp.arange(num_shards + 1, dtype=jnp.int64) * block, num_rows).astype(num_rows.dtype)
+
+
+def _sort_own_rows(keys: jax.Array, payload: Any, sizes: jax.Array, *, shards: Shards) -> Sorted:
+    """What one shard does for itself."""
+    d = lax.axis_index(shards.axis_name)
+    words = words_of_shard(keys, sizes, d, shards.num_shards)
+    alone = shards._replace(num_shards=1)
+    words, payload = sort_blocks(words, payload, jnp.stack([0, sizes[d]]), len(keys), alone)
+    return _finished(words, payload, jnp.arange(len(keys)) < sizes[d], keys, shards)
+
+
+def _finished(words: Words, payload: Any, is_row: jax.Array, keys: jax.Array, shards: Shards) -> Sorted:
+    """Keys and indices of sorted rows, and int64[1 + 5]: how many keys are NaN, and the first of their indices."""
+    sorted_keys, indices = from_words(words, keys.dtype)
+    indices = jnp.where(is_row, indices, -1)
+    if not jnp.issubdtype(keys.dtype, jnp.floating):
+        return sorted_keys, indices, payload, jnp.zeros(1 + _MAX_LISTED, jnp.int64)
+    # The NaN keys of a shard are the last of its rows, and ordered by index.
+    num_nan = (jnp.isnan(sorted_keys) & is_row).sum()
+    place = jnp.arange(_MAX_LISTED)
+    first = indices.at[is_row.sum() - num_nan + place].get(mode="clip")
+    first = jnp.where(place < num_nan, first, jnp.iinfo(indices.dtype).max)
+    of_all = lax.all_gather(jnp.concatenate([num_nan[None], first]), shards.axis_name)
+    return sorted_keys, indices, payload, jnp.append(of_all[:, 0].sum(), jnp.sort(of_all[:, 1:].ravel())[:_MAX_LISTED])

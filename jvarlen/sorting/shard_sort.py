@@ -1,0 +1,291 @@
+"""Sort across shards: in go the rows of one shard, out comes its block of the sorted whole; runs in `shard_map`.
+
+Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r runs, g ranks.
+
+Shapes are static and the same for any keys:
+
+1. *Local sort.* Every shard sorts its rows into a run. All rows differ, if only by their index, so the order is unique.
+2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
+   every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
+   shrinks to what lies between two neighbouring samples of its own, at most 1/(k+1) of it. After
+   ⌊log n / log(k+1)⌋ + 1 rounds every bracket is empty.
+3. *Deal.* Row j of a run goes to shard j mod p: n/p rows a pair of shards, whatever the keys.
+4. *Send.* A shard was dealt at most ⌈L_r/p⌉ of the L_r rows which run r has for a block. As Σ L_r ≤ b, that is at most
+   Σ ⌈L_r/p⌉ ≤ Σ (L_r + p − 1)/p ≤ b/p + p − 1 rows a pair: a capacity that no input exceeds.
+5. *Merge.* A shard sorts the p·(b/p + p − 1) places that arrive; the first `starts[d+1]` − `starts[d]` are its block.
+
+Where the backend has a ragged all-to-all, it takes the place of 3. and 4., and b rows arrive.
+
+A shard holds O(n + k·p²) at any time, and its block is as long as was asked for, whatever the keys; sampling alone, as
+in Shi and Schaeffer, only bounds it.
+
+References:
+  Regular samples: Shi and Schaeffer 1992, "Parallel sorting by regular sampling". Exact cuts: Varman, Scheufler, Iyer
+  and Ricard 1991, "Merging multiple lists on hierarchical-memory multiprocessors". Dealing out sorted columns:
+  Leighton 1985, "Tight bounds on the complexity of parallel sorting". Two balanced exchanges for an unbalanced one:
+  Valiant 1982, "A scheme for fast parallel communication".
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int
+
+from jvarlen.sorting.sortable_words import Words, to_words
+
+__all__ = [
+    "Shards",
+    "deal_ranks",
+    "gap",
+    "has_ragged",
+    "num_rounds",
+    "send_capacity",
+    "sort_blocks",
+    "words_of_shard",
+]
+
+
+class Shards(NamedTuple):
+    """The shards that sort together.
+
+    Attributes:
+      axis_name: the mesh axis along which they lie.
+      num_shards: p.
+      oversampling: k, samples that a shard proposes for each block in a round.
+      ragged: whether the backend has a ragged all-to-all.
+    """
+
+    axis_name: str
+    num_shards: int
+    oversampling: int
+    ragged: bool
+
+
+def words_of_shard(keys: jax.Array, sizes: jax.Array, d: jax.Array, num_shards: int) -> Words:
+    """Sortable rows of one shard, as `sort_blocks` takes them.
+
+    Args:
+      keys: integers or floats[n].
+      sizes: integers[p], the rows of each shard, at its first places.
+      d: this shard.
+      num_shards: p.
+
+    Returns:
+      Unsigned words, [n] each; a row's index counts the rows before it, and places without a row sort after all.
+    """
+    place = jnp.arange(len(keys))
+    first_index = jnp.where(jnp.arange(num_shards) < d, sizes, 0).sum()
+    words = to_words(keys, first_index + place, num_shards * len(keys))
+    return tuple(jnp.where(place < sizes[d], word, gap(word)) for word in words)
+
+
+def sort_blocks(
+    words: Words, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, Any]:
+    """Sorts the rows of all shards; this shard, d, gets the global ranks `starts[d]` to `starts[d+1]` − 1.
+
+    Args:
+      words: unsigned[n] each, this shard's rows. The largest value of its type, in all words, is a place without a row.
+      columns: a pytree of arrays whose leading axis is n; they follow their rows.
+      starts: integers[p+1], of a type that holds N, ascending from 0 to at most N, neighbours at most b apart; the same
+        on all shards.
+      block: b.
+      shards: the shards.
+
+    Returns:
+      unsigned[b] words and columns of leading axis b: the block's rows in order, and after them places without meaning.
+    """
+    words, columns = _sort_rows(words, columns)
+    if shards.num_shards > 1:
+        cuts_pxp1 = lax.all_gather(_cut(words, starts, shards), shards.axis_name)
+        exchange = _exchange_ragged if shards.ragged else _exchange_dense
+        words, columns = exchange(words, columns, cuts_pxp1, block, shards)
+        words, columns = _sort_rows(words, columns)
+    return jax.tree.map(functools.partial(_resized, size=block), (words, columns))
+
+
+def deal_ranks(blocks: Any, shards: Shards) -> Any:
+    """Interleaves consecutive blocks: rank g goes to shard g mod p, slot g // p.
+
+    Args:
+      blocks: a pytree of arrays of leading axis b; shard d holds the ranks d·b to (d+1)·b − 1. p divides b.
+      shards: the shards.
+
+    Returns:
+      A pytree of the same shapes.
+    """
+    return jax.tree.map(lambda x: _deal(x, shards).reshape(x.shape), blocks)
+
+
+def num_rounds(num_rows: int, oversampling: int) -> int:
+    """Rounds of samples after which every bracket of at most `num_rows` is empty."""
+    rounds = 0
+    while num_rows:
+        num_rows //= oversampling + 1
+        rounds += 1
+    return rounds
+
+
+def send_capacity(block: int, num_shards: int) -> int:
+    """The most rows that a shard sends to another one: b/p + p − 1."""
+    return block // num_shards + num_shards - 1
+
+
+def _sort_rows(words: Words, columns: Any) -> tuple[Words, Any]:
+    if not jax.tree.leaves(columns):
+        return tuple(lax.sort(words, num_keys=len(words), is_stable=False)), columns
+    place = lax.iota(jnp.int32, len(words[0]))
+    *sorted_words, place = lax.sort((*words, place), num_keys=len(words), is_stable=False)
+    return tuple(sorted_words), jax.tree.map(lambda column: column[place], columns)
+
+
+def _cut(run: Words, starts: Int[Array, " p_plus_1"], shards: Shards) -> Int[Array, " p_plus_1"]:
+    """integers[p+1], how many rows of this shard's run are of ranks below each start."""
+    k, num_rows = shards.oversampling, len(run[0])
+    targets = starts[1:]
+    is_own = (jnp.arange(shards.num_shards) == lax.axis_index(shards.axis_name))[:, None, None].astype(starts.dtype)
+    sample = jnp.arange(1, k + 1, dtype=jnp.int64)
+
+    def narrow(_: Any, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, last = bracket
+        # Regular samples, always below `last`; a bracket that is empty already proposes what changes nothing.
+        width = (last - first)[:, None].astype(jnp.int64)
+        place_pxk = first[:, None] + (width * sample // (k + 1)).astype(starts.dtype)
+        is_open = (first < last)[:, None]
+        proposed = tuple(jnp.where(is_open, word.at[place_pxk].get(mode="clip"), gap(word)) for word in run)
+        samples_pxpxk = lax.all_gather(proposed, shards.axis_name)
+        below_pxpxk = _count_less(run, samples_pxpxk, starts.dtype)
+        rank_pxpxk = lax.psum(below_pxpxk, shards.axis_name)
+        is_before = rank_pxpxk < targets[:, None]
+        # A sample before the start is itself before it, as well as all that is less.
+        first = jnp.maximum(first, jnp.where(is_before, below_pxpxk + is_own, 0).max(axis=(0, 2)))
+        last = jnp.minimum(last, jnp.where(is_before, num_rows, below_pxpxk).min(axis=(0, 2)))
+        return first, last
+
+    first, _ = lax.fori_loop(
+        0, num_rounds(num_rows, k), narrow, (jnp.zeros_like(targets), jnp.full_like(targets, num_rows))
+    )
+    return jnp.concatenate([jnp.zeros(1, starts.dtype), first])
+
+
+def _count_less(run: Words, rows: Words, dtype: np.dtype) -> Int[Array, "*shape"]:
+    """How many rows of a sorted run are less than each of the given ones, by bisection."""
+    num_rows = len(run[0])
+
+    def halve(_: Any, bracket: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        first, last = bracket
+        middle = (first + last) // 2
+        is_less = (first < last) & _is_less(tuple(word.at[middle].get(mode="clip") for word in run), rows)
+        return jnp.where(is_less, middle + 1, first), jnp.where(is_less, last, middle)
+
+    shape = rows[0].shape
+    bracket = jnp.zeros(shape, dtype), jnp.full(shape, num_rows, dtype)
+    first, _ = lax.fori_loop(0, num_rows.bit_length(), halve, bracket)
+    return first
+
+
+def _is_less(rows: Words, others: Words) -> Bool[Array, "*shape"]:
+    """Lexicographic comparison."""
+    is_less = rows[-1] < others[-1]
+    for row, other in zip(reversed(rows[:-1]), reversed(others[:-1]), strict=True):
+        is_less = (row < other) | ((row == other) & is_less)
+    return is_less
+
+
+def _exchange_dense(
+    words: Words, columns: Any, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, Any]:
+    """Deals the runs out, then sends each dealt row to its block: two all-to-alls whose shapes no key changes."""
+    p = shards.num_shards
+    per_run = -(-len(words[0]) // p)
+    dealt = jax.tree.map(lambda x: _deal(_resized(x, per_run * p), shards), (words, columns))
+    # Row q of what was dealt from a run was its row q·p + d.
+    first_rxp1 = (cuts_pxp1 - lax.axis_index(shards.axis_name) + p - 1) // p
+    count_pxr = jnp.diff(first_rxp1).T
+    end_pxr = jnp.cumsum(count_pxr, axis=1)
+    # Row s of what goes to a block is row s + shift of all that was dealt.
+    shift_pxr = jnp.arange(p) * per_run + first_rxp1[:, :-1].T - (end_pxr - count_pxr)
+    slot = jnp.arange(send_capacity(block, p))
+    run_pxs = jax.vmap(lambda end: jnp.searchsorted(end, slot, side="right"))(end_pxr)
+    is_row_pxs = run_pxs < p
+    place_pxs = slot + jnp.take_along_axis(shift_pxr, jnp.minimum(run_pxs, p - 1), axis=1)
+
+    words, columns = jax.tree.map(lambda x: _flat(x).at[place_pxs].get(mode="clip"), dealt)
+    words = tuple(jnp.where(is_row_pxs, word, gap(word)) for word in words)
+
+    def send(rows_pxs: jax.Array) -> jax.Array:
+        return _flat(lax.all_to_all(rows_pxs, shards.axis_name, split_axis=0, concat_axis=0))
+
+    return jax.tree.map(send, (words, columns))
+
+
+def _exchange_ragged(
+    words: Words, columns: Any, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, Any]:
+    """Sends each row to its block at once."""
+    d = lax.axis_index(shards.axis_name)
+    count_rxp = jnp.diff(cuts_pxp1)
+    before_rxp = jnp.cumsum(count_rxp, axis=0) - count_rxp  # where a run's rows begin in each block
+    sizes = [cuts_pxp1[d, :-1], count_rxp[d], before_rxp[d], count_rxp[:, d]]
+    input_offsets, send_sizes, output_offsets, recv_sizes = (size.astype(jnp.int32) for size in sizes)
+
+    def send(column: jax.Array, gap: np.ndarray) -> jax.Array:
+        output = jnp.full((block, *column.shape[1:]), gap, column.dtype)
+        return lax.ragged_all_to_all(
+            column, output, input_offsets, send_sizes, output_offsets, recv_sizes, axis_name=shards.axis_name
+        )
+
+    columns = jax.tree.map(lambda column: send(column, np.zeros((), column.dtype)), columns)
+    return tuple(send(word, gap(word)) for word in words), columns
+
+
+def _deal(rows: jax.Array, shards: Shards) -> jax.Array:
+    """[p, n/p, …]: of every shard the rows whose place, mod p, is this shard; p divides n."""
+    by_place = rows.reshape(len(rows) // shards.num_shards, shards.num_shards, *rows.shape[1:])
+    return lax.all_to_all(by_place, shards.axis_name, split_axis=1, concat_axis=0)
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    """The first two axes as one."""
+    return rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+
+
+def gap(word: jax.Array) -> np.ndarray:
+    """What a place without a row holds: it sorts after all rows."""
+    return np.array(np.iinfo(word.dtype).max, word.dtype)
+
+
+def _resized(rows: jax.Array, size: int) -> jax.Array:
+    """The first rows, or all and zeros after them."""
+    missing = max(0, size - len(rows))
+    return jnp.pad(rows[:size], [(0, missing)] + [(0, 0)] * (rows.ndim - 1))
+
+
+@functools.lru_cache(maxsize=128)
+def has_ragged(mesh: Mesh, axis_name: str) -> bool:
+    """Whether the backend compiles a ragged all-to-all along a mesh axis; not all do."""
+    p = mesh.shape[axis_name]
+
+    def send_to_all(x: jax.Array) -> jax.Array:
+        one = jnp.ones(p, jnp.int32)
+        place = jnp.arange(p, dtype=jnp.int32)
+        return lax.ragged_all_to_all(x, x, place, one, place, one, axis_name=axis_name)
+
+    axis = PartitionSpec(axis_name)
+    # Traced, not run: only the compiler is asked.
+    program = jax.jit(jax.shard_map(send_to_all, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False))
+    with jax.enable_x64(True):
+        try:
+            program.lower(jax.ShapeDtypeStruct((p * p,), jnp.uint64, sharding=NamedSharding(mesh, axis))).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if "unimplemented" not in str(error).lower():
+                raise
+            return False
+    return True

@@ -1,0 +1,206 @@
+"""Sharded rows: in go arrays from anywhere, out come the same rows spread over the devices of a mesh axis.
+
+Letters: N rows, p shards (devices along the axis), n places of a shard, of which the first ones hold its rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int64
+
+from jvarlen._common.checks import list_offenders, offenders_where
+from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
+from jvarlen.distributed.processes import agree, gather_arrays, together
+
+__all__ = ["ShardedRows", "shard_local_rows", "shard_rows", "spread_local_rows"]
+
+
+class ShardedRows(NamedTuple):
+    """Rows on their devices.
+
+    Attributes:
+      columns: a pytree of arrays of leading axis p·n, sharded over the axis.
+      sizes: int64[p], the rows of each shard, at its first places.
+    """
+
+    columns: Any
+    sizes: Int64[np.ndarray, " p"]
+
+    @property
+    def num_rows(self) -> int:
+        """N."""
+        return int(self.sizes.sum())
+
+
+def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayLike | None = None) -> ShardedRows:
+    """Places rows on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short.
+
+    Args:
+      columns: a pytree of arrays of NumPy or JAX, of one leading axis, N; with `shard_sizes` p·n.
+      mesh: has the axis.
+      axis_name: the axis to spread over.
+      shard_sizes: integers[p], 0 to n: of the n places that each shard has, how many are rows. None: all.
+
+    Returns:
+      `ShardedRows`.
+
+    Raises:
+      ValueError: leading axes or sizes that are not as described; 64-bit values that do not fit 32 bits where
+        `jax_enable_x64` is off, listed by row.
+    """
+    num_shards = num_shards_of(mesh, axis_name)
+    num_places = _leading_axis(columns)
+    sizes = _checked_sizes(shard_sizes, num_places, num_shards)
+    sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+    size = max(1, -(-num_places // num_shards)) * num_shards
+    return ShardedRows(jax.tree.map(lambda column: _place(column, size, sharding), columns), sizes)
+
+
+def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
+    """Where the rows of all processes lie when each spreads its own evenly over its devices.
+
+    Args:
+      num_rows: of this process.
+      mesh: has devices of all processes.
+      axis_name: the axis to spread over.
+
+    Returns:
+      int64[p], the rows of each shard.
+
+    Raises:
+      ValueError: no such axis, or a process without a device of the mesh.
+      RuntimeError: another process raised such an error.
+    """
+    with together("spread the rows"):
+        own = own_shards(mesh, axis_name)
+        if not len(own):
+            raise ValueError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
+    sizes = np.zeros(mesh.shape[axis_name], np.int64)
+    sizes[own] = [num_rows // len(own) + (i < num_rows % len(own)) for i in range(len(own))]
+    return gather_arrays(sizes).sum(axis=0)
+
+
+def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tuple[Any, Int64[np.ndarray, " p"]]:
+    """Spreads the rows of each process over its devices, for `sample_sort(*, shard_sizes=)`.
+
+    Args:
+      columns: a pytree of NumPy arrays of one leading axis, the rows of this process: any number, none too, and another
+        number on every process. Structure, dtypes and other axes are those of all processes.
+      mesh: the devices at one place of the axis belong to one process.
+      axis_name: the axis to spread over.
+
+    Returns:
+      The pytree, of arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard; n is the
+      most that any has, so that a device holds what the fullest does. Rows are numbered along the axis: those of
+      process 0 come first where its devices do.
+
+    Raises:
+      ValueError: leading axes that differ, no such axis, a mesh that is not as described or has no device of a process,
+        rows of another kind than those of other processes, or 64-bit values that do not fit 32 bits where
+        `jax_enable_x64` is off.
+      RuntimeError: another process raised one of these.
+    """
+    with together("check the rows"):
+        columns = jax.tree.map(lambda column: _fitting(np.asarray(column)), columns)
+        num_rows = _leading_axis(columns)
+    leaves, structure = jax.tree.flatten(columns)
+    agree("the kind of rows", repr((axis_name, str(structure), [(str(x.dtype), x.shape[1:]) for x in leaves])))
+    sizes = spread_local_rows(num_rows, mesh, axis_name)
+    own = own_shards(mesh, axis_name)
+    starts = np.zeros_like(sizes)  # in the rows of this process
+    starts[own] = np.cumsum(sizes[own]) - sizes[own]
+    per_shard = max(1, int(sizes.max()))
+    sharding = NamedSharding(mesh, PartitionSpec(axis_name))
+
+    def place(column: np.ndarray) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            d = (index[0].start or 0) // per_shard
+            part = np.zeros((per_shard, *column.shape[1:]), column.dtype)
+            part[: sizes[d]] = column[starts[d] : starts[d] + sizes[d]]
+            return part
+
+        return jax.make_array_from_callback((len(sizes) * per_shard, *column.shape[1:]), sharding, shard)
+
+    return jax.tree.map(place, columns), sizes
+
+
+def _leading_axis(columns: Any) -> int:
+    sizes = {np.shape(column)[:1] for column in jax.tree.leaves(columns)}
+    if len(sizes) != 1 or () in sizes:
+        raise ValueError(f"keys and payload must have one leading axis of the same size, not {sorted(sizes)}")
+    return sizes.pop()[0]
+
+
+def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shards: int) -> Int64[np.ndarray, " p"]:
+    if shard_sizes is None:
+        per_shard = -(-num_places // num_shards)
+        return np.clip(num_places - np.arange(num_shards) * per_shard, 0, per_shard)
+    sizes = np.asarray(shard_sizes)
+    if sizes.shape != (num_shards,) or not np.issubdtype(sizes.dtype, np.integer):
+        raise ValueError(f"shard_sizes must be {num_shards} integers, not {sizes.dtype}{list(sizes.shape)}")
+    if num_places % num_shards:
+        raise ValueError(
+            f"with shard_sizes, {num_shards} shards must have as many places each, not {num_places} together"
+        )
+    limit = num_places // num_shards
+    wrong = (sizes < 0) | (sizes > limit)
+    if wrong.any():
+        offenders = list_offenders(*offenders_where(wrong, sizes), limit)
+        raise ValueError(f"shard_sizes must be from 0 to the places of a shard: {offenders}")
+    return sizes.astype(np.int64)
+
+
+def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
+    """A column with zeros after its rows, on the devices of the sharding."""
+    if not isinstance(column, jax.Array):
+        array = _fitting(np.asarray(column))
+        array = np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    if jnp.issubdtype(column.dtype, jax.dtypes.extended):
+        raise ValueError(f"keys and payload must be numbers, not {column.dtype}")
+    with jax.set_mesh(NO_MESH):
+        if len(column) < size:
+            column = _fill(_without_axis_types(column), size, None if column.is_fully_addressable else sharding)
+        is_there = isinstance(column.sharding, NamedSharding) and column.sharding.mesh == sharding.mesh
+        if is_there and column.sharding.is_equivalent_to(sharding, column.ndim):
+            return column
+        return jax.device_put(column, sharding)
+
+
+def _without_axis_types(column: jax.Array) -> jax.Array:
+    """The same array on an Auto mesh: an explicitly sharded axis cannot be filled up."""
+    if not isinstance(column.sharding, NamedSharding):
+        return column
+    mesh = column.sharding.mesh
+    return jax.device_put(column, NamedSharding(Mesh(mesh.devices, mesh.axis_names), column.sharding.spec))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _fill(column: jax.Array, size: int, sharding: NamedSharding | None) -> jax.Array:
+    filled = jnp.pad(column, [(0, size - len(column))] + [(0, 0)] * (column.ndim - 1))
+    return filled if sharding is None else jax.lax.with_sharding_constraint(filled, sharding)
+
+
+def _fitting(array: np.ndarray) -> np.ndarray:
+    """The array in the type that JAX would give it, which has 32 bits where 64 are off; only where that is exact."""
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    try:
+        dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
+    except TypeError:
+        raise ValueError(f"keys and payload must be of a type that JAX has, not {array.dtype}") from None
+    if dtype == array.dtype:
+        return array
+    with np.errstate(over="ignore"):
+        short = array.astype(dtype)
+    differs = (short != array) & ~((short != short) & (array != array))  # NaN stays NaN
+    if differs.any():
+        offenders = list_offenders(*offenders_where(differs, array))
+        raise ValueError(f"{array.dtype} values do not fit {dtype} exactly; turn jax_enable_x64 on: {offenders}")
+    return short

@@ -1,0 +1,125 @@
+"""Sort of a file: in goes a `.npy` of lengths or any keys, out comes a `.npy` of the order, by all devices there are.
+
+Letters: N keys, p devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jvarlen.distributed.processes import gather_arrays, together
+from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, exchange_volume, shard_balance
+from jvarlen.sorting.ordered_file import write_ordered
+from jvarlen.sorting.sample_sort import local_sort, sample_sort
+from jvarlen.sorting.shard_sort import has_ragged
+from jvarlen.sorting.sharded_rows import shard_local_rows
+
+__all__ = ["SortedFile", "load_array", "sort_file"]
+
+
+class SortedFile(NamedTuple):
+    """What sorting a file took, and how evenly the result lay on the devices.
+
+    Attributes:
+      num_rows: N.
+      num_shards: p.
+      seconds: for compiling and sorting.
+      volume: what each device sent to others; None by a ragged exchange, where that depends on the keys.
+      exact: the balance of the exact sort.
+      local: that of each device sorting its own keys.
+    """
+
+    num_rows: int
+    num_shards: int
+    seconds: float
+    volume: ExchangeVolume | None
+    exact: ShardBalance
+    local: ShardBalance
+
+
+def load_array(path: Path, what: str) -> np.ndarray:
+    """The array of a `.npy` file, which stays on disk until it is looked at.
+
+    Args:
+      path: the file.
+      what: of what it should be, for errors.
+
+    Returns:
+      The array, mapped from the file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no `.npy` file of one array.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} file {path}") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is not a readable .npy file of {what}: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; a .npy file of {what} holds one")
+    return array
+
+
+def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> SortedFile:
+    """Writes the ids of the samples, sorted by key, ties by id: an order for `make_plan(order=)`.
+
+    Every process reads and sorts its part of the file. 64-bit keys are sorted as such where 32 bits do not hold them.
+
+    Args:
+      path: a `.npy` file of integers or floats[N], lengths or any difficulty.
+      out: where the order goes, a `.npy` file of int64[N]; its directory exists.
+      mesh: all its devices take part; one axis.
+      progress: whether to show a progress bar while writing.
+
+    Returns:
+      `SortedFile`.
+
+    Raises:
+      FileNotFoundError: there is no such file or directory.
+      ValueError: the file holds no integers or floats of one axis and at most 64 bits, or what `sample_sort` refuses.
+      RuntimeError: another process raised such an error, or has died.
+    """
+    with together("read the keys"):
+        keys = load_array(path, "lengths")
+        if keys.ndim != 1 or keys.dtype.kind not in "iuf" or keys.dtype.itemsize > 8:
+            given = f"{keys.dtype}{list(keys.shape)}"
+            raise ValueError(f"{path} must hold integers or floats of one axis and at most 64 bits, not {given}")
+        if not out.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory {out.parent} to write {out.name} to")
+        parts = np.linspace(0, len(keys), jax.process_count() + 1).astype(np.int64)
+        own = np.asarray(keys[slice(*parts[jax.process_index() :][:2])])
+        native = own.dtype.newbyteorder("=")
+        own = _shortened(own.astype(native, copy=False))
+    is_short = bool(gather_arrays(np.array([own.dtype.itemsize < 8])).all())
+    own = own if is_short else own.astype(native)
+    (axis_name,) = mesh.axis_names
+    with contextlib.nullcontext() if is_short else jax.enable_x64(True):
+        placed, sizes = shard_local_rows(own, mesh, axis_name=axis_name)
+        options: dict[str, Any] = {"axis_name": axis_name, "shard_sizes": sizes}
+        start = time.perf_counter()
+        exact = jax.block_until_ready(sample_sort(placed, mesh, **options))
+        seconds = time.perf_counter() - start
+        write_ordered(out, exact[1], len(keys), progress=progress)
+        local = local_sort(placed, mesh, nan="last", **options)
+    is_ragged = mesh.size > 1 and has_ragged(mesh, axis_name)
+    volume = None if is_ragged else exchange_volume(len(keys), mesh.size, dtype=own.dtype)
+    balances = (shard_balance(result[0], result[1], mesh.size) for result in (exact, local))
+    return SortedFile(len(keys), mesh.size, seconds, volume, *balances)
+
+
+def _shortened(keys: np.ndarray) -> np.ndarray:
+    """The keys in 32 bits where those hold them exactly."""
+    if keys.dtype.itemsize < 8:
+        return keys
+    with np.errstate(over="ignore"):
+        short = keys.astype(f"{keys.dtype.kind}4")
+    return short if np.array_equal(short, keys, equal_nan=keys.dtype.kind == "f") else keys

@@ -1,0 +1,325 @@
+"""Partition checks: in go a loss and a step's batch, out come the splits of the step that give the same gradient.
+
+`jvarlen.testing` gives this to users. Letters: M microbatches, B rows of each.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.pytree import is_key, leaves_by_name
+from jvarlen.distributed.mesh import batch_shardings, data_mesh
+from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.step_sums import sum_step
+from jvarlen.training.train_state import TrainState, divide_once, init_train_state
+
+__all__ = ["Split", "assert_partition_invariant"]
+
+_ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
+
+
+class Split(NamedTuple):
+    """One way to divide the rows of a step.
+
+    Attributes:
+      num_microbatches: of the whole step.
+      rows: of each microbatch.
+      num_shards: devices that share the microbatches; each accumulates over its own.
+      num_dummies: rows of zeros among all rows, which were added to those of the batch.
+    """
+
+    num_microbatches: int
+    rows: int
+    num_shards: int = 1
+    num_dummies: int = 0
+
+    def __str__(self) -> str:
+        rows = f"microbatches × rows {self.num_microbatches}×{self.rows}"
+        return f"{rows}, shards {self.num_shards}" + (f", dummy rows {self.num_dummies}" if self.num_dummies else "")
+
+
+def assert_partition_invariant(
+    loss_fn: LossFn,
+    params: Any,
+    batch: Any,
+    *,
+    extra: Any = None,
+    seed: int = 0,
+    num_shards: Sequence[int] | None = None,
+    rtol: float = 1e-12,
+) -> list[Split]:
+    """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
+
+    The rows of the batch are taken as one microbatch, as each divisor of M microbatches, and one by one; each of these
+    on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
+    microbatches as real ones, also so that one of two shards holds dummies alone; and as nothing but dummies, which
+    must give 0. All is computed in float64, where a mistake stands out from rounding. A loss that takes `key` or
+    `extra` has keys or statistics of each microbatch: for it the microbatches stay as they are, and only shards and
+    dummy microbatches vary; the next `extra` must agree as well.
+
+    One batch shows what is in it: take one with rows of different lengths or weights, and some parameters that are not
+    0. What is wrong in every split alike is not seen, such as padding inside a row that has weight or is attended to;
+    nor are errors below `rtol`, random numbers that depend on the parameters alone, and what other processes do.
+    Shards need devices: `jvarlen.distributed.split_cpu` gives a processor several.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      params: pytree of arrays; floats are cast to float64.
+      batch: pytree of arrays that begin with axes M and B, or are scalars, with an attribute `num_sequences`, such as a
+        `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a dummy row.
+      extra: for a loss that takes it; floats are cast to float64.
+      seed: for a loss that takes `key`.
+      num_shards: numbers of shards to try; None for all that there are devices for. Each split compiles.
+      rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
+        relative to the largest. A loss that computes in float32 inside needs about 1e-5, in bfloat16 1e-2.
+
+    Returns:
+      The splits that agree, first the one that all others were compared with.
+
+    Raises:
+      AssertionError: some do not; it names splits, leaves, values, errors, and the likely mistake.
+      ValueError: the batch has no weight, or leaves without those axes; shards that there are no devices for, or that
+        divide no number of microbatches; or what `make_train_step` refuses.
+
+    Warns:
+      UserWarning: the sum of weights depends on the parameters, which the gradient of the step leaves out.
+
+    Example:
+      >>> from jvarlen import Batch
+      >>> def loss_fn(scale, microbatch):
+      ...     losses = (scale * microbatch.tokens - 1.0) ** 2
+      ...     return (losses * microbatch.weights).sum(), microbatch.weights.sum()
+      >>> tokens = np.array([[[3, 1], [2, 0]]])
+      >>> batch = Batch(tokens, np.array([[2, 1]]), (tokens > 0) * 1.0, np.float32(2))
+      >>> for split in assert_partition_invariant(loss_fn, 0.5, batch, num_shards=[1]):
+      ...     print(split)
+      microbatches × rows 1×2, shards 1
+      microbatches × rows 2×1, shards 1
+      microbatches × rows 1×3, shards 1, dummy rows 1
+      microbatches × rows 2×2, shards 1, dummy rows 2
+      microbatches × rows 1×2, shards 1, dummy rows 2
+      >>> def mean_loss(scale, microbatch):
+      ...     loss_sum, weight_sum = loss_fn(scale, microbatch)
+      ...     return loss_sum / weight_sum, jnp.ones(())
+      >>> assert_partition_invariant(mean_loss, 0.5, batch, num_shards=[1])
+      Traceback (most recent call last):
+      AssertionError: ...
+
+    References:
+      The mean of the means of unequal microbatches: D. and M. Han 2024, "Bugs in LLM Training - Gradient Accumulation
+      Fix".
+    """
+    is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
+    with jax.enable_x64(True):
+        state = init_train_state(_in_float64(params), optax.identity(), extra=_in_float64(extra), seed=seed)
+        batch = jax.tree.map(_on_host, _in_float64(batch))
+        num_microbatches, rows = _leading_axes(batch)
+        shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
+        meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
+        steps = {p: jax.jit(_make_step(loss_fn, mesh)) for p, mesh in meshes.items()}
+
+        def values_of(split: Split, batch: Any) -> dict[str, np.ndarray]:
+            mesh = meshes[split.num_shards]
+            if mesh is not None:
+                batch = jax.device_put(batch, batch_shardings(batch, mesh))
+            return {name: np.asarray(value) for name, value in steps[split.num_shards](state, batch).items()}
+
+        (reference, whole), *others = _splits(batch, num_microbatches, rows, shards, is_fixed=is_fixed)
+        expected = values_of(reference, whole)
+        _check_reference(expected)
+        _warn_of_weights(loss_fn, state, whole)
+        differences = {split: _differences(values_of(split, part), expected, rtol) for split, part in others}
+        no_rows = reference._replace(num_dummies=reference.num_microbatches * reference.rows)
+        got = values_of(no_rows, jax.tree.map(_zeros_like, whole))
+        nothing = {name: np.zeros_like(value) for name, value in expected.items()}
+        differences[no_rows] = _differences(got, nothing, rtol)
+    differing = {split: found for split, found in differences.items() if found}
+    if differing:
+        raise AssertionError(
+            f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
+            f"{reference} (or from 0, where all is dummies) by more than {rtol:g} relative\n"
+            + list_first((f"  {split}: {list_first(found, '; ')}" for split, found in differing.items()), "\n")
+            + f"\nlikely: {_likely_mistake(differing)}"
+        )
+    return [reference, *differences]
+
+
+def _make_step(loss_fn: LossFn, mesh: Mesh | None) -> Callable[[TrainState, Any], dict[str, jax.Array]]:
+    """A function from state and batch to what a step must not let depend on its split, by name."""
+    sums_of = sum_step(loss_fn, mesh=mesh)
+
+    def step(state: TrainState, batch: Any) -> dict[str, jax.Array]:
+        sums = sums_of(state, batch)
+        loss = divide_once(sums.loss, sums.weight)
+        values = {"loss": loss, "loss_sum": sums.loss, "weight_sum": sums.weight}
+        values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
+        grads = leaves_by_name(sums.grads)
+        values |= {f"gradient{name}": divide_once(grad, sums.weight) for name, grad in grads.items()}
+        changes = [divide_once(change, sums.weight) for change in sums.extra]
+        return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
+
+    return step
+
+
+def _warn_of_weights(loss_fn: LossFn, state: TrainState, batch: Any) -> None:
+    def weight_sum(params: Any) -> jax.Array:
+        sums = sum_step(loss_fn, with_grads=False)(state._replace(params=params), batch)
+        return sums.weight
+
+    grads = leaves_by_name(jax.jit(jax.grad(weight_sum))(state.params))
+    if names := [name or "params" for name, grad in grads.items() if np.asarray(grad).any()]:
+        warnings.warn(
+            f"the weights depend on parameters, {list_first(names)}: the gradient of a step is that of the sum of "
+            "losses alone, divided by the sum of weights",
+            stacklevel=3,
+        )
+
+
+def _on_host(leaf: jax.Array) -> Any:
+    return leaf if is_key(leaf) else np.asarray(leaf)
+
+
+def _zeros_like(leaf: Any) -> Any:
+    return leaf if is_key(leaf) else np.zeros_like(leaf)
+
+
+def _padded(leaf: Any, added: list[tuple[int, int]]) -> Any:
+    """With zeros behind each axis; of keys, which have none, with copies of the last."""
+    widths = added + [(0, 0)] * (leaf.ndim - len(added))
+    return jnp.pad(leaf, widths, mode="edge") if is_key(leaf) else np.pad(leaf, widths)
+
+
+def _in_float64(tree: Any) -> Any:
+    def cast(leaf: Any) -> jax.Array:
+        array = jnp.asarray(leaf)
+        return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
+
+    return jax.tree.map(cast, tree)
+
+
+def _leading_axes(batch: Any) -> tuple[int, int]:
+    """M and B; raises ValueError where leaves differ in them."""
+    axes = {name: leaf.shape[:2] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
+    if len(set(axes.values())) != 1 or len(next(iter(axes.values()))) != 2:
+        raise ValueError(
+            f"leaves of the batch that are not scalars must begin with the same axes, microbatches and rows: {axes}"
+        )
+    num_microbatches, rows = next(iter(axes.values()))
+    return num_microbatches, rows
+
+
+def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int]:
+    """The numbers of shards to try: there are devices for each, and it divides one of the numbers of microbatches."""
+
+    def fits(shards: int) -> bool:
+        return 1 <= shards <= jax.device_count() and any(number % shards == 0 for number in numbers)
+
+    if num_shards is None:
+        return list(filter(fits, range(1, jax.device_count() + 1)))
+    unfit = [shards for shards in num_shards if not fits(shards)]
+    if unfit:
+        raise ValueError(
+            f"num_shards {unfit} must be from 1 to {jax.device_count()}, the devices that there are, and divide "
+            f"{' or '.join(map(str, numbers))} microbatches"
+        )
+    return list(num_shards)
+
+
+def _splits(
+    batch: Any, num_microbatches: int, rows: int, shards: list[int], *, is_fixed: bool
+) -> Iterator[tuple[Split, Any]]:
+    """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
+    num_rows = num_microbatches * rows
+
+    def split_into(number: int) -> Any:
+        return jax.tree.map(
+            lambda leaf: leaf.reshape(number, num_rows // number, *leaf.shape[2:]) if leaf.ndim else leaf, batch
+        )
+
+    def with_dummies(microbatches: int, rows: int) -> Any:
+        added = [(0, microbatches), (0, rows)]
+        return jax.tree.map(lambda leaf: _padded(leaf, added) if leaf.ndim else leaf, batch)
+
+    if is_fixed:
+        numbers = [num_microbatches]
+    else:
+        numbers = sorted({n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0} | {num_rows})
+    yield Split(numbers[0], num_rows // numbers[0]), split_into(numbers[0])
+    for number in numbers:
+        for p in shards:
+            if number % p == 0 and (number, p) != (numbers[0], 1):
+                yield Split(number, num_rows // number, p), split_into(number)
+    if not is_fixed:
+        yield Split(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
+    for p in sorted({1, 2} & set(shards)) or [1]:
+        yield Split(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
+
+
+class _Difference(NamedTuple):
+    """The entry of a leaf that differs most, and by how much relative to what `rtol` is relative to."""
+
+    name: str
+    got: float
+    expected: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.got:.9g}, not {self.expected:.9g} (relative error {self.error:.1e})"
+
+
+def _check_reference(expected: dict[str, np.ndarray]) -> None:
+    """Raises where nothing can be compared with what came of the first split."""
+    not_finite = [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]
+    if not_finite:
+        raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
+    if not expected["weight_sum"] > 0:
+        raise ValueError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
+
+
+def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[_Difference]:
+    """The leaves that differ, the worst first."""
+    grads = [leaf for name, leaf in expected.items() if name.startswith("gradient")]
+    largest = max(np.abs(grad).max(initial=0) for grad in grads)
+    found = []
+    for name, leaf in expected.items():
+        scale = largest if name.startswith("gradient") else np.abs(leaf)
+        difference = np.abs(got[name] - leaf)
+        difference = np.where(np.isnan(difference), np.inf, difference)
+        if (difference > rtol * scale).any():
+            at = np.unravel_index(np.argmax(difference), leaf.shape)
+            where = f"[{', '.join(map(str, at))}]" if at else ""
+            error = float(difference[at] / scale) if scale else np.inf
+            found.append(_Difference(name + where, float(got[name][at]), float(leaf[at]), error))
+    return sorted(found, key=lambda one: -one.error)
+
+
+def _likely_mistake(differing: dict[Split, list[_Difference]]) -> str:
+    found = [one for differences in differing.values() for one in differences]
+    with_real_rows_only = [one for split, ones in differing.items() if not split.num_dummies for one in ones]
+    if all(one.error < _ROUNDING for one in found):
+        return "loss_fn computes in float32 or less inside, and this is its rounding; then give rtol=1e-5"
+    if any(one.name == "weight_sum" for one in with_real_rows_only):
+        return (
+            "loss_fn returns means, and the mean of the means of microbatches is not the mean over the step; it must "
+            "return the sum of loss × weight and the sum of weights"
+        )
+    if not all(np.isfinite(one.got) for one in found):
+        return (
+            "loss_fn divides by what is 0 for dummy rows, such as a number of tokens, or takes a root or logarithm of "
+            "0; a weight of 0 does not undo that, least of all in the gradient"
+        )
+    if not with_real_rows_only:
+        return "dummy rows count; multiply each loss by a weight that is 0 there, and return the sum of these weights"
+    return (
+        "the loss of a row depends on the rows beside it, as with normalisation over the batch; or a term that belongs "
+        "to no row, such as weight decay, is added once a microbatch"
+    )

@@ -1,0 +1,236 @@
+"""Plan checks: in go plans, or the ids or batches of a loader, out comes nothing, or an error that says what is wrong.
+
+`jvarlen.testing` gives them to users. Letters: M microbatches, B rows of each, N samples, S steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from jvarlen._common.checks import list_first, list_offenders, offenders_where
+from jvarlen._common.pytree import leaves_by_name
+
+__all__ = ["assert_exactly_once", "assert_same_batches"]
+
+
+def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: npt.ArrayLike | None = None) -> None:
+    """Asserts that every sample comes exactly once in an epoch, and that a plan does not contradict itself.
+
+    Args:
+      plan: a plan, of this package or of `torch_ref`; or the `DistributedPlan` of every process, in a list; or what
+        `batch_by_tokens` or `pack_samples` gives; or, from a loader or anything else, an iterable of arrays of sample
+        ids, −1 for a dummy row.
+      num_samples: N: ids are 0 to N − 1. None: as many as came, and as the plan says that it dropped; then the last
+        samples can be missing unnoticed.
+      dropped: integers, ids that must not come, as they were left out on purpose. None: as many as the plan says that
+        it dropped, whichever they are.
+
+    Raises:
+      AssertionError: ids are missing, repeated, to be dropped, or no samples; the rows of a step are not those of
+        `sample_ids`; or offsets, numbers of samples and tokens, buckets or microbatches do not go together. The first
+        offenders are listed, and what was counted of each.
+      ValueError: dropped ids that are none of 0 to N − 1.
+
+    Example:
+      >>> from jvarlen import make_plan
+      >>> assert_exactly_once(make_plan([3, 1, 2], [(2, 2), (1, 3)]), 3)
+      >>> assert_exactly_once([[[0, 1], [2, -1]], [[1, 4]]], 5)
+      Traceback (most recent call last):
+      AssertionError: of samples 0 to 4, 1 is missing: id 3; samples that come more than once: id 1: 2
+    """
+    problems: list[str] = []
+    num_dropped = 0
+    if _is_plan(plan) or not hasattr(plan, "sample_ids"):
+        items = [plan] if _is_plan(plan) else list(plan)
+        if items and all(map(_is_plan, items)):
+            ids, problems = _ids_and_problems(items)
+            num_dropped = items[0].num_dropped
+        else:
+            ids = np.concatenate([np.zeros(0, np.int64), *(np.asarray(item).ravel() for item in items)])
+    else:
+        ids, num_dropped = np.asarray(plan.sample_ids), getattr(plan, "num_dropped", 0)
+    ids = ids[ids != -1]
+    if num_samples is None:
+        num_samples = len(ids) + num_dropped
+    problems += _problems_of_ids(ids, num_samples, dropped, num_dropped)
+    if problems:
+        raise AssertionError("; ".join(problems))
+
+
+def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
+    """Asserts that two plans, or two loaders, give the same batches in the same order.
+
+    Args:
+      plan_a: a plan: made, loaded from a file, or of `torch_ref`. Or an iterable of batches, which ends: pytrees of
+        JAX or NumPy arrays or PyTorch tensors on the host. Their leaves are compared by name, in shape and value; not
+        in dtype or container, as frameworks differ in these.
+      plan_b: likewise.
+
+    Raises:
+      AssertionError: it names the first step that differs, and how: in the bucket, in places and ids, in leaves and
+        values.
+      ValueError: one is a plan and the other is not.
+
+    Example:
+      >>> from jvarlen import make_plan
+      >>> plan = make_plan([3, 1, 2], [(2, 3)])
+      >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 2, 0]))
+      >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 0, 2]))
+      Traceback (most recent call last):
+      AssertionError: step 0 differs: rows[0, 1] is 2 and 0; num_tokens is 3 and 4
+    """
+    are_plans = _is_plan(plan_a)
+    if are_plans != _is_plan(plan_b):
+        raise ValueError("a plan is compared with a plan, and batches with batches")
+    steps = itertools.zip_longest(_leaves_by_step(plan_a), _leaves_by_step(plan_b))
+    num_same = 0
+    for leaves_a, leaves_b in steps:
+        if leaves_a is None or leaves_b is None:
+            ended = "first" if leaves_a is None else "second"
+            raise AssertionError(f"the {ended} ends after {num_same} steps, which are the same in both")
+        names = leaves_a | leaves_b
+        differences = [_difference(name, leaves_a.get(name), leaves_b.get(name)) for name in names]
+        if any(differences):
+            raise AssertionError(f"step {num_same} differs: {list_first(filter(None, differences), '; ')}")
+        num_same += 1
+    if are_plans and plan_a.digest != plan_b.digest:
+        raise AssertionError(
+            f"all {num_same} steps are the same, but the digests differ, as buckets that no step uses do: "
+            f"{list_first(map(tuple, plan_a.buckets), ', ')}, and {list_first(map(tuple, plan_b.buckets), ', ')}"
+        )
+
+
+def _is_plan(plan: Any) -> bool:
+    return hasattr(plan, "rows") and hasattr(plan, "step_bucket")
+
+
+def _ids_and_problems(parts: list[Any]) -> tuple[np.ndarray, list[str]]:
+    """The ids in the rows of all steps, and where a plan, or the parts of one, contradict themselves."""
+    plan = parts[0]
+    _check_parts(parts)
+    problems = _problems_of_steps(plan)
+    if problems:
+        raise AssertionError("; ".join(problems))
+    ids, wrong_rows = [np.zeros(0, np.int64)], []
+    for step in range(plan.num_steps):
+        rows = np.concatenate([part.rows(step) for part in parts])
+        ids_of_step = rows.swapaxes(0, 1).ravel()  # row j lies in microbatch j mod M
+        ids_of_step = ids_of_step[ids_of_step != -1]
+        ids.append(ids_of_step)
+        start, end = plan.step_offsets[step : step + 2]
+        shape = plan.microbatches_per_step, plan.buckets[plan.step_bucket[step]][0]
+        planned = plan.sample_ids[start:end] if hasattr(plan, "sample_ids") else None
+        if rows.shape[:2] != shape:
+            wrong_rows.append(f"rows({step}) has {rows.shape[:2]} microbatches and rows, planned were {shape}")
+        elif len(ids_of_step) != end - start:
+            wrong_rows.append(f"rows({step}) holds {len(ids_of_step)} samples, planned were {end - start}")
+        elif planned is not None and not np.array_equal(ids_of_step, planned):
+            wrong_rows.append(f"rows({step}) holds {_few(ids_of_step)}, sample_ids {_few(planned)}")
+    return np.concatenate(ids), [list_first(wrong_rows, "; ")] if wrong_rows else []
+
+
+def _check_parts(parts: list[Any]) -> None:
+    """Raises AssertionError where they are not one whole plan."""
+    digests = dict.fromkeys(part.digest for part in parts)
+    if len(digests) > 1:
+        raise AssertionError(f"these are parts of different plans, with digests {list_first(digests, ', ')}")
+    num_microbatches = parts[0].microbatches_per_step
+    microbatches = np.concatenate([getattr(part, "microbatches", np.arange(num_microbatches)) for part in parts])
+    times = np.bincount(microbatches, minlength=num_microbatches)
+    if (times != 1).any():
+        listed = list_offenders(*offenders_where(times != 1, times))
+        raise AssertionError(
+            f"each microbatch must be in one part, and the parts of all processes must be there; how many have it: "
+            f"{listed}"
+        )
+
+
+def _problems_of_steps(plan: Any) -> list[str]:
+    """What cannot be of the offsets, buckets and numbers of the steps; ids are those of steps."""
+    offsets, step_bucket = np.asarray(plan.step_offsets), np.asarray(plan.step_bucket)
+    if len(offsets) != len(step_bucket) + 1:
+        return [f"step_offsets holds {len(offsets)} numbers for {len(step_bucket)} steps, one more is needed"]
+    num_ids = len(plan.sample_ids) if hasattr(plan, "sample_ids") else plan.num_samples
+    problems = []
+    if offsets[0] != 0 or offsets[-1] != num_ids or plan.num_samples != num_ids:
+        problems.append(
+            f"step_offsets goes from {offsets[0]} to {offsets[-1]}, num_samples is {plan.num_samples}, and there are "
+            f"{num_ids} ids"
+        )
+    num_in_step, num_tokens = np.diff(offsets), np.asarray(plan.num_tokens)
+    capacity = np.array([rows * sum(lengths) for rows, *lengths in plan.buckets]) * plan.microbatches_per_step
+    of_no_bucket = (step_bucket < 0) | (step_bucket >= len(plan.buckets))
+    room = capacity[np.where(of_no_bucket, 0, step_bucket)]
+    wrong = {
+        "of no bucket": (of_no_bucket, step_bucket),
+        "without samples": (num_in_step < 1, num_in_step),
+        "whose num_sequences is not that of step_offsets": (plan.num_sequences != num_in_step, plan.num_sequences),
+        "with fewer tokens than samples": (num_tokens < num_in_step, num_tokens),
+        "with more tokens than room": (num_tokens > room, num_tokens),
+    }
+    return problems + [
+        f"steps {what}: {list_offenders(*offenders_where(is_wrong, values))}"
+        for what, (is_wrong, values) in wrong.items()
+        if is_wrong.any()
+    ]
+
+
+def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike | None, num_dropped: int) -> list[str]:
+    """How the ids are not each of 0 to N − 1 once, but for the dropped ones."""
+    dropped_ids = np.asarray([] if dropped is None else dropped, np.int64)
+    outside = dropped_ids[(dropped_ids < 0) | (dropped_ids >= num_samples)]
+    if len(outside):
+        raise ValueError(f"dropped ids must be from 0 to {num_samples - 1}: {list_offenders(outside)}")
+    is_dropped = np.zeros(num_samples, bool)
+    is_dropped[dropped_ids] = True
+    is_sample = (ids >= 0) & (ids < num_samples)
+    times = np.bincount(ids[is_sample], minlength=num_samples)
+    problems = []
+    missing = np.flatnonzero((times == 0) & ~is_dropped)
+    num_expected = num_dropped if dropped is None else 0
+    if len(missing) != num_expected:
+        said = f", not {num_expected} as the plan says" if num_expected else ""
+        listed = f": {list_offenders(missing)}" if len(missing) else ""
+        verb = "is" if len(missing) == 1 else "are"
+        problems.append(f"of samples 0 to {num_samples - 1}, {len(missing):,} {verb} missing{said}{listed}")
+    others, times_of_others = np.unique(ids[~is_sample], return_counts=True)
+    groups = {
+        "samples that come more than once": offenders_where(times > 1, times),
+        "samples that come, though dropped": offenders_where((times > 0) & is_dropped, times),
+        f"ids that are none of 0 to {num_samples - 1}": (others, times_of_others),
+    }
+    return problems + [f"{what}: {list_offenders(*found)}" for what, found in groups.items() if len(found[0])]
+
+
+def _leaves_by_step(plan: Any) -> Iterator[dict[str, Any]]:
+    """Of each step what must be the same, by name."""
+    if not _is_plan(plan):
+        yield from map(leaves_by_name, plan)
+        return
+    for step, bucket in enumerate(plan.step_bucket):
+        shape = "×".join(map(str, plan.buckets[bucket]))
+        yield {"bucket": shape, "rows": plan.rows(step), "num_tokens": plan.num_tokens[step]}
+
+
+def _difference(name: str, one: Any, other: Any) -> str | None:
+    """How two leaves differ; None where they do not."""
+    if one is None or other is None:
+        return f"{name} is only in the {'first' if other is None else 'second'}"
+    one, other = np.asarray(one), np.asarray(other)
+    if one.shape != other.shape:
+        return f"{name} has shape {one.shape} and {other.shape}"
+    differs = (one != other) & ~((one != one) & (other != other))  # NaN is the same as NaN
+    places = list(map(tuple, np.argwhere(differs).tolist()))
+    if not places:
+        return None
+    texts = [f"{list(at) or ''} is {one[at]} and {other[at]}" for at in places]
+    return name + list_first(texts, ", ")
+
+
+def _few(ids: np.ndarray) -> str:
+    return f"[{list_first(ids.tolist(), ', ')}]"

@@ -1,0 +1,82 @@
+"""Testing: in go a loss, plans, batches or functions of yours, out comes nothing, or an AssertionError that says why.
+
+Four checks for a user's own tests, with any test runner.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.pytree import describe, leaves_by_name, zeros_of
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.recompiles import Recompilation, no_recompiles
+from jvarlen.testing.partition import Split, assert_partition_invariant
+from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
+
+__all__ = ["Split", "assert_exactly_once", "assert_no_recompiles", "assert_partition_invariant", "assert_same_batches"]
+
+
+def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_up: bool = True) -> None:
+    """Asserts that a function compiles nothing once it has seen its shapes, nor in between.
+
+    It is called with every set of arguments, and then with every set again. Each call gets copies, since a function may
+    donate its arguments, as a compiled step does its state. Calls of compiled buckets count as uses of theirs. For a
+    whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
+
+    Args:
+      fn: any function, jitted or not, or what `compile_buckets` made.
+      shapes: for each call its arguments: a plain tuple of them, or a single one of another type. They are pytrees of
+        arrays, or of `jax.ShapeDtypeStruct`, in whose place come zeros. For compiled buckets
+        `[(state, spec) for spec in compiled.specs.values()]`.
+      warm_up: whether the first call with each set may compile. Compiled buckets may not in any case.
+
+    Raises:
+      AssertionError: something was compiled, or read from the persistent cache; it names the call, the arguments, the
+        programs, and what differs from what was seen before.
+      ValueError: there are no shapes.
+
+    Example:
+      >>> halve = jax.jit(lambda x: x / 2)
+      >>> shapes = [jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 4)]
+      >>> assert_no_recompiles(halve, shapes)
+      >>> assert_no_recompiles(lambda x: jax.jit(lambda y: y / 2)(x), shapes)
+      Traceback (most recent call last):
+      AssertionError: ...
+    """
+    argument_sets = [args if type(args) is tuple else (args,) for args in shapes]
+    if not argument_sets:
+        raise ValueError("shapes are empty: at least one set of arguments is needed")
+    may_compile = warm_up and not isinstance(fn, CompiledBuckets)
+    lines = []
+    for time, (i, args) in itertools.product(("first", "second"), enumerate(argument_sets)):
+        copies = jax.tree.map(_copied, args)
+        with no_recompiles("count") as count:
+            jax.block_until_ready(fn(*copies))
+        if count.recompilations and not (may_compile and time == "first"):
+            programs = list_first(map(_described, count.recompilations), "; ")
+            lines.append(f"  the {time} call with {_telling_leaves(argument_sets, i)}: {programs}")
+    if lines:
+        raise AssertionError("compiled where nothing should have been:\n" + list_first(lines, "\n"))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return zeros_of(leaf)
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
+
+
+def _described(program: Recompilation) -> str:
+    arguments = f" for {program.arguments}" if program.arguments else ""
+    return program.function + arguments + (f" ({program.difference})" if program.difference else "")
+
+
+def _telling_leaves(argument_sets: list[tuple[Any, ...]], i: int) -> str:
+    """The leaves of arguments that not all others have as well; where there are none, the first ones."""
+    leaves = [[f"{name} {describe(leaf)}" for name, leaf in leaves_by_name(args).items()] for args in argument_sets]
+    common = set.intersection(*map(set, leaves))
+    return f"arguments {i} ({list_first([leaf for leaf in leaves[i] if leaf not in common] or leaves[i], ', ')})"

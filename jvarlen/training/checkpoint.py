@@ -1,0 +1,396 @@
+"""Checkpoints: in goes the state and the place in the plan, out comes a directory, and the same two back.
+
+The only module that writes checkpoints. Orbax writes the state, in the background. Around it lies a directory that gets
+its name, the number of steps done, when all of it is written and listed with its hashes: a checkpoint is there whole,
+or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+import uuid
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import dacite
+import jax
+import orbax.checkpoint as ocp
+
+from jvarlen._common.files import move_into_place, write_atomically
+from jvarlen._common.pytree import describe, is_key, leaves_by_name
+from jvarlen.distributed.processes import agree
+from jvarlen.training.manifest import check_manifest, write_manifest
+
+__all__ = ["Checkpoints", "Place", "open_checkpoints"]
+
+_RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where training stands.
+
+    Attributes:
+      num_steps_done: steps since the start of training.
+      epoch: the epoch of the next step.
+      step: the next step within the plan of that epoch.
+      plan_digest: the digest of that plan.
+      seed: the seed of the training.
+      num_tokens_done: real tokens trained on.
+      num_positions_done: positions trained on, padding included.
+      train_s: seconds of training so far.
+      data_wait_s: seconds of these that it waited for data.
+      num_adjusted_done: samples that were cut or left shorter, as they are not of the planned length; of process 0.
+      held_out_bits_per_byte_before: of the evaluation before the first step; None until then.
+    """
+
+    num_steps_done: int
+    epoch: int
+    step: int
+    plan_digest: str
+    seed: int = 0
+    num_tokens_done: int = 0
+    num_positions_done: int = 0
+    train_s: float = 0.0
+    data_wait_s: float = 0.0
+    num_adjusted_done: int = 0
+    held_out_bits_per_byte_before: float | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, which `open_checkpoints` opens. Of several processes, all make the same calls."""
+
+    def __init__(
+        self,
+        directory: Path,
+        checkpointer: ocp.AsyncCheckpointer,
+        config: Mapping[str, Any],
+        keep_last: int,
+        keep_best: int,
+    ):
+        self._directory = directory
+        self._checkpointer = checkpointer
+        self._config = dict(config)
+        self._keep_last, self._keep_best = keep_last, keep_best
+        self._metrics = {step: _read_metric(directory / str(step)) for step in _steps_in(directory)}
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: tuple[int, Future[None]] | None = None
+
+    def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
+        """Saves in the background; nothing happens where this place is saved already.
+
+        Waits for the checkpoint before this one. Where that could not be written, a disk being full, a warning says
+        so and training goes on: stopping would lose the steps since then all the same, and there may be room now. Of
+        several processes the others are stuck in the midst of that checkpoint, so it is an error there. That the last
+        one cannot be written is an error always, at the end of `open_checkpoints` at the latest.
+
+        Args:
+          state: arrays that may be given away right after the call.
+          place: where training stands.
+          metric: how good the state is, lower is better; None or not a number: it is not among the best.
+
+        Raises:
+          OSError: this checkpoint or the one before could not be written, and there are several processes.
+          ValueError: the file that names the run is damaged.
+        """
+        try:
+            self._finish()
+        except OSError as error:
+            if jax.process_count() > 1:
+                raise
+            warnings.warn(f"{error}; training goes on, and tries again now", stacklevel=2)
+        step = place.num_steps_done
+        if step in self._metrics:
+            return
+        part = self._directory / f".{step}.part"
+        metric = None if metric is None or math.isnan(metric) else float(metric)
+        about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": _describe(state)}
+        try:
+            if _is_main():
+                _remove_parts(self._directory)
+                part.mkdir()
+                _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
+            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_without_keys(state)))
+        except OSError as error:
+            failed: Future[None] = Future()
+            failed.set_exception(error)
+            self._saving = step, failed
+            if jax.process_count() > 1:
+                self._finish()  # now: the others wait in this checkpoint
+        else:
+            self._saving = step, self._thread.submit(self._commit, part, step, metric)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved yet."""
+        return not self.steps
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps done at each checkpoint there is, ascending; waits for the one that is being written."""
+        self._finish()
+        return sorted(self._metrics)
+
+    @property
+    def best_step(self) -> int | None:
+        """The checkpoint of the lowest metric, of equal ones the first; None where none has a metric."""
+        self._finish()
+        return next(iter(_best(self._metrics)), None)
+
+    def restore_latest(self, state: Any) -> tuple[Any, Place]:
+        """The newest state and place.
+
+        All of the checkpoint is compared with its hashes before anything is loaded.
+
+        Args:
+          state: a state of the same structure, shapes and dtypes, laid out over devices as the result is to be.
+
+        Returns:
+          The state and its place.
+
+        Raises:
+          FileNotFoundError: no checkpoint is there.
+          ValueError: the checkpoint is damaged, or of another run: the files are named, and what can be done; or it is
+            of another state: every leaf that differs is named.
+        """
+        if not self.steps:
+            raise FileNotFoundError(f"{self._directory} holds no checkpoint to resume from")
+        return self._restore(self.steps[-1], state)
+
+    def restore_best(self, state: Any) -> tuple[Any, Place]:
+        """State and place of `best_step`; else as `restore_latest`.
+
+        Args:
+          state: as in `restore_latest`.
+
+        Returns:
+          The state and its place.
+        """
+        if self.best_step is None:
+            raise FileNotFoundError(f"{self._directory} holds no checkpoint with a metric")
+        return self._restore(self.best_step, state)
+
+    def wait(self) -> None:
+        """Returns when all that was saved is on disk; raises OSError where it could not be written."""
+        self._finish()
+
+    def close(self) -> None:
+        """Waits until all that was saved is on disk.
+
+        Raises:
+          OSError: the last checkpoint could not be written.
+        """
+        try:
+            self._finish()
+        finally:
+            self._thread.shutdown()
+            self._checkpointer.close()
+
+    def _commit(self, part: Path, step: int, metric: float | None) -> None:
+        """In the background: what follows when the state is written."""
+        self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
+        if _is_main():
+            write_manifest(part)
+            move_into_place(part, self._directory / str(step))
+        self._metrics[step] = metric
+        kept = {*sorted(self._metrics)[-self._keep_last :], *_best(self._metrics)[: self._keep_best]}
+        for old in self._metrics.keys() - kept:
+            del self._metrics[old]
+            if _is_main():
+                # Under a name of no checkpoint first: what is half removed is no checkpoint any more, and is removed at
+                # the next save.
+                with contextlib.suppress(OSError):
+                    shutil.rmtree((self._directory / str(old)).rename(self._directory / f".{old}.part"))
+
+    def _finish(self) -> None:
+        """Waits for the checkpoint that is being written; raises OSError where it could not be."""
+        if self._saving is None:
+            return
+        (step, future), self._saving = self._saving, None
+        if (error := future.exception()) is not None:
+            intact = f"; those of {_listed(self._metrics)} steps are intact" if self._metrics else ""
+            message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
+            if _is_main():
+                with contextlib.suppress(OSError):  # the next save, or the next run, removes them or says why not
+                    _remove_parts(self._directory)
+            raise OSError(message) from error
+
+    def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
+        agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
+        path = self._directory / str(step)
+        try:
+            place, saved = self._check(path, step)
+            given = _describe(state)
+            if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
+                leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
+                raise ValueError(f"it is of another model or optimizer: {leaves}")
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_keys(state))
+            restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+            args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
+            return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            raise ValueError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
+
+    def _check(self, path: Path, step: int) -> tuple[Place, dict[str, str]]:
+        """Place and leaves of a checkpoint that is whole and of this run; raises ValueError with what can be done."""
+        run = _read_run(self._directory)  # first: that this is damaged does not make a checkpoint so
+        try:
+            check_manifest(path)
+            about = _read_json(path / "about.json")
+            if not all(isinstance(about[key], dict) for key in ("place", "config", "leaves")):
+                raise ValueError(f"{path / 'about.json'} is not what a checkpoint says of itself")
+            place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
+            if place.num_steps_done != step:
+                raise ValueError(f"{path} is of {place.num_steps_done} steps")
+            if about["run"] != run:
+                raise ValueError(
+                    f"{path} is of run {about['run']}, not of run {run} that {self._directory / _RUN} names"
+                )
+        except (ValueError, LookupError, TypeError, OSError, RecursionError, dacite.DaciteError) as error:
+            others = _listed(self._metrics.keys() - {step}) or "none"
+            raise ValueError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
+        return place, about["leaves"]
+
+
+@contextlib.contextmanager
+def open_checkpoints(
+    directory: Path, *, keep_last: int = 2, keep_best: int = 0, config: Mapping[str, Any] | None = None
+) -> Iterator[Checkpoints]:
+    """Opens a directory of checkpoints; leaves it when all that was saved is on disk.
+
+    What a run left unfinished when it was killed is removed. No other run may have the directory open.
+
+    Args:
+      directory: made where it is missing; of several processes, one that all reach.
+      keep_last: how many of the newest checkpoints are kept, at least 1.
+      keep_best: how many of the lowest metrics are kept besides.
+      config: settings of the run, as JSON has them, to be kept in every checkpoint.
+
+    Yields:
+      `Checkpoints`.
+
+    Raises:
+      ValueError: `keep_last` or `keep_best` is too small.
+      OSError: the directory or the last checkpoint cannot be written; a warning says the latter where the block raised.
+    """
+    if keep_last < 1 or keep_best < 0:
+        raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
+    directory = directory.resolve()
+    if _is_main():
+        directory.mkdir(parents=True, exist_ok=True)
+        _remove_parts(directory)
+    # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best)
+    try:
+        yield checkpoints
+    except BaseException:
+        try:
+            checkpoints.close()
+        except OSError as error:
+            warnings.warn(str(error), stacklevel=3)  # what ended the block is what the caller is to hear of
+        raise
+    checkpoints.close()
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and is_key(leaf)
+
+
+def _without_keys(state: Any) -> Any:
+    """The state with the words of typed keys in their place, which is what is written."""
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+
+
+def _with_keys(restored: Any, state: Any) -> Any:
+    """The restored state with typed keys where `state` has them."""
+
+    def typed(leaf: Any, like: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+
+    return jax.tree.map(typed, restored, state)
+
+
+def _is_main() -> bool:
+    """Whether this is the process that writes what all have."""
+    return jax.process_index() == 0
+
+
+def _run_of(directory: Path) -> str:
+    """The name of the run that has the directory, drawn when it saves first."""
+    if not (directory / _RUN).exists():
+        with write_atomically(directory / _RUN) as file:
+            file.write(json.dumps({"run": uuid.uuid4().hex}).encode())
+    return _read_run(directory)
+
+
+def _read_run(directory: Path) -> str:
+    try:
+        return _read_json(directory / _RUN)["run"]
+    except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+        raise ValueError(
+            f"{directory / _RUN} is missing or damaged: {error!r}. Write it anew; "
+            "about.json of each checkpoint names the run"
+        ) from error
+
+
+def _steps_in(directory: Path) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):  # of several processes, the first may not have made it yet
+        return [int(name) for name in os.listdir(directory) if re.fullmatch("0|[1-9][0-9]*", name)]
+    return []
+
+
+def _remove_parts(directory: Path) -> None:
+    """Removes what processes that were killed left of checkpoints, and of the name of the run."""
+    for part in directory.glob(".*.part"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)  # what stays is in the way of no other step
+        else:
+            part.unlink(missing_ok=True)
+
+
+def _read_metric(path: Path) -> float | None:
+    """The metric of a checkpoint; None as well where it is damaged, which restoring it tells."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, OSError, RecursionError):
+        metric = _read_json(path / "about.json")["metric"]
+        return metric if isinstance(metric, float) else None
+    return None
+
+
+def _best(metrics: Mapping[int, float | None]) -> list[int]:
+    """Steps with a metric, by that and then by step."""
+    return [step for _, step in sorted((metric, step) for step, metric in metrics.items() if metric is not None)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_bytes())
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1))
+
+
+def _reason(error: BaseException) -> str:
+    """Why something could not be written, in a line: of a long account, what the operating system said."""
+    code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore has it
+    return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
+
+
+def _listed(steps: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))
+
+
+def _describe(state: Any) -> dict[str, str]:
+    """Type and shape of every leaf, by its path."""
+    return {name: describe(leaf) for name, leaf in leaves_by_name(state).items()}

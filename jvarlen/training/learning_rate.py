@@ -1,0 +1,161 @@
+"""Learning rate: in goes a rule for the batch size, out come Optax pieces that put the scaled rate in force on device.
+
+`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from what each
+step holds. Letters: S steps of all plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Float64
+
+from jvarlen._common.checks import check_choices, list_first
+from jvarlen.planning.steps import PlannedSteps
+from jvarlen.training.rates import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
+
+__all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size", "table_schedule"]
+
+_EXTRA_ARGUMENTS = {"sequences": "batch_size", "tokens": "num_tokens"}
+
+
+def planned_schedule(
+    plan: PlannedSteps | Iterable[PlannedSteps],
+    base_schedule: BaseSchedule,
+    base_batch_size: float,
+    *,
+    rule: Rule = "linear",
+    unit: BatchSizeUnit = "sequences",
+    counted_in: ScheduleUnit = "steps",
+) -> optax.Schedule:
+    """The learning rates of a plan as an ordinary Optax schedule: step count -> rate.
+
+    It goes wherever a schedule goes: `optax.adamw(schedule)`, `optax.inject_hyperparams`, `optax.partition`. Resumed,
+    the count in the optimizer's state goes on, and so do the rates. Every call gives exactly the rounding of
+    `lr_sequence` to float32 (where 64-bit types are enabled, `lr_sequence` itself, in float64).
+
+    The table is a constant of the program that looks rates up, of 4 bytes a step. A plan with other rates therefore
+    compiles anew; with `scale_by_batch_size` it need not.
+
+    Args:
+      plan: as in `lr_sequence`; give the plans of all epochs that the schedule shall cover.
+      base_schedule: as in `lr_sequence`.
+      base_batch_size: as in `lr_sequence`.
+      rule: as in `lr_scale`.
+      unit: as in `lr_sequence`.
+      counted_in: as in `lr_sequence`.
+
+    Returns:
+      A function of a count, or of an array of them (Python, NumPy or JAX integers, traced or not), to float32 of its
+      shape. It raises ValueError for a count outside 0 … S−1; for a traced one, whose value is not known, it gives
+      NaN there: no wrong rate goes unseen.
+
+    Raises:
+      ValueError: what `lr_sequence` refuses.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)]), 1e-3, 2)
+      >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
+      True
+
+      Groups of parameters, each with a base rate and a rule of its own:
+
+      >>> plan = make_plan([3] * 14, [(10, 3)])
+      >>> groups = {"matrices": optax.adamw(planned_schedule(plan, 1e-3, 2)), "norms": optax.adam(1e-4)}
+      >>> optimizer = optax.partition(groups, {"w": "matrices", "scale": "norms"})
+
+    References:
+      As for `lr_scale`.
+    """
+    rates = lr_sequence(plan, base_schedule, base_batch_size, rule=rule, unit=unit, counted_in=counted_in)
+    return table_schedule(rates)
+
+
+def table_schedule(rates_S: Float64[np.ndarray, " S"]) -> optax.Schedule:
+    """A schedule that looks rates up, as `planned_schedule` says."""
+    num_steps = len(rates_S)
+
+    def schedule(count: Any) -> jax.Array:
+        if not isinstance(count, jax.core.Tracer):
+            _check_planned(np.atleast_1d(count), num_steps)
+        counts = jnp.asarray(count)
+        table_S = jnp.asarray(rates_S.astype(jnp.result_type(float)))  # NumPy's rounding, of float64 to float32
+        rates = jnp.take(table_S, counts, mode="clip")
+        return jnp.where((counts >= 0) & (counts < num_steps), rates, jnp.nan)
+
+    return schedule
+
+
+def scale_by_batch_size(
+    base_batch_size: float, *, rule: Rule = "linear", unit: BatchSizeUnit = "sequences"
+) -> optax.GradientTransformationExtraArgs:
+    """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
+
+    Put it last in a chain: what it scales includes AdamW's decoupled weight decay, as a change of the learning rate
+    would. `update` takes the batch size as an extra argument, a number or float32[]; an array does not retrace when it
+    changes. Other extra arguments are ignored, so that one call of `update` serves transformations of both units.
+
+    Args:
+      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as
+        `optax.inject_hyperparams` does: a value that would be refused then scales by NaN.
+      rule: as in `lr_scale`; a function must accept JAX arrays.
+      unit: what the batch size counts: real `"sequences"`, taken from the extra argument `batch_size`, or real
+        `"tokens"`, taken from `num_tokens`, which `make_train_step` passes for the batches of `jvarlen.collate`. For a
+        batch of another kind let `num_sequences` count what the rate shall follow.
+
+    Returns:
+      A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 where 64-bit types are
+      enabled); updates keep their dtypes. Without its extra argument `update` raises TypeError.
+
+    Raises:
+      ValueError: an unknown rule or unit, or a base batch size that is not positive.
+
+    Example:
+      >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_batch_size(2))
+      >>> updates, _ = optimizer.update(jnp.ones(()), optimizer.init(jnp.ones(())), batch_size=jnp.float32(6))
+      >>> float(updates)
+      -3.0
+
+      Groups of parameters, each with a base rate and a rule of its own, or left unscaled:
+
+      >>> matrices = optax.chain(optax.adamw(1e-3), scale_by_batch_size(256, rule="sqrt"))
+      >>> embeddings = optax.chain(optax.sgd(0.1), scale_by_batch_size(32_768, unit="tokens"))
+      >>> groups = {"matrices": matrices, "embeddings": embeddings, "norms": optax.adam(1e-4)}
+      >>> optimizer = optax.partition(groups, {"embed": "embeddings", "w": "matrices", "scale": "norms"})
+
+    References:
+      As for `lr_scale`.
+    """
+    check_choices(unit=(unit, BatchSizeUnit))
+    base: Any = base_batch_size
+    is_traced = isinstance(base, jax.core.Tracer)
+    known = 1.0 if is_traced else base
+    lr_scale(known, known, rule)  # what it refuses is refused here
+    if is_traced:
+        base = jnp.where((base > 0) & (base < jnp.inf), base, jnp.nan)
+    name = _EXTRA_ARGUMENTS[unit]
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        if name not in extra_args:
+            raise TypeError(f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update")
+        ratio = jnp.asarray(extra_args[name], float) / base
+        scale = apply_rule(jnp, ratio, rule)
+        return jax.tree.map(lambda update: (update * scale).astype(update.dtype), updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
+
+
+def _check_planned(counts: np.ndarray, num_steps: int) -> None:
+    wrong = counts[(counts < 0) | (counts >= num_steps)]
+    if len(wrong):
+        raise ValueError(
+            f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for "
+            f"{list_first(wrong.tolist())}: give the plans of all epochs"
+        )

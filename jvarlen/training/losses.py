@@ -1,0 +1,144 @@
+"""Loss functions as users write them, in one form: what they take by name, and what they return.
+
+Letters: M microbatches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from jvarlen._common.checks import list_first
+from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument", "which_are_reduced"]
+
+LossFn = Callable[..., tuple[Any, ...]]
+
+_REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
+
+
+class LossOutputs(NamedTuple):
+    """What a loss returns beside Σ loss: Σ weight, further sums, and the next `extra`, None where it takes none."""
+
+    weight_sum: jax.Array
+    sums: Mapping[str, Any]
+    extra: Any
+
+
+def takes_argument(loss_fn: LossFn, name: str) -> bool:
+    """Whether a loss function has a parameter of this name."""
+    return name in _parameters(loss_fn)
+
+
+def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], tuple[jax.Array, LossOutputs]]:
+    """The loss in one form: `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      state: holds the `extra` that the loss takes.
+
+    Raises:
+      ValueError: it takes a key or extra state that the state doesn't hold; when it is called, what it returns is none
+        of the allowed forms.
+    """
+    parameters = _parameters(loss_fn)
+    name = getattr(loss_fn, "__name__", "loss_fn")
+    missing = {"key": "seed=0", "extra": "extra=…"}
+    for argument, how in missing.items():
+        if argument in parameters and getattr(state, argument) is None and parameters[argument].default is _NO_DEFAULT:
+            raise ValueError(f"{name} takes {argument}: init_train_state(params, optimizer, {how}) gives the state one")
+    takes_key = "key" in parameters and state.key is not None
+    takes_extra = "extra" in parameters and state.extra is not None
+
+    def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
+        arguments = {"key": key} if takes_key else {}
+        if takes_extra:  # made anew: NNX's variables may only be changed under the trace that made them
+            arguments["extra"] = jax.tree.map(lambda leaf: leaf, state.extra)
+        returned = loss_fn(params, microbatch, **arguments)
+        form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
+        if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
+            got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
+            raise ValueError(f"{name} must return {form}, not {got}")
+        loss_sum, weight_sum, *rest = returned
+        extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
+        sums = rest[0] if rest else {}
+        if not isinstance(sums, Mapping):
+            raise ValueError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
+        loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
+        for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
+            if value.shape:
+                raise ValueError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
+        return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), extra)
+
+    return loss
+
+
+_NO_DEFAULT = inspect.Parameter.empty
+
+
+def _parameters(loss_fn: LossFn) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # some callables tell none
+        return {}
+
+
+def _checked_extra(name: str, returned: Any, given: Any) -> Any:
+    one, other = leaves_by_name(given), leaves_by_name(returned)
+    differing = [
+        f"{leaf or 'it'}: {describe(one.get(leaf))} -> {describe(other.get(leaf))}"
+        for leaf in {**one, **other}
+        if describe(one.get(leaf)) != describe(other.get(leaf))
+    ]
+    if differing or not have_same_containers(given, returned):
+        listed = list_first(differing, "; ") or "its containers differ"
+        raise ValueError(f"{name} must return extra, last, as it takes it: {listed}")
+    return returned
+
+
+def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
+    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself.
+
+    An output that a loop or a branch makes of values that differ counts as different.
+
+    Args:
+      closed: the traced function; its arguments differ from shard to shard, what it closes over doesn't.
+      axis_name: the mesh axis.
+    """
+    differs, same, reduced = 0, 1, 2
+
+    def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
+        kind_of = dict(zip(jaxpr.invars, kinds, strict=True))
+
+        def kind(atom: Any) -> int:
+            return same if hasattr(atom, "val") else kind_of.get(atom, same)
+
+        for eqn in jaxpr.eqns:
+            given = [kind(atom) for atom in eqn.invars]
+            inner = next((p for p in eqn.params.values() if isinstance(p, ClosedJaxpr)), None)
+            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+            if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
+                made = [reduced] * len(eqn.outvars)
+            elif eqn.primitive.name == "axis_index":
+                made = [differs]
+            elif (
+                inner is not None
+                and len(inner.jaxpr.invars) == len(given)
+                and len(inner.jaxpr.outvars) == len(eqn.outvars)
+                and eqn.primitive.name not in ("scan", "while")
+            ):
+                made = walk(inner.jaxpr, given)
+            else:
+                known = [kind for kind in given if kind != same]
+                made = [min(known, default=same)] * len(eqn.outvars)
+            kind_of.update(zip(eqn.outvars, made, strict=True))
+        return [kind(atom) for atom in jaxpr.outvars]
+
+    return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]

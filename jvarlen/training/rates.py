@@ -1,0 +1,174 @@
+"""Learning-rate table: in go a schedule and the sizes of every step, out come the rates in force, in float64.
+
+The rate of step t is base(x_t) × s(n_t / n_ref): x_t is how far training has come, n_t the batch size of the step,
+and s the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import check_choices, list_offenders
+from jvarlen.planning.steps import PlannedSteps
+
+__all__ = [
+    "BaseSchedule",
+    "BatchSizeUnit",
+    "Rule",
+    "ScheduleUnit",
+    "apply_rule",
+    "base_rates",
+    "before_each",
+    "lr_scale",
+    "lr_sequence",
+    "step_sizes",
+]
+
+Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
+BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
+BatchSizeUnit = Literal["sequences", "tokens"]
+ScheduleUnit = Literal["steps", "sequences", "tokens"]
+
+
+def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "linear") -> Any:
+    """The factor on the learning rate for a batch size.
+
+    Args:
+      batch_size: number or array ≥ 0, in sequences (or in tokens, where `base_batch_size` is).
+      base_batch_size: the batch size that the base rate was tuned for, > 0, in the same unit.
+      rule: `"linear"`, `"sqrt"`, None (no scaling), or a function of the ratio, which it gets as float64 of the shape
+        of `batch_size`, and to which it gives as many scales.
+
+    Returns:
+      float64 of the shape of `batch_size`.
+
+    Raises:
+      ValueError: an unknown rule, a negative or NaN batch size, a base batch size that is not positive; a function
+        whose scales have another shape, are negative or not finite.
+
+    Example:
+      >>> float(lr_scale(1024, 256, "sqrt"))
+      2.0
+
+    References:
+      Linear: Goyal et al. 2017, "Accurate, Large Minibatch SGD". Square root: Krizhevsky 2014, "One weird trick", and
+      for Adam Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
+    """
+    if not 0 < base_batch_size < math.inf:
+        raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
+    sizes = np.asarray(batch_size, np.float64)
+    _check_not_negative("batch sizes", sizes)
+    # A function written with jax.numpy computes in float32 otherwise; and not at all while a program is traced.
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
+        scales = np.asarray(apply_rule(np, sizes / float(base_batch_size), rule), np.float64)
+    if scales.shape != sizes.shape:
+        raise ValueError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")
+    _check_not_negative("scales that rule gives", scales)
+    return scales[()]
+
+
+def lr_sequence(
+    plan: PlannedSteps | Iterable[PlannedSteps],
+    base_schedule: BaseSchedule,
+    base_batch_size: float,
+    *,
+    rule: Rule = "linear",
+    unit: BatchSizeUnit = "sequences",
+    counted_in: ScheduleUnit = "steps",
+) -> Float64[np.ndarray, " S"]:
+    """The learning rate of every step of a plan, in float64 on the host.
+
+    Args:
+      plan: a plan, or a distributed one; or several, one an epoch, over which all counts go on. S steps in all.
+      base_schedule: a number, a function of how far training has come, such as an Optax schedule (which is evaluated in
+        float64 here), or an array of S rates.
+      base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.
+      rule: as in `lr_scale`.
+      unit: what the batch size counts: real `"sequences"` or real `"tokens"`.
+      counted_in: what a function's argument counts: `"steps"`, or the real `"sequences"` or `"tokens"` of the steps
+        before. Warm-up and decay are then given in that unit, and take no more and no fewer samples where steps are
+        fewer and larger.
+
+    Returns:
+      float64[S].
+
+    Raises:
+      ValueError: an unknown unit or rule; an array that has not S entries, or that goes with another count than steps;
+        a base batch size that is not positive; what `lr_scale` refuses.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> plan = make_plan([3] * 14, [(10, 3)])
+      >>> lr_sequence(plan, 1e-3, 2).tolist()
+      [0.005, 0.002]
+      >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
+      [1.0, 11.0, 15.0, 25.0]
+
+    References:
+      A schedule over samples instead of steps: Smith et al. 2018, "Don't Decay the Learning Rate, Increase the Batch
+      Size".
+    """
+    check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
+    if counted_in != "steps" and not callable(base_schedule) and np.ndim(base_schedule):
+        raise ValueError(
+            f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
+        )
+    sizes = step_sizes(plan)
+    return base_rates(base_schedule, before_each(sizes[counted_in])) * lr_scale(sizes[unit], base_batch_size, rule)
+
+
+def step_sizes(plan: PlannedSteps | Iterable[PlannedSteps]) -> dict[str, Int64[np.ndarray, " S"]]:
+    """What every step of one plan or of several counts, in each unit: one step, its sequences, its tokens."""
+    plans = plan if isinstance(plan, Iterable) else [plan]
+    # Only the sizes are kept: the plans of many epochs need not be in memory together.
+    sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
+    if not sizes:
+        raise ValueError("plan must be a plan or at least one of them")
+    columns = (np.concatenate(column) for column in zip(*sizes, strict=True))
+    return dict(zip(get_args(ScheduleUnit), columns, strict=True))
+
+
+def before_each(sizes: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
+    """How much the steps before each step count together, exactly."""
+    return np.cumsum(sizes) - sizes
+
+
+def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> Float64[np.ndarray, " S"]:
+    """The base rate at every count, before any scaling by batch size: float64[S]; of an array, all its rates."""
+    with jax.enable_x64(True):  # Optax schedules compute in float32 otherwise
+        if not callable(base_schedule):
+            rates = np.asarray(base_schedule, np.float64)
+        else:
+            try:
+                rates = np.asarray(base_schedule(counts), np.float64)
+            except (TypeError, ValueError, DeprecationWarning):  # a function of one count only
+                rates = np.array([float(base_schedule(count)) for count in counts.tolist()])
+    if rates.shape not in ((), counts.shape):
+        raise ValueError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
+    return np.broadcast_to(rates, counts.shape).copy()
+
+
+def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
+    """The scale at a ratio, computed by `numpy`, which is NumPy or its JAX counterpart."""
+    if rule is None:
+        return numpy.ones_like(ratio)
+    if callable(rule):
+        return rule(ratio)
+    if rule == "linear":
+        return ratio
+    if rule == "sqrt":
+        return numpy.sqrt(ratio)
+    raise ValueError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
+
+
+def _check_not_negative(what: str, values: Float64[np.ndarray, " *shape"]) -> None:
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+    if len(wrong):
+        raise ValueError(f"{what} must be finite and at least 0: {list_offenders(wrong, values.ravel()[wrong], 0)}")

@@ -1,0 +1,194 @@
+"""The training step, a pure function (state, batch) -> (state, metrics): accumulate, reduce, update.
+
+The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so that every split of a step over
+shards and accumulation gives the same gradient. Letters: M microbatches.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from jvarlen.training.losses import LossFn
+from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, next_extra, sum_step
+from jvarlen.training.train_state import Metrics, TrainState, divide_once, init_train_state
+
+__all__ = [
+    "LossFn",
+    "Metrics",
+    "StepFn",
+    "TrainState",
+    "init_train_state",
+    "make_eval_step",
+    "make_train_step",
+    "metrics_of",
+    "microbatches_of",
+    "update_state",
+]
+
+StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str = "data",
+    norms: bool = False,
+) -> StepFn:
+    """A train step with exact normalisation and accumulation over microbatches.
+
+    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. By the names of its parameters it may
+    take more, and it may return more:
+
+    - `key`: a typed key of its own for every microbatch, the same on any number of devices:
+      `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init_train_state(…, seed=)` sets it.
+    - `extra`: `state.extra`, arrays that are no parameters, as they were before the step. The loss returns the next
+      ones last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers by
+      the sum of the changes of microbatches that have weight; other types, such as keys, stay as they are.
+    - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
+
+    The gradient is that of Σ loss alone, divided by Σ weight: weights that depend on the parameters are not
+    differentiated.
+
+    Args:
+      loss_fn: a function of the parameters and a microbatch, which is the batch without its leading axis; see above.
+        The two sums are scalars, of the rows that it is given: what the step's other shards have is added by the step.
+      optimizer: any Optax optimizer. Its update is told what it takes by name, or all where it takes any:
+        `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, `value`, the loss of the step,
+        `grad`, its gradient, and `value_fn(params)`, the loss of the same step for other parameters.
+      mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. Other axes of the mesh
+        are left to the compiler: parameters may be sharded over them. None: one device.
+      axis_name: the data-parallel axis of the mesh; its size must divide M.
+      norms: whether the metrics have the global norms of gradient and updates.
+
+    Returns:
+      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. The batch
+      is any pytree. Every leaf that is not a scalar has leading axis M. A field `num_sequences` (attribute or key of a
+      dict), a scalar, counts the step's real samples; a field `num_tokens`, a scalar of the step or a count for each
+      microbatch, its tokens, which batches of `jvarlen.collate` tell by themselves.
+
+    Raises:
+      ValueError: when it is traced: shards that do not divide M; a loss that takes what the state doesn't hold, returns
+        something else, or reduces its sums over the mesh itself; a mesh that is not the one it is compiled for.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    optimizer = optax.with_extra_args_support(optimizer)
+    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
+    values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        @jax.custom_vjp  # its gradient is that of the step: accumulated and reduced as the step's own
+        def value_fn(params: Any) -> jax.Array:
+            return _loss_of(values_of(state._replace(params=params), batch))
+
+        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
+            sums = sums_of(state._replace(params=params), batch)
+            return _loss_of(sums), _mean_grads(sums, params)
+
+        value_fn.defvjp(
+            value_and_grad, lambda grads, by: (jax.tree.map(lambda grad: (by * grad).astype(grad.dtype), grads),)
+        )
+        return update_state(optimizer, state, batch, sums_of(state, batch), value_fn=value_fn, norms=norms)
+
+    return train_step
+
+
+def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data") -> StepFn:
+    """An evaluation step: the sums of a step without a gradient.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      mesh: as for `make_train_step`.
+      axis_name: as for `make_train_step`.
+
+    Returns:
+      `eval_step(state, batch) -> (state, Metrics)`: a plain function. The state is a `TrainState`, or parameters alone
+      for a loss that takes nothing else. It comes back as it is, and where `compile_buckets` compiles this, it is not
+      donated.
+
+    Raises:
+      ValueError: as `make_train_step`.
+    """
+    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
+
+    def eval_step(state: Any, batch: Any) -> tuple[Any, Metrics]:
+        sums = sums_of(state if isinstance(state, TrainState) else TrainState(state, None), batch)
+        return state, metrics_of(sums, batch)
+
+    return eval_step
+
+
+def update_state(
+    optimizer: optax.GradientTransformationExtraArgs,
+    state: TrainState,
+    batch: Any,
+    sums: StepSums,
+    *,
+    value_fn: Callable[[Any], jax.Array] | None = None,
+    norms: bool = False,
+) -> tuple[TrainState, Metrics]:
+    """The state after a step, and what it measured, from the step's sums.
+
+    Args:
+      optimizer: has `update` with extra arguments.
+      state: before the step.
+      batch: of the step; its counts are what the optimizer is told.
+      sums: of all its microbatches.
+      value_fn: the loss of the step for other parameters; None: not known.
+      norms: whether the metrics have the norms of gradient and updates.
+    """
+    metrics = metrics_of(sums, batch)
+    grads = _mean_grads(sums, state.params)
+    told = {
+        "batch_size": _scalar_field(batch, "num_sequences"),
+        "num_tokens": metrics.num_tokens,
+        "value": metrics.loss,
+        "grad": grads,
+        "value_fn": value_fn,
+    }
+    parameters = inspect.signature(optimizer.update).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    told = {name: value for name, value in told.items() if value is not None and (takes_any or name in parameters)}
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params, **told)
+    if norms:
+        metrics = metrics._replace(grad_norm=optax.tree.norm(grads), update_norm=optax.tree.norm(updates))
+    return (
+        state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            extra=next_extra(state.extra, sums) if sums.extra else state.extra,
+            step=None if state.step is None else state.step + 1,
+        ),
+        metrics,
+    )
+
+
+def _mean_grads(sums: StepSums, params: Any) -> Any:
+    return jax.tree.map(lambda grad, param: divide_once(grad, sums.weight).astype(param.dtype), sums.grads, params)
+
+
+def _loss_of(sums: StepSums) -> jax.Array:
+    return divide_once(sums.loss, sums.weight)
+
+
+def metrics_of(sums: StepSums, batch: Any) -> Metrics:
+    """What a step measured, from its sums and the counts that its batch tells."""
+    num_tokens = field_of(batch, "num_tokens")
+    of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss.dtype)
+    return Metrics(sums.loss, sums.weight, sums.num_tokens if of_step is None else of_step, sums.sums)
+
+
+def _scalar_field(batch: Any, name: str) -> jax.Array | None:
+    value = field_of(batch, name)
+    if value is not None and jnp.ndim(value):
+        raise ValueError(f"{name} of the batch must be a scalar, of the whole step, not an array {jnp.shape(value)}")
+    return value

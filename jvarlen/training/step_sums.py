@@ -1,0 +1,209 @@
+"""The sums of a step: accumulated over the microbatches of a shard, then reduced over the shards, once.
+
+Nothing is divided here, so that every split of a step over shards and accumulation has the same sums. Letters: M
+microbatches of a step, m those of a shard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jvarlen.batches.batches import count_tokens
+from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards_divide
+from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
+from jvarlen.training.train_state import TrainState, divide_once
+
+__all__ = ["StepSums", "field_of", "microbatches_of", "next_extra", "sum_microbatch", "sum_step"]
+
+
+class StepSums(NamedTuple):
+    """Sums over microbatches, in float32 at least.
+
+    Attributes:
+      loss: float[].
+      weight: float[].
+      num_tokens: float[]; None where the batch doesn't tell.
+      sums: what else the loss sums up.
+      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats, Σ change for integers.
+      grads: Σ gradients, a pytree as the parameters; None where none are asked for.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    num_tokens: jax.Array | None = None
+    sums: Mapping[str, Any] = {}
+    extra: tuple[jax.Array, ...] = ()
+    grads: Any = None
+
+
+def sum_step(
+    loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data", with_grads: bool = True
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      mesh: as for `make_train_step`.
+      axis_name: as for `make_train_step`.
+      with_grads: whether gradients are summed as well.
+
+    Returns:
+      A function of the state and a batch. All sums are reduced together, once, outside of any loop.
+    """
+    mesh = None if mesh is None else auto_axes(mesh)
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        check_compiled_for(mesh, axis_name)
+        num_microbatches = microbatches_of(batch)
+        microbatches = jax.tree.map(
+            lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch
+        )
+        keys = None
+        if state.key is not None and takes_argument(loss_fn, "key"):
+            step_key = jax.random.fold_in(state.key, state.step)
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
+        if mesh is None:
+            return _accumulate(loss_fn, state, (microbatches, keys), with_grads)
+        check_shards_divide(num_microbatches, mesh, axis_name)
+
+        def on_shard(state: TrainState, microbatches: Any) -> StepSums:
+            sums = _accumulate(loss_fn, state, microbatches, with_grads, reduced_over=axis_name)
+            return jax.lax.psum(sums, axis_name)
+
+        # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
+        # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
+        split, whole = PartitionSpec(axis_name), PartitionSpec()
+        shards = jax.shard_map(
+            on_shard, mesh=mesh, in_specs=(whole, split), out_specs=whole, axis_names={axis_name}, check_vma=False
+        )
+        return shards(state._replace(opt_state=None), (microbatches, keys))
+
+    return sums_of
+
+
+def next_extra(extra: Any, sums: StepSums) -> Any:
+    """The next `extra`: floats change by the weighted mean of the microbatches' changes, integers by their sum."""
+    leaves, structure = jax.tree.flatten(extra)
+    changes = iter(sums.extra)
+
+    def changed(leaf: jax.Array) -> jax.Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            change = next(changes)
+            return (leaf.astype(change.dtype) + divide_once(change, sums.weight)).astype(leaf.dtype)
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return leaf + next(changes).astype(leaf.dtype)
+        return leaf
+
+    return jax.tree.unflatten(structure, [changed(leaf) for leaf in leaves])
+
+
+def microbatches_of(batch: Any) -> int:
+    """M: the leading axis of a step's arrays."""
+    return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+
+
+def field_of(batch: Any, name: str) -> Any:
+    """A field of a batch, which is an object with attributes or a mapping; None where it has none of this name."""
+    return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def sum_microbatch(
+    loss_fn: LossFn, state: TrainState, microbatch: Any, key: Any = None, *, with_grads: bool = True
+) -> StepSums:
+    """The sums of one call of the loss.
+
+    Args:
+      loss_fn: as for `make_train_step`.
+      state: parameters and `extra`.
+      microbatch: what the loss takes.
+      key: likewise; None where it takes none.
+      with_grads: whether to compute gradients as well.
+    """
+    loss = bind_loss(loss_fn, state)
+    grads = None
+    if with_grads:
+        (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, key)
+    else:
+        loss_sum, outputs = loss(state.params, microbatch, key)
+    # Sums of many small numbers: whatever they are computed in, they are added in float32 at least. All but gradients
+    # are added in the widest type of loss and gradients, so that one all-reduce takes them along.
+    grads = jax.tree.map(lambda grad: grad.astype(grad.dtype if _bits(grad) >= 32 else jnp.float32), grads)
+    is_wide = any(_bits(leaf) == 64 for leaf in [loss_sum, *jax.tree.leaves(grads)])
+    sum_type = jnp.float64 if is_wide else jnp.float32
+    weight = outputs.weight_sum.astype(sum_type)
+    num_tokens = field_of(microbatch, "num_tokens")
+    num_tokens = count_tokens(microbatch, sum_type) if num_tokens is None else jnp.sum(num_tokens).astype(sum_type)
+    return StepSums(
+        loss=loss_sum.astype(sum_type),
+        weight=weight,
+        num_tokens=num_tokens,
+        sums=jax.tree.map(lambda leaf: leaf.astype(sum_type), outputs.sums),
+        extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight),
+        grads=grads,
+    )
+
+
+def _accumulate(
+    loss_fn: LossFn, state: TrainState, microbatches: Any, with_grads: bool, *, reduced_over: str | None = None
+) -> StepSums:
+    """The sums over microbatches, one after the other."""
+
+    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of its sums and for the loop
+    def one(microbatch_and_key: Any) -> StepSums:
+        return sum_microbatch(loss_fn, state, *microbatch_and_key, with_grads=with_grads)
+
+    def add(sums: StepSums, microbatch: Any) -> tuple[StepSums, None]:
+        return jax.tree.map(jnp.add, sums, one(microbatch)), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    if reduced_over is None:
+        shapes = jax.eval_shape(one, first)
+    else:
+        traced, shapes = jax.make_jaxpr(one, return_shape=True)(first)
+        reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, reduced_over))
+        _check_reduced(reduced, getattr(loss_fn, "__name__", "loss_fn"), reduced_over)
+    if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches)):
+        return one(first)  # a loop of one turn, and its sums with zero, would cost time and memory
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return jax.lax.scan(add, zeros, microbatches)[0]
+
+
+def _bits(leaf: jax.Array) -> int:
+    return jnp.finfo(leaf.dtype).bits if jnp.issubdtype(leaf.dtype, jnp.inexact) else 32
+
+
+def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
+    """What a microbatch adds to each leaf of `extra` that holds numbers; one without weight adds nothing, not NaN."""
+
+    def change(old: jax.Array, new: jax.Array) -> jax.Array:
+        if jnp.issubdtype(old.dtype, jnp.floating):
+            added = weight * (new.astype(weight.dtype) - old.astype(weight.dtype))
+        else:
+            added = (new - old).astype(jnp.int32).astype(weight.dtype)
+        return jnp.where(weight == 0, 0, added)
+
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
+    return tuple(change(*pair) for pair in pairs if _is_number(pair[0]))
+
+
+def _is_number(leaf: jax.Array) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
+
+
+def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
+    """Raises ValueError where a loss reduces some of its sums itself, and the step would reduce them again."""
+    by_name: dict[str, Any] = {"loss_sum": reduced.loss, "weight_sum": reduced.weight}
+    if all(by_name.values()) and not reduced.sums:
+        return  # both count every shard as often, and only their ratio matters
+    by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}
+    if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
+        raise ValueError(
+            f"{name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum them "
+            "over the shards again: return the sums of the shard's own rows, without psum or pmean"
+        )

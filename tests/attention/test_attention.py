@@ -1,0 +1,265 @@
+"""Attention: the same numbers in all forms of mask, each sample on its own, no T×T array where that is promised."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import attention, padding_mask
+from jvarlen.attention.attention import attend, attend_within_segments
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+T = 600  # two whole chunks of queries and a part of one
+
+
+def random_qkv(batch, length, seed=0):
+    shape = (batch, length, 2, 8)
+    return [jax.random.normal(key, shape) for key in jax.random.split(jax.random.key(seed), 3)]
+
+
+def segments_of(rows, length):
+    """Segment ids of rows given as lists of sample lengths."""
+    ids = np.zeros((len(rows), length), np.int32)
+    for row, lengths in enumerate(rows):
+        ids[row, : sum(lengths)] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+    return jnp.array(ids)
+
+
+SEGMENTS = segments_of([[600], [1, 299, 256, 3], []], T)
+
+
+def attend_alone(q_LxHxK, k_LxHxK, v_LxHxK, causal):
+    """Attention of one sample by its definition, one query at a time."""
+    attended = []
+    for t in range(len(q_LxHxK)):
+        seen = t + 1 if causal else len(q_LxHxK)
+        logits_LxH = jnp.sum(q_LxHxK[t] * k_LxHxK[:seen], axis=-1) / np.sqrt(q_LxHxK.shape[-1])
+        powers_LxH = jnp.exp(logits_LxH - logits_LxH.max(axis=0))
+        attended.append(jnp.sum((powers_LxH / powers_LxH.sum(axis=0))[..., None] * v_LxHxK[:seen], axis=0))
+    return jnp.stack(attended)
+
+
+FORMS = {
+    "lengths": lambda q, k, v, **options: attend(q, k, v, **options, implementation="xla"),
+    "mask": lambda q, k, v, **options: attend(q, k, v, **options, implementation="mask"),
+    "chunks": lambda q, k, v, **options: attend(q, k, v, **options, implementation="chunked"),
+    "segments": lambda q, k, v, lengths, causal: attend_within_segments(
+        q, k, v, padding_mask(lengths, q.shape[1]).astype(jnp.int32), causal=causal
+    ),
+}
+ROWS = np.array([5, 0, 1, 3])  # as long as can be, a dummy, a single token, some of each
+
+
+@pytest.fixture
+def short_chunks(monkeypatch):
+    monkeypatch.setattr(attention, "_CHUNK", 2)  # two whole chunks of queries and a part of one
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_all_forms_of_mask_give_what_each_sample_gives_alone(causal, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        atol = {"float64": 1e-13, "float32": 2e-6}[dtype]
+        keys = jax.random.split(jax.random.key(0), 4)
+        *qkv, weights = (jax.random.normal(key, (len(ROWS), ROWS.max(), 2, 4), dtype) for key in keys)
+        is_token = np.arange(ROWS.max()) < ROWS[:, None]
+
+        def alone(q, k, v):
+            total, outputs = 0, []
+            for row, n in enumerate(ROWS):
+                if n:
+                    outputs.append(attend_alone(q[row, :n], k[row, :n], v[row, :n], causal))
+                    total += jnp.sum(outputs[-1] * weights[row, :n])
+            return total, jnp.concatenate(outputs)
+
+        def together(form, q, k, v):
+            outputs = FORMS[form](q, k, v, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
+            return jnp.sum(outputs * weights * is_token[..., None, None]), outputs
+
+        expected, expected_outputs = jax.jit(jax.grad(alone, argnums=(0, 1, 2), has_aux=True))(*qkv)
+        for form in FORMS:
+            gradient = jax.jit(jax.grad(functools.partial(together, form), argnums=(0, 1, 2), has_aux=True))
+            grads, outputs = gradient(*qkv)
+            assert outputs.dtype == dtype
+            assert jnp.isfinite(outputs).all()  # those of padding and of the dummy row as well
+            np.testing.assert_allclose(outputs[is_token], expected_outputs, atol=atol)
+            for grad, expected_grad in zip(grads, expected, strict=True):
+                np.testing.assert_allclose(grad, expected_grad, atol=atol)
+                assert (np.asarray(grad)[~is_token] == 0).all()
+
+
+def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal):
+    """Attention of one sample in NumPy, and the gradients of its weighted sum, each head of queries by itself."""
+    outputs, *grads = (np.zeros_like(x) for x in (q_LxHxK, q_LxHxK, k_LxNxK, v_LxNxK))
+    scale = 1 / np.sqrt(q_LxHxK.shape[2])
+    for head in range(q_LxHxK.shape[1]):
+        kv_head = head * k_LxNxK.shape[1] // q_LxHxK.shape[1]
+        q, k, v, weights = q_LxHxK[:, head], k_LxNxK[:, kv_head], v_LxNxK[:, kv_head], weights_LxHxK[:, head]
+        powers_LxL = np.exp(q @ k.T * scale)
+        powers_LxL = np.tril(powers_LxL) if causal else powers_LxL
+        probabilities_LxL = powers_LxL / powers_LxL.sum(axis=1, keepdims=True)
+        outputs[:, head] = probabilities_LxL @ v
+        of_probabilities = weights @ v.T
+        of_logits = probabilities_LxL * (
+            of_probabilities - (of_probabilities * probabilities_LxL).sum(axis=1, keepdims=True)
+        )
+        grads[0][:, head] = of_logits @ k * scale
+        grads[1][:, kv_head] += of_logits.T @ q * scale
+        grads[2][:, kv_head] += probabilities_LxL.T @ weights
+    return outputs, grads
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_groups_of_query_heads_share_keys_and_values_in_all_forms(dtype, num_kv_heads, causal):
+    with jax.enable_x64(dtype == "float64"):
+        atol = {"float64": 1e-12, "float32": 4e-6}[dtype]
+        rng = np.random.default_rng(0)
+        shapes = [(len(ROWS), ROWS.max(), heads, 4) for heads in (6, num_kv_heads, num_kv_heads, 6)]
+        *qkv, weights = (rng.normal(size=shape).astype(dtype) for shape in shapes)
+        weights *= (np.arange(ROWS.max()) < ROWS[:, None])[..., None, None]
+
+        for form in FORMS:
+
+            def together(*qkv, form=form):
+                outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
+                return jnp.sum(outputs * weights), outputs
+
+            grads, outputs = jax.grad(together, argnums=(0, 1, 2), has_aux=True)(*map(jnp.array, qkv))
+            assert outputs.dtype == dtype
+            for row, n in enumerate(ROWS):
+                expected, expected_grads = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), causal)
+                np.testing.assert_allclose(outputs[row, :n], expected, atol=atol)
+                for grad, expected_grad in zip(grads, expected_grads, strict=True):
+                    np.testing.assert_allclose(grad[row, :n], expected_grad, atol=atol)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_heads_that_do_not_divide_those_of_queries_are_refused(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        query, key = jnp.ones((1, 2, 3, 4), dtype), jnp.ones((1, 2, 2, 4), dtype)
+        for form in FORMS:
+            with pytest.raises(ValueError, match="multiple of"):
+                FORMS[form](query, key, key, lengths=jnp.array([2]), causal=True)
+
+
+@pytest.mark.usefixtures("short_chunks")
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
+def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
+    with jax.enable_x64("64" in dtype):
+        q, k, v = (x.astype(jnp.float32) for x in random_qkv(len(ROWS), 5))
+        lengths = jnp.array(ROWS, dtype)
+        assert lengths.dtype == dtype
+        is_token = padding_mask(lengths, 5)
+        attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "mask", "chunks")]
+        attended += [
+            attend_within_segments(q, k, v, is_token.astype(dtype), implementation=name) for name in ("xla", "chunked")
+        ]
+        for outputs in attended[1:]:
+            np.testing.assert_allclose(outputs[is_token], attended[0][is_token], atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal, dtype):
+    x = jax.random.normal(jax.random.key(0), (2, 5, 1, 2), dtype)
+    for form in FORMS:
+        attended = functools.partial(FORMS[form], lengths=jnp.zeros(2, jnp.int32), causal=causal)
+        for grad in jax.grad(lambda *qkv: attended(*qkv).sum().astype("float32"), argnums=(0, 1, 2))(x, x, x):  # noqa: B023
+            assert jnp.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("implementation", ["chunked", "xla"])
+def test_each_sample_attends_as_if_it_were_alone(causal, implementation):
+    q, k, v = random_qkv(3, T)
+    attended = attend_within_segments(q, k, v, SEGMENTS, causal=causal, implementation=implementation)
+    start = 1
+    for length in (299, 256, 3):
+        part = np.s_[1:2, start : start + length]
+        alone = attend(q[part], k[part], v[part], jnp.array([length]), causal=causal)
+        np.testing.assert_allclose(attended[part], alone, atol=2e-6)
+        start += length
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
+    weights = (SEGMENTS > 0)[:, :, None, None]
+
+    def total(implementation, q, k, v):
+        attended = attend_within_segments(q, k, v, SEGMENTS, causal=causal, implementation=implementation)
+        return jnp.sum(jnp.sin(attended) * weights)
+
+    qkv = random_qkv(3, T)
+    expected, expected_grads = jax.value_and_grad(total, argnums=(1, 2, 3))("xla", *qkv)
+    value, grads = jax.value_and_grad(total, argnums=(1, 2, 3))("chunked", *qkv)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert jnp.isfinite(grad).all()
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
+
+
+def test_many_chunks_lose_no_precision_in_bfloat16():
+    """Gradients of keys are sums over all chunks, which must not be rounded one by one."""
+    length = 4096
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, length))
+    segments = jnp.ones((1, length), jnp.int32)
+
+    def key_gradient(implementation, *qkv):
+        def loss(k):
+            attended = attend_within_segments(qkv[0], k, qkv[2], segments, causal=False, implementation=implementation)
+            return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
+
+        return jax.grad(loss)(qkv[1]).astype(jnp.float32)
+
+    exact = key_gradient("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
+
+    def error(implementation):
+        return float(jnp.linalg.norm(key_gradient(implementation, q, k, v) - exact) / jnp.linalg.norm(exact))
+
+    assert error("chunked") < 1.2 * error("xla")
+
+
+def test_chunks_never_hold_all_pairs_of_positions():
+    length = 2048
+
+    def program(implementation):
+        def loss(q, k, v, segments):
+            return attend_within_segments(q, k, v, segments, implementation=implementation).sum()
+
+        spec = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(spec, spec, spec, segments).compile()
+
+    whole, chunked = program("xla"), program("chunked")
+    assert f"{length},{length}" in whole.as_text()
+    assert f"{length},{length}" not in chunked.as_text()
+    assert f"{length},{length}" not in program(None).as_text()  # long rows are chunked by themselves
+    assert chunked.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes / 3
+
+
+@pytest.mark.gpu
+def test_cudnn_keeps_samples_apart():
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(1, 128))
+    segments = segments_of([[100, 28]], 128)
+    expected, actual = (
+        attend_within_segments(q, k, v, segments, implementation=name).astype(jnp.float32) for name in ("xla", "cudnn")
+    )
+    np.testing.assert_allclose(actual, expected, atol=3e-2)
+
+
+@pytest.mark.gpu
+def test_cudnn_gives_the_same_numbers():
+    """In bfloat16, the type that its kernels take."""
+    q, k, v = (x.astype(jnp.bfloat16) for x in random_qkv(2, 128))
+    lengths = jnp.array([128, 40])
+    for query_end, row in ((128, 0), (40, 1)):
+        expected = attend(q, k, v, lengths, implementation="xla")[row, :query_end].astype(jnp.float32)
+        actual = attend(q, k, v, lengths, implementation="cudnn")[row, :query_end].astype(jnp.float32)
+        np.testing.assert_allclose(actual, expected, atol=3e-2)

@@ -1,0 +1,580 @@
+"""Compilation: all before the first step, nothing afterwards, and what was not planned refused by name."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    UnplannedShapeError,
+    compile_buckets,
+    data_mesh,
+    load_compiled,
+    make_buckets,
+    make_plan,
+    no_recompiles,
+    token_batch_spec,
+)
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.lowering import Recipe
+from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.testing.recompiles import assert_no_recompiles
+from tests import processes
+
+BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
+LARGEST_FIRST = [BUCKETS[2], BUCKETS[0], BUCKETS[1]]
+
+
+def count_step(state, batch):
+    return state + jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
+
+
+def make_batch(rows, length, num_microbatches=2):
+    return jax.tree.map(
+        lambda leaf: np.ones(leaf.shape, leaf.dtype), token_batch_spec(Bucket(rows, length), num_microbatches)
+    )
+
+
+def compile_count(buckets=BUCKETS, state=0.0, mesh=None, **options):
+    return compile_buckets(
+        count_step,
+        state,
+        buckets,
+        microbatches_per_step=2,
+        mesh=mesh,
+        progress=False,
+        options=CompileOptions(cache_dir=None, **options),
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return compile_count()
+
+
+def num_executables():
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+def test_each_bucket_runs_without_compiling(compiled):
+    assert_no_recompiles(compiled, [(jnp.float32(0), spec) for spec in compiled.specs.values()])
+    state = jnp.float32(0)
+    for bucket in BUCKETS:
+        state, _ = compiled(state, make_batch(*bucket))
+    assert float(state) == 2 * sum(rows * length for rows, length in BUCKETS)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_the_largest_is_compiled_first(num_threads):
+    ledger = compile_count(num_threads=num_threads).ledger
+    assert [row.bucket for row in ledger] == LARGEST_FIRST
+    assert all(row.lower_s > 0 and row.compile_s > 0 and not row.cache_hit for row in ledger)
+
+
+def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monkeypatch):
+    threads = {"lower": set(), "compile": set()}
+    both_there = threading.Barrier(2, timeout=20)
+    lower, compile_one = Recipe.lower, Recipe.compile
+
+    def noted_lower(self, bucket):
+        threads["lower"].add(threading.current_thread())
+        return lower(self, bucket)
+
+    def noted_compile(self, lowered):
+        threads["compile"].add(threading.current_thread())
+        if lowered.bucket in LARGEST_FIRST[:2]:
+            both_there.wait()
+        return compile_one(self, lowered)
+
+    monkeypatch.setattr(Recipe, "lower", noted_lower)
+    monkeypatch.setattr(Recipe, "compile", noted_compile)
+    compile_count(num_threads=2)
+    assert threads["lower"] == {threading.current_thread()}
+    assert len(threads["compile"]) == 2
+
+
+def test_a_bucket_that_does_not_compile_is_named_and_ends_the_rest(monkeypatch):
+    begun = []
+    compile_one = Recipe.compile
+
+    def failing(self, lowered):
+        begun.append(lowered.bucket)
+        if lowered.bucket == LARGEST_FIRST[0]:
+            raise MemoryError("of the compiler")
+        return compile_one(self, lowered)
+
+    monkeypatch.setattr(Recipe, "compile", failing)
+    with pytest.raises(MemoryError) as raised:
+        compile_count(num_threads=1)
+    assert raised.value.__notes__ == ["while compiling count_step for bucket 2×24"]
+    assert LARGEST_FIRST[2] not in begun
+
+
+def test_the_bar_names_step_and_bucket(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    compile_buckets(count_step, jnp.float32(0), BUCKETS[:1], options=CompileOptions(cache_dir=None))
+    assert "compile count_step: 100%" in (shown := capsys.readouterr().err)
+    assert "4×8" in shown
+
+
+def test_an_unplanned_batch_is_refused(compiled):
+    with pytest.raises(UnplannedShapeError, match=r"Nearest is 2×16: \.tokens is int32\[2,3,16\], planned was"):
+        compiled(jnp.float32(0), make_batch(3, 16))
+    with pytest.raises(UnplannedShapeError, match=r"\.num_sequences is a Python float, planned was float32\[\]"):
+        compiled(jnp.float32(0), make_batch(4, 8)._replace(num_sequences=3.0))
+
+
+def test_a_batch_on_another_device_is_refused(compiled):
+    state = jnp.float32(0)
+    with pytest.raises(
+        UnplannedShapeError, match=r"\.tokens is int32\[2,4,8\] on device 2, planned was .* on device 0"
+    ):
+        compiled(state, jax.device_put(make_batch(4, 8), jax.devices()[2]))
+    compiled(state, make_batch(4, 8))  # it was not donated to what was refused
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (np.zeros(3, np.float32), r"it is float32\[3\], planned was float32\[\]"),
+        (np.int32(0), r"it is int32\[\], planned was"),
+        ((np.float32(0),), r"\[0\] is float32\[\], planned was absent"),
+    ],
+)
+def test_another_state_is_refused_at_the_first_call(state, said):
+    compiled = compile_count(BUCKETS[:1])
+    with pytest.raises(UnplannedShapeError, match=f"the state is not the one .*{said}"):
+        compiled(state, make_batch(4, 8))
+
+
+def test_a_state_in_other_containers_is_refused():
+    compiled = compile_buckets(
+        lambda state, batch: (state, None), [0.0], BUCKETS[:1], progress=False, options=CompileOptions(cache_dir=None)
+    )
+    with pytest.raises(UnplannedShapeError, match=r"the state is not the one .*: the containers of the leaves differ"):
+        compiled((0.0,), make_batch(4, 8, 1))
+
+
+def test_another_state_is_explained_later_as_well():
+    compiled = compile_count(BUCKETS[:1])
+    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+    with pytest.raises(UnplannedShapeError, match=r"it is float32\[5\], planned was float32\[\]"):
+        compiled(jnp.zeros(5), make_batch(4, 8))
+    placed = jax.device_put(state, jax.devices()[1])
+    with pytest.raises(UnplannedShapeError, match=r"it is .* on device 1, planned was .* on device 0"):
+        compiled(placed, make_batch(4, 8))
+
+
+def test_the_state_is_donated(compiled):
+    state = jnp.float32(0)
+    compiled(state, make_batch(4, 8))
+    assert state.is_deleted()
+
+
+def test_the_state_can_be_numbers_or_of_another_precision():
+    compiled = compile_buckets(
+        lambda state, batch: ({"n": state["n"] + 1, "x": state["x"] * 2}, None),
+        {"n": 0, "x": np.ones(3)},
+        BUCKETS[:1],
+        progress=False,
+        options=CompileOptions(cache_dir=None),
+    )
+    state, _ = compiled({"n": 0, "x": np.ones(3)}, make_batch(4, 8, 1))
+    state, _ = compiled(state, make_batch(4, 8, 1))
+    assert (int(state["n"]), state["x"].tolist()) == (2, [4, 4, 4])
+
+
+def test_buckets_at_fault_are_listed():
+    with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(2, 16\), \(2, 16\)\)\]"):
+        compile_count([(2, 16), (2, 16)])
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda state, batch: state, r"must return \(state, metrics\), not "),
+        (lambda state, batch: (state.astype(jnp.bfloat16), None), r"it: float32\[\] -> bfloat16\[\]"),
+        (lambda state, batch: ({"s": state}, None), "returns another state than it takes"),
+    ],
+)
+def test_a_step_that_changes_the_kind_of_its_state_is_refused(step, said):
+    with pytest.raises(ValueError, match=said):
+        compile_buckets(step, jnp.float32(0), BUCKETS, progress=False, options=CompileOptions(cache_dir=None))
+
+
+def test_steps_without_metrics_cannot_be_timed():
+    options = CompileOptions(cache_dir=None, time_steps=True)
+    with pytest.raises(ValueError, match="time_steps waits for the metrics of a step, and those of <lambda> hold no"):
+        compile_buckets(lambda state, batch: (state, {}), jnp.float32(0), BUCKETS, progress=False, options=options)
+
+
+def test_a_mesh_takes_spread_batches_and_fresh_state():
+    mesh = data_mesh(2)
+    compiled = compile_count(BUCKETS[:1], mesh=mesh)
+    batch = make_batch(4, 8)
+    state, _ = compiled(jnp.float32(0), jax.device_put(batch, batch_shardings(batch, mesh)))
+    state, _ = compiled(state, batch)  # not placed, so it goes where it is wanted
+    assert float(state) == 2 * 2 * 4 * 8
+    assert state.sharding.is_fully_replicated
+    assert len(state.sharding.device_set) == 2
+    with pytest.raises(UnplannedShapeError, match=r"on device 1, planned was int32\[2,4,8\] on devices 0, 1 as"):
+        compiled(state, jax.device_put(batch, jax.devices()[1]))
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
+        compile_buckets(count_step, jnp.float32(0), BUCKETS, microbatches_per_step=3, mesh=mesh, progress=False)
+
+
+def test_a_batch_of_ones_own_is_described_by_its_spec():
+    def spec(bucket, num_microbatches):
+        return {"x": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), np.float32)}
+
+    compiled = compile_buckets(
+        lambda state, batch: (state + batch["x"].sum(), None), jnp.float32(1), [(3, 5)], batch_spec=spec, progress=False
+    )
+    assert float(compiled(jnp.float32(1), {"x": np.ones((1, 3), np.float32)})[0]) == 4
+
+
+def test_a_plan_brings_its_microbatches_and_its_padding():
+    lengths = np.random.default_rng(0).integers(1, 25, 90)
+    plan = make_plan(lengths, make_buckets(lengths, 64, max_shapes=3, microbatches_per_step=2), microbatches_per_step=2)
+    compiled = compile_buckets(count_step, jnp.float32(0), plan, progress=False)
+    assert compiled.microbatches_per_step == 2
+    ledger = compiled.ledger
+    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert {row.bucket: row.planned_steps for row in ledger} == plan.steps_of_buckets()
+    with pytest.raises(ValueError, match="the plan has 2 microbatches a step, not 4"):
+        compile_buckets(count_step, jnp.float32(0), plan, microbatches_per_step=4, progress=False)
+
+
+def test_the_ledger_tells_operations_bytes_and_use():
+    compiled = compile_buckets(
+        lambda state, batch: (state, batch.weights @ batch.weights.mT),
+        jnp.ones(3),
+        [(4, 32), (2, 40)],
+        progress=False,
+        options=CompileOptions(cache_dir=None, time_steps=True),
+    )
+    state = jnp.ones(3)
+    for _ in range(3):
+        state, _ = compiled(state, make_batch(4, 32, 1))
+    row, unused = compiled.ledger
+    assert row.flops >= 2 * 4 * 4 * 32
+    batch_bytes = 4 * (4 * 32 + 4 + 4 * 32 + 1)
+    assert 4 * (4 * 32) <= row.argument_bytes <= batch_bytes + 3 * 4  # what the step never reads may be left out
+    assert row.total_bytes >= row.argument_bytes
+    assert (row.times_used, unused.times_used) == (3, 0)
+    assert row.step_s > 0
+    assert np.isnan(unused.step_s)
+    assert compiled.ledger.unused == (Bucket(2, 40),)
+
+
+def test_executables_that_are_released_are_gone():
+    before = num_executables()
+    compiled = compile_count()
+    assert num_executables() == before + 3
+    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+    compiled.release((4, 8), BUCKETS[2])
+    assert num_executables() == before + 1
+    assert [row.is_live for row in compiled.ledger] == [False, False, True]
+    with pytest.raises(UnplannedShapeError, match="the executable of 4×8 was released"):
+        compiled(state, make_batch(4, 8))
+    assert float(compiled(state, make_batch(2, 16))[0]) == 2 * (4 * 8 + 2 * 16)
+    with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
+        compiled.release((9, 9))
+
+
+def test_what_a_curriculum_has_passed_is_released():
+    before = num_executables()
+    compiled = compile_count()
+    state = jnp.float32(0)
+    compiled.release_after({BUCKETS[0]: 2, BUCKETS[1]: 1, BUCKETS[2]: 0})
+    live = []
+    for bucket in (BUCKETS[0], BUCKETS[0], BUCKETS[1]):
+        live.append(num_executables() - before)
+        state, _ = compiled(state, make_batch(*bucket))
+    assert live == [2, 2, 1]
+    assert num_executables() == before
+    assert float(state) == 2 * (2 * 4 * 8 + 2 * 16)
+    with pytest.raises(UnplannedShapeError, match="2×16 was released"):
+        compiled(state, make_batch(2, 16))
+
+
+def test_no_more_executables_than_wanted_are_live_and_none_is_compiled_again():
+    before = num_executables()
+    compiled = compile_count(max_live=1, warm_up=True)
+    assert num_executables() == before + 1
+    state = jnp.float32(0)
+    batches = [make_batch(*bucket) for bucket in (*BUCKETS, *reversed(BUCKETS))]
+    with no_recompiles() as count:
+        for batch in batches:
+            donated = state
+            state, metrics = compiled(state, batch)
+            assert donated.is_deleted() or batch is batches[0]
+            assert int(metrics["tokens"]) == batch.tokens.size
+            assert num_executables() == before + 1
+    assert count.num_compilations == 0
+    assert float(state) == 2 * 2 * sum(bucket.num_positions for bucket in BUCKETS)
+    compiled.release(*BUCKETS)
+    assert num_executables() == before
+
+
+def test_the_least_recently_used_makes_room():
+    compiled = compile_count(max_live=2)
+    state = jnp.float32(0)
+
+    def live():
+        return {row.bucket for row in compiled.ledger if row.is_live}
+
+    for bucket, expected in (
+        (BUCKETS[0], {BUCKETS[0], BUCKETS[1]}),
+        (BUCKETS[1], {BUCKETS[0], BUCKETS[1]}),
+        (BUCKETS[0], {BUCKETS[0], BUCKETS[1]}),
+        (BUCKETS[2], {BUCKETS[0], BUCKETS[2]}),
+    ):
+        state, _ = compiled(state, make_batch(*bucket))
+        assert live() == expected
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch):
+    ran = []
+    get = jax.stages.Compiled.__call__
+    monkeypatch.setattr(jax.stages.Compiled, "__call__", lambda self, *args: (ran.append(args[1]), get(self, *args))[1])
+    state = jnp.float32(7)
+    compiled = compile_count(state=state, mesh=None if num_devices is None else data_mesh(num_devices), warm_up=True)
+    assert [batch.tokens.shape[1:] for batch in ran] == LARGEST_FIRST
+    assert float(state) == 7
+    assert compiled.ledger.times_used == 0
+    with pytest.raises(ValueError, match="a state of arrays, not of shapes"):
+        compiled.warm_up(jax.ShapeDtypeStruct((), np.float32))
+
+
+def test_by_default_nothing_is_padded_up():
+    with pytest.raises(UnplannedShapeError):
+        compile_count()(jnp.float32(0), make_batch(3, 7))
+
+
+def test_a_batch_that_was_not_planned_can_be_padded_up():
+    compiled = compile_count(fallback="pad")
+    state = jnp.float32(0)
+    with pytest.warns(UserWarning, match=r"Nearest is 4×8: .*\. It is padded up to 4×8, as all such"), no_recompiles():
+        state, _ = compiled(state, make_batch(3, 7))
+    state, _ = compiled(state, jax.device_put(make_batch(1, 9, 1)))  # warned of once
+    assert float(state) == 2 * 3 * 7 + 9
+    assert compiled.num_padded == 2
+    assert {row.bucket: row.times_used for row in compiled.ledger} == {BUCKETS[0]: 1, BUCKETS[1]: 1, BUCKETS[2]: 0}
+    compiled.release(BUCKETS[0], BUCKETS[1])
+    assert float(compiled(state, make_batch(2, 8))[0]) == 2 * 3 * 7 + 9 + 2 * 2 * 8
+    assert compiled.ledger.by_bucket[BUCKETS[2]].times_used == 1
+    with pytest.raises(UnplannedShapeError, match=r"\.tokens is int32\[2,9,9\]"):
+        compiled(state, make_batch(9, 9))
+
+
+def test_what_is_padded_up_is_none_of_the_steps_to_come():
+    compiled = compile_count(fallback="pad")
+    compiled.release_after({BUCKETS[0]: 1, BUCKETS[1]: 0})
+    state = jnp.float32(0)
+    with pytest.warns(UserWarning, match="It is padded up to 4×8"):
+        state, _ = compiled(state, make_batch(3, 7))
+    state, _ = compiled(state, make_batch(4, 8))
+    state, _ = compiled(state, make_batch(2, 16))  # its own executable is gone, and a larger one is there
+    assert {row.bucket: row.times_used for row in compiled.ledger} == {BUCKETS[0]: 2, BUCKETS[1]: 0, BUCKETS[2]: 1}
+    assert compiled.num_padded == 2
+    assert float(state) == 2 * (3 * 7 + 4 * 8 + 2 * 16)
+    compiled.release(BUCKETS[2])
+    with pytest.raises(UnplannedShapeError, match="the executable of 2×24 was released"):
+        compiled(state, make_batch(2, 24))
+
+
+def test_a_batch_is_padded_up_on_a_mesh():
+    mesh = data_mesh(2)
+    compiled = compile_count(mesh=mesh, fallback="pad")
+    batch = make_batch(3, 7)
+    with pytest.warns(UserWarning, match="padded up"):
+        state, _ = compiled(jnp.float32(0), jax.device_put(batch, batch_shardings(batch, mesh)))
+    assert float(state) == 2 * 3 * 7
+
+
+def test_the_most_rows_that_fit_are_found_by_compiling():
+    def attention_like(state, batch):
+        scores = batch.weights[..., None] * batch.weights[..., None, :]
+        return state, (jnp.sort(scores) @ scores).sum()
+
+    compiled = compile_buckets(attention_like, jnp.float32(0), [(2, 16)], progress=False)
+
+    def total_bytes(rows):
+        return compile_buckets(attention_like, jnp.float32(0), [(rows, 16)], progress=False).ledger[0].total_bytes
+
+    limit = 1_000_000
+    rows = compiled.suggest_rows((2, 16), limit)
+    assert total_bytes(rows) <= limit < total_bytes(rows + 1)
+    in_fours = compiled.suggest_rows(Bucket(500, 16), limit, row_multiple=4)
+    assert in_fours == rows // 4 * 4
+    with pytest.raises(ValueError, match=r"1 rows of length 16 need [\d,]+ bytes, more than the 10 "):
+        compiled.suggest_rows((2, 16), 10)
+    with pytest.raises(ValueError, match="does not tell how many bytes"):
+        compiled.suggest_rows((2, 16))
+
+
+def save_count(path, **kwargs):
+    compiled = compile_count(**kwargs)
+    compiled.save(path)
+    return compiled
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_set_is_saved_and_loaded_without_compiling(tmp_path, num_devices):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    saved = save_count(tmp_path / "set", mesh=mesh)
+    batches = [make_batch(*bucket) for bucket in BUCKETS]
+    state, other = jnp.float32(0), jnp.float32(0)
+    with no_recompiles() as count:
+        loaded = load_compiled(tmp_path / "set", count_step, jnp.float32(0), mesh=mesh, progress=False)
+        for batch in batches:
+            state, metrics = loaded(state, batch)
+            other, others = saved(other, batch)
+            assert int(metrics["tokens"]) == int(others["tokens"])
+    assert count.num_compilations == 0
+    assert isinstance(loaded, CompiledBuckets)
+    assert float(state) == float(other)
+    assert state.sharding == other.sharding
+    assert loaded.microbatches_per_step == 2
+    assert [(row.bucket, row.cache_hit, row.flops, row.total_bytes) for row in loaded.ledger] == [
+        (row.bucket, True, row.flops, row.total_bytes) for row in saved.ledger
+    ]
+
+
+def test_a_set_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "set"
+    save_count(path)
+
+    def other_step(state, batch):
+        return state + 2 * jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
+
+    with pytest.raises(ValueError, match=f"{path} was compiled from another step, state or batch than other_step"):
+        load_compiled(path, other_step, jnp.float32(0), progress=False)
+    with pytest.raises(ValueError, match="another step, state or batch"):
+        load_compiled(path, count_step, jnp.zeros(2), progress=False)
+    with pytest.raises(ValueError, match=r"something else: device kinds: \['cpu'\] there, \['cpu', 'cpu'\] here"):
+        load_compiled(path, count_step, jnp.float32(0), mesh=data_mesh(2), progress=False)
+    options = CompileOptions(cache_dir=None, xla_options=("xla_cpu_enable_fast_math=true",))
+    with pytest.raises(ValueError, match=r"something else: compiler options: \{\} there, \{'xla_cpu"):
+        load_compiled(path, count_step, jnp.float32(0), progress=False, options=options)
+    with pytest.raises(FileNotFoundError):
+        load_compiled(tmp_path / "none", count_step, jnp.float32(0), progress=False)
+
+
+def test_a_set_with_released_executables_is_not_saved(tmp_path):
+    compiled = compile_count()
+    compiled.release(BUCKETS[0])
+    with pytest.raises(ValueError, match="executables were released, save before: 4×8"):
+        compiled.save(tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_warm_start_takes_every_program_from_the_cache_or_the_file(tmp_path):
+    program = f"""
+import numpy as np, pathlib, sys, jvarlen
+folder = pathlib.Path({str(tmp_path)!r})
+step = lambda state, batch: (state + batch.weights.sum(), batch.num_sequences)
+options = jvarlen.CompileOptions(cache_dir=folder / "cache")
+with jvarlen.no_recompiles("count") as count:
+    if sys.argv[1] == "load":
+        compiled = jvarlen.load_compiled(folder / "set", step, np.float32(0), progress=False, options=options)
+    else:
+        compiled = jvarlen.compile_buckets(step, np.float32(0), [(2, 4), (1, 8)], progress=False, options=options)
+if sys.argv[1] != "load":
+    compiled.save(folder / "set")
+print([row.cache_hit for row in compiled.ledger], count.num_compiled)
+for spec in compiled.specs.values():
+    batch = jvarlen.full_batch(spec)
+    state, _ = compiled(np.float32(1), batch)
+    print(float(state))
+"""
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program, how],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "true"},
+        ).stdout.splitlines()
+        for how in ("compile", "compile", "load")
+    ]
+    assert printed == [
+        ["[False, False] 2", "9.0", "9.0"],
+        ["[True, True] 0", "9.0", "9.0"],
+        ["[True, True] 0", "9.0", "9.0"],
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_compile_the_same_or_none_goes_on(tmp_path):
+    program = Path(__file__).parents[1] / "run_compile.py"
+    outputs = processes.run(program, 2, str(tmp_path), num_devices=2, seconds=120)
+    for rank, seen in enumerate(json.loads(output.splitlines()[-1]) for output in outputs):
+        assert seen["totals"] == [[4 * (2 * 4 + 1 * 8), 0]] * 2
+        assert seen["file of another process"][0] == "ValueError"
+        assert f"process: {1 - rank} there, {rank} here" in seen["file of another process"][1]
+        assert seen["one differs"][0] == "ValueError"
+        assert "processes differ in the compiled buckets: process 0: " in seen["one differs"][1]
+        error, text = seen["one fails"]
+        assert error == ("OSError" if rank == 1 else "ProcessesError")
+        text = text.removeprefix("could not compile the buckets: process 1: OSError: ")
+        assert text.startswith("the model of process 1 is missing")
+        assert seen["afterwards"] == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(sys.platform != "linux", reason="process memory is read from /proc, and given back by glibc")
+def test_what_a_curriculum_has_passed_gives_its_memory_back():
+    program = """
+import ctypes, gc
+import jax, jax.numpy as jnp, numpy as np
+import jvarlen
+
+def megabytes():
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 / 1e6
+
+def step(state, batch):
+    x = batch.weights[..., None] * state[0]
+    for _ in range(30):  # a long program
+        x = jnp.sin(x @ state.T) + jnp.cumsum(x, axis=2)
+    return state + x.mean(), x.sum()
+
+def train(compiled, plan, state):
+    for bucket in plan.step_bucket.tolist():
+        state, metrics = compiled(state, jvarlen.full_batch(compiled.specs[plan.buckets[bucket]]))
+    jax.block_until_ready(metrics)
+    return sum(row.is_live for row in compiled.ledger), megabytes() - before
+
+lengths = np.repeat(np.arange(16, 160, 8), 4)
+plan = jvarlen.make_plan(lengths, [(2, int(length)) for length in np.unique(lengths)], order="length")
+options = jvarlen.CompileOptions(cache_dir=None)
+jvarlen.compile_buckets(step, jnp.eye(8), [(1, 8)], progress=False, options=options)
+before = megabytes()
+compiled = jvarlen.compile_buckets(step, jnp.eye(8), plan, progress=False, options=options)
+print(*train(compiled, plan, jnp.eye(8)))
+compiled.release_after(plan.steps_of_buckets())
+print(*train(compiled, plan, jnp.eye(8)))
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    (num_kept, kept), (num_left, left) = (map(float, line.split()) for line in run.stdout.splitlines())
+    assert (num_kept, num_left) == (18, 0)
+    assert left < 0.5 * kept, (left, kept)

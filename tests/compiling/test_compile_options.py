@@ -1,0 +1,123 @@
+"""Options of compiling: defaults that fit the devices, what is wrong said at once and by name."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import dacite
+import jax
+import jax.numpy as jnp
+import jaxlib
+import pytest
+import tyro
+
+from jvarlen import no_recompiles
+from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
+
+GRAPHS = "xla_gpu_enable_command_buffer"
+OVERLAP = "xla_gpu_enable_latency_hiding_scheduler"
+COMBINE = "xla_gpu_all_reduce_combine_threshold_bytes"
+
+
+@pytest.fixture(autouse=True)
+def _without_flags(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_devices", "settings", "expected"),
+    [
+        ("gpu", 1, {}, {}),
+        ("gpu", 8, {}, {GRAPHS: "", OVERLAP: True}),
+        ("cuda", 2, {}, {GRAPHS: "", OVERLAP: True}),
+        ("rocm", 2, {}, {GRAPHS: "", OVERLAP: True}),
+        ("gpu", 1, {"command_buffers": False, "latency_hiding_scheduler": True}, {GRAPHS: "", OVERLAP: True}),
+        ("gpu", 8, {"command_buffers": True, "latency_hiding_scheduler": False}, {OVERLAP: False}),
+        ("gpu", 1, {"all_reduce_combine_bytes": 0}, {COMBINE: 0}),
+        ("cpu", 8, {"command_buffers": False, "latency_hiding_scheduler": True, "all_reduce_combine_bytes": 5}, {}),
+        ("tpu", 8, {}, {}),
+    ],
+)
+def test_what_the_compiler_is_told_follows_from_the_devices(platform, num_devices, settings, expected):
+    options = CompileOptions(**settings, xla_options=("xla_gpu_autotune_level=2",))
+    assert options.compiler_options(platform, num_devices) == expected | {"xla_gpu_autotune_level": "2"}
+
+
+def test_a_default_yields_to_the_same_flag_in_the_environment(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=FUSION --{OVERLAP}=false")
+    assert CompileOptions().compiler_options("gpu", 8) == {}
+    assert CompileOptions(latency_hiding_scheduler=True).compiler_options("gpu", 8) == {OVERLAP: True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"num_threads": 0, "max_live": -1}, r"num_threads \(0\) must be at least 1; max_live \(-1\)"),
+        ({"all_reduce_combine_bytes": -1}, "all_reduce_combine_bytes"),
+        ({"fallback": "truncate"}, "one of error, pad, not 'truncate'"),
+        ({"xla_options": ("xla_a=1", "xla_b", "--xla_c=1", "=1")}, r"\['xla_b', '--xla_c=1', '=1'\]"),
+        ({"xla_options": ("xla_a=1", "xla_b=2", "xla_a=3")}, "hold xla_a more than once"),
+        (
+            {"xla_options": (f"{GRAPHS}=", f"{COMBINE}=1")},
+            f"{GRAPHS}: set command_buffers; {COMBINE}: set all_reduce_combine_bytes",
+        ),
+    ],
+)
+def test_settings_at_fault_are_listed(settings, said):
+    with pytest.raises(ValueError, match=said):
+        CompileOptions(**settings)
+
+
+def test_options_survive_json_and_serve_as_a_key():
+    options = CompileOptions(cache_dir=Path("cache"), max_live=3, fallback="pad", xla_options=("xla_a=1", "xla_b=x=y"))
+    stored = json.loads(json.dumps(dataclasses.asdict(options), default=str))
+    again = dacite.from_dict(CompileOptions, stored, dacite.Config(cast=[Path, tuple], strict=True))
+    assert again == options
+    assert {options: 1}[again] == 1
+
+
+def test_options_come_from_the_command_line():
+    line = "--cache-dir None --fallback pad --warm-up --command-buffers False --xla-options xla_a=true xla_b="
+    options = tyro.cli(CompileOptions, args=line.split())
+    assert options == CompileOptions(
+        cache_dir=None, fallback="pad", warm_up=True, command_buffers=False, xla_options=("xla_a=true", "xla_b=")
+    )
+
+
+def test_the_installed_jaxlib_takes_what_the_fields_and_every_kind_of_value_become():
+    options = CompileOptions(
+        command_buffers=False,
+        latency_hiding_scheduler=True,
+        all_reduce_combine_bytes=2**20,
+        xla_options=(
+            "xla_gpu_enable_nccl_user_buffers=true",
+            "xla_cpu_enable_fast_math=False",
+            "xla_gpu_autotune_level=2",
+            "xla_gpu_autotune_gemm_rtol=1",
+            "xla_disable_hlo_passes=one,two",
+        ),
+    ).compiler_options("gpu", 1)
+    assert {GRAPHS, OVERLAP, COMBINE} < set(options)
+    check_compiler_options(options, jax.devices()[0])
+    jax.jit(lambda x: x + 1).lower(jnp.float32(0)).compile(compiler_options=options)
+
+
+def test_exactly_the_options_at_fault_are_named():
+    options = CompileOptions(xla_options=("xla_none=1", "xla_gpu_autotune_level=2", "xla_gpu_autotune_max_solutions=x"))
+    with pytest.raises(ValueError, match=r"xla_none='1'.*xla_gpu_autotune_max_solutions='x'") as raised:
+        check_compiler_options(options.compiler_options("gpu", 1), jax.devices()[0])
+    assert f"jaxlib {jaxlib.__version__}" in str(raised.value)
+    assert "xla_gpu_autotune_level" not in str(raised.value)
+
+
+def test_a_value_of_jaxs_own_options_that_cannot_be_read_is_named():
+    with pytest.raises(ValueError, match="optimization_level='high'"):
+        check_compiler_options(
+            CompileOptions(xla_options=("optimization_level=high",)).compiler_options("cpu", 1), jax.devices()[0]
+        )
+
+
+def test_the_check_leaves_no_trace():
+    with no_recompiles() as count:
+        check_compiler_options({OVERLAP: True}, jax.devices()[-1])
+    assert count.num_compilations == 0

@@ -1,0 +1,272 @@
+"""The ledger: every figure in the table and back from disk, what was never used named, a plan's figures beside them."""
+
+import dataclasses
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen.compiling.ledger import Ledger, LedgerRow, row_of
+from jvarlen.planning.buckets import Bucket, PairBucket
+from jvarlen.planning.plan import make_plan
+
+LONG = LedgerRow(
+    bucket=Bucket(2, 24),
+    lower_s=0.5,
+    compile_s=3.5,
+    cache_hit=False,
+    flops=1.25e12,
+    argument_bytes=3_000_000,
+    output_bytes=2_000_000,
+    alias_bytes=1_500_000,
+    temp_bytes=40_000_000,
+    peak_bytes=43_000_000,
+    times_used=8,
+    step_s=0.0125,
+)
+SHORT = dataclasses.replace(
+    LONG, bucket=Bucket(4, 8), compile_s=0.5, cache_hit=True, flops=math.nan, times_used=0, step_s=math.nan
+)
+MIDDLE = dataclasses.replace(SHORT, bucket=Bucket(2, 16), cache_hit=False)
+
+
+def cells(ledger):
+    """The table's rows of buckets and the one of totals, each a dict by header; cells end where their header does."""
+    header, *lines = ledger.table().splitlines()
+    columns = [(part.group(), part.end()) for part in re.finditer(r"\S+( \S+)*", header)]
+    starts = [0, *(end for _, end in columns)]
+    return [
+        {name: line[start:end].strip() for start, (name, end) in zip(starts, columns, strict=False)}
+        for line in lines[: len(ledger) + 1]
+    ]
+
+
+def test_the_table_tells_every_figure_of_a_bucket_and_the_totals():
+    long, short, total = cells(Ledger([LONG, SHORT]))
+    assert long == {
+        "bucket": "2×24",
+        "lower s": "0.5",
+        "compile s": "3.5",
+        "cache": "miss",
+        "GFLOP": "1,250",
+        "args MB": "3",
+        "out MB": "2",
+        "temp MB": "40",
+        "aliased MB": "1.5",
+        "peak MB": "43",
+        "step ms": "12.5",
+        "used": "8",
+        "compile s/step": "0.5",
+    }
+    assert [short[name] for name in ("cache", "GFLOP", "step ms", "used", "compile s/step")] == ["hit", *"––0–"]
+    names = ("bucket", "lower s", "compile s", "cache", "used", "compile s/step", "peak MB")
+    assert [total[name] for name in names] == ["total", "1", "4", "1 hit", "8", "0.625", ""]
+
+
+def test_the_table_shows_only_columns_of_which_something_is_known():
+    row, _ = cells(Ledger([SHORT]))
+    assert not {"GFLOP", "step ms", "compile s/step", "in plan", "padding", "let go"} & set(row)
+    released, held, total = cells(Ledger([dataclasses.replace(LONG, is_live=False), MIDDLE]))
+    assert [row["let go"] for row in (released, held, total)] == ["yes", "–", "1"]
+
+
+def test_buckets_never_used_are_named_all_of_them():
+    many = [dataclasses.replace(SHORT, bucket=Bucket(2, length)) for length in range(30, 100)]
+    ledger = Ledger([LONG, *many])
+    assert ledger.unused == tuple(row.bucket for row in many)
+    assert str(ledger).splitlines()[-1] == "never used: " + ", ".join(f"2×{length}" for length in range(30, 100))
+    assert "never used" not in str(Ledger([LONG]))
+
+
+def test_totals_are_those_of_all_rows():
+    ledger = Ledger([LONG, SHORT, MIDDLE])
+    assert [len(ledger), ledger.lower_s, ledger.compile_s, ledger.num_cache_hits] == [3, 1.5, 4.5, 1]
+    assert [ledger.times_used, ledger.compile_s_per_use] == [8, 0.75]
+    assert ledger.by_bucket[Bucket(4, 8)] is ledger[1]
+    assert LONG.total_bytes == 43_500_000
+    assert math.isnan(Ledger([SHORT]).compile_s_per_use)
+
+
+def test_an_empty_ledger_has_a_table_too():
+    assert "no bucket was compiled" in str(Ledger([]))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "said"),
+    [
+        ([Bucket(2, 8), Bucket(4, 16), Bucket(3, 8)], r"\(2, 8\), \(3, 8\)"),
+        ([Bucket(2, 8), PairBucket(2, 8, 8)], r"\(2, 8\), \(2, 8, 8\)"),
+    ],
+)
+def test_buckets_that_no_plan_can_have_together_are_refused(buckets, said):
+    with pytest.raises(ValueError, match=said):
+        Ledger([dataclasses.replace(LONG, bucket=bucket) for bucket in buckets])
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [LONG, SHORT, MIDDLE],
+        [],
+        [dataclasses.replace(LONG, lower_s=0.1 + 0.2, step_s=1 / 3, planned_steps=7, padding=0.1, is_live=False)],
+        [dataclasses.replace(LONG, compile_s=0, step_s=np.median([0.1, 0.3]), times_used=3)],
+        [dataclasses.replace(row, bucket=PairBucket(2, 8, row.bucket.length)) for row in (LONG, SHORT)],
+    ],
+    ids=["unknown figures", "no row", "planned", "numbers of other types", "pairs"],
+)
+def test_a_ledger_comes_back_from_disk_exactly(rows, tmp_path):
+    path = tmp_path / "ledger.json"
+    ledger = Ledger(rows)
+    ledger.save(path)
+    loaded = Ledger.load(path)
+    assert loaded == ledger
+    assert [row.bucket for row in loaded] == [row.bucket for row in rows]
+    assert all(type(ours.bucket) is type(theirs.bucket) for ours, theirs in zip(rows, loaded, strict=True))
+    assert loaded.table() == ledger.table()
+
+
+def test_ledgers_that_differ_in_a_figure_are_not_equal():
+    assert Ledger([LONG, SHORT]) != Ledger([SHORT, LONG])
+    assert Ledger([SHORT]) != Ledger([dataclasses.replace(SHORT, step_s=0.1)])
+
+
+def test_what_is_unknown_is_null_in_the_file_and_what_follows_is_there(tmp_path):
+    Ledger([LONG, SHORT]).save(tmp_path / "ledger.json")
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    long, short = json.loads((tmp_path / "ledger.json").read_text(), parse_constant=refuse)["rows"]
+    assert long["bucket"] == [2, 24]
+    assert [long["compile_s_per_use"], long["total_bytes"]] == [0.5, 43_500_000]
+    assert {name for name, value in short.items() if value is None} == {
+        *("flops", "step_s", "planned_steps", "padding", "compile_s_per_use")
+    }
+
+
+def changed(**figures):
+    return lambda document: document["rows"][0].update(figures)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda document: document["rows"][0].pop("compile_s"), "compile_s"),
+        (lambda document: document["rows"][0].pop("total_bytes"), "do not follow"),
+        (changed(compile_s="3.5"), "compile_s"),
+        (changed(cache_hit=1), "cache_hit"),
+        (changed(temp_bytes=None), "temp_bytes"),
+        (changed(temp_bytes=1.5), "temp_bytes"),
+        (changed(compile_s=7.0), "do not follow"),
+        (changed(colour="red"), "colour"),
+        (changed(bucket=[2, 0]), r"at least 1: \[\(2, 0\)\]"),
+        (changed(bucket=[2, 8, 8]), r"\(2, 8, 8\)"),
+        (changed(bucket=7), "int"),
+        (changed(step_s=math.inf), "JSON"),
+        (lambda document: document["rows"].append(document["rows"][0]), r"ascend: \[\(\(2, 24\), \(2, 24\)\)\]"),
+        (lambda document: document["rows"].append(3), "int"),
+        (lambda document: document.update(more=1), "belong"),
+        (lambda document: document.pop("rows"), "list of rows"),
+    ],
+)
+def test_damaged_ledgers_are_refused_by_name(damage, said, tmp_path):
+    path = tmp_path / "ledger.json"
+    document = json.loads(Ledger([LONG, SHORT]).to_json())
+    damage(document)
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=rf"ledger\.json holds no ledger: .*{said}"):
+        Ledger.load(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
+def test_files_that_hold_no_ledger_are_refused_by_name(content, tmp_path):
+    path = tmp_path / "ledger.json"
+    with pytest.raises(FileNotFoundError, match=r"there is no ledger .*ledger\.json"):
+        Ledger.load(path)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"ledger\.json holds no ledger"):
+        Ledger.load(path)
+
+
+def ledger_of(buckets):
+    return Ledger([dataclasses.replace(LONG, bucket=bucket) for bucket in reversed(buckets)])
+
+
+@pytest.mark.parametrize("sides", [1, 2])
+def test_steps_and_padding_are_those_of_the_plans_rows(sides):
+    lengths = np.random.default_rng(0).integers(1, 25, (101, sides)).squeeze()
+    shapes = {
+        1: [Bucket(4, 8), Bucket(3, 16), Bucket(2, 24), Bucket(1, 30)],
+        2: [PairBucket(3, 12, 12), PairBucket(2, 24, 24), PairBucket(1, 24, 30)],
+    }
+    plan = make_plan(lengths, shapes[sides], microbatches_per_step=2, order="shuffle")
+    num_steps, num_tokens, num_positions = (dict.fromkeys(plan.buckets, 0) for _ in range(3))
+    for step in range(plan.num_steps):
+        bucket = plan.buckets[plan.step_bucket[step]]
+        rows = plan.rows(step)
+        num_steps[bucket] += 1
+        num_tokens[bucket] += int(lengths[rows[rows >= 0]].sum())
+        num_positions[bucket] += rows.size * sum(bucket.lengths)
+    before = ledger_of(plan.buckets)
+    ledger = before.with_plan(plan)
+    assert [row.bucket for row in ledger] == [row.bucket for row in before]
+    for row in ledger:
+        assert row.planned_steps == num_steps[row.bucket]
+        if row.planned_steps:
+            assert row.padding == pytest.approx(1 - num_tokens[row.bucket] / num_positions[row.bucket], rel=1e-12)
+    assert ledger[0].planned_steps == 0
+    assert ledger[0].padding is None
+    assert ledger.planned_steps == plan.num_steps
+    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert before.planned_steps is before.padding is None
+    *_, total = cells(ledger)
+    assert [total["in plan"], total["padding"]] == [f"{plan.num_steps}", f"{plan.padding:.2%}"]
+
+
+def test_a_plan_of_other_buckets_is_refused_by_name():
+    plan = make_plan([3, 8, 20], [(4, 8), (2, 16), (2, 24)])
+    assert ledger_of([Bucket(4, 8), Bucket(2, 24)]).with_plan(plan).planned_steps == 2  # no step is of 2×16
+    with pytest.raises(ValueError, match=r"not one of this plan, which does not have 3×30, 5×25$"):
+        ledger_of([Bucket(2, 24), Bucket(5, 25), Bucket(3, 30)]).with_plan(plan)
+
+
+def test_a_row_tells_what_the_compiler_tells():
+    def step(state, x):
+        return state + 1, (x @ x).sum()
+
+    compiled = jax.jit(step, donate_argnums=0).lower(jnp.zeros(50), jnp.ones((30, 30))).compile()
+    row = row_of(Bucket(30, 30), compiled, 0.25, 0.5, True)
+    assert (row.bucket, row.lower_s, row.compile_s, row.cache_hit) == (Bucket(30, 30), 0.25, 0.5, True)
+    assert 2 * 30**3 <= row.flops < 3 * 30**3
+    assert row.argument_bytes == 4 * (50 + 900)
+    assert row.alias_bytes == 4 * 50
+    assert row.output_bytes >= 4 * 51
+    assert row.temp_bytes >= 4 * 30
+    assert 0 < row.peak_bytes <= row.total_bytes
+    assert (row.times_used, row.is_live, row.planned_steps, row.padding) == (0, True, None, None)
+    assert Ledger([row]).unused == (Bucket(30, 30),)
+
+
+class Silent:
+    """An executable whose backend tells nothing, or says so by an error."""
+
+    def __init__(self, answer):
+        self._answer = answer
+
+    def cost_analysis(self):
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    memory_analysis = cost_analysis
+
+
+@pytest.mark.parametrize("answer", [None, NotImplementedError(), jax.errors.JaxRuntimeError("UNIMPLEMENTED")])
+def test_what_a_backend_does_not_tell_is_unknown(answer):
+    row = row_of(Bucket(2, 8), Silent(answer), 0.25, 0.5, False)
+    assert math.isnan(row.flops)
+    assert row.total_bytes == row.peak_bytes == 0

@@ -1,0 +1,103 @@
+"""Measuring: from compiled steps to cost models on disk, and from these to buckets."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+from jvarlen import use_compilation_cache
+from jvarlen.cli import main
+from jvarlen.compiling import compilation_cache
+from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.measure_buckets import measure_buckets
+from jvarlen.models import TransformerConfig
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.runs.measure_costs import measure_costs
+
+TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
+
+
+def test_a_cache_does_not_hide_what_compiling_takes(tmp_path, monkeypatch):
+    monkeypatch.setattr(compilation_cache, "_own_setting", None)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_enable_compilation_cache", True)
+    use_compilation_cache(tmp_path)
+    try:
+        for _ in range(2):
+            costs = measure_costs(TINY, max_tokens=64, lengths=[8, 16], repeats=1, progress=False)
+            assert costs.compile_seconds > 0
+    finally:
+        jax.config.update("jax_enable_compilation_cache", False)
+        jax.config.update("jax_compilation_cache_dir", before)
+        reset_cache()
+
+
+def test_longer_rows_are_dearer_and_the_fit_names_what_was_measured():
+    costs = measure_costs(TINY, max_tokens=1024, lengths=[16, 64, 256], packed=True, repeats=1, progress=False)
+    assert costs.num_bytes.quadratic > 0
+    assert costs.num_bytes.largest_error < 0.3
+    assert float(costs.num_bytes(4, 256)) > float(costs.num_bytes(64, 16))
+    assert all(seconds > 0 for *_, seconds in costs.seconds.measured)
+    assert "width 16" in costs.seconds.model
+    assert "packed" in costs.seconds.model
+    assert "cpu" in costs.seconds.device
+    assert len(costs.seconds.measured) == 6
+    assert costs.compile_seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [0, 16]}, "at least 1"),
+        ({"lengths": [16]}, "2 lengths"),
+        ({"microbatches_per_step": 0}, "microbatches_per_step"),
+        ({"repeats": 0}, "repeats"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_before_anything_is_compiled(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_costs(TINY, **{"max_tokens": 1024, "lengths": [16, 64], "progress": False} | options)
+
+
+def test_lengths_that_the_budget_cannot_hold_are_named():
+    with pytest.raises(ValueError, match=r"\[512\]"):
+        measure_costs(TINY, max_tokens=1024, lengths=[64, 512], progress=False)
+
+
+@pytest.mark.slow
+def test_measured_costs_budget_a_plan(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    np.save("lengths.npy", np.random.default_rng(0).integers(8, 250, 500))
+    tiny = ["--model.num-layers", "1", "--model.width", "16", "--model.num-heads", "1"]
+    assert main(["measure", "--max-tokens", "1024", "--lengths", "16", "64", "256", *tiny, "--no-progress"]) == 0
+    assert "packed" not in capsys.readouterr().out
+    memory = CostModel.load("memory.json")
+    limit = float(memory(2, 256))
+    arguments = ["--max-tokens", "4096", "--cost-model", "cost.json", "--memory-model", "memory.json"]
+    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", str(limit), "--compile-seconds", "0.001"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted" in printed
+    assert main(["plan", "lengths.npy", *arguments, "--max-bytes", "10"]) == 2
+    assert "max_bytes 10" in capsys.readouterr().err
+
+
+def test_costs_of_compiled_buckets_can_be_fitted():
+    """Memory is exact and known without a run; seconds come from runs that leave the state as it is."""
+
+    def step(state, batch):
+        scores = jax.nn.softmax(jnp.einsum("mbt,mbu->mbtu", batch.weights, batch.weights))
+        return state + scores.sum(), scores.max()
+
+    state = jnp.float32(1)
+    shapes = [(8, 16), (4, 64), (2, 256), (4, 256)]
+    compiled = [compile_buckets(step, state, [shape], microbatches_per_step=2, progress=False) for shape in shapes]
+    measured = [measure_buckets(one, state, progress=False) for one in compiled]
+    assert float(state) == 1
+    assert all(one.seconds[0] > 0 for one in measured)
+    memory = fit_cost_model(shapes, [one.num_bytes[0] for one in measured], unit="bytes", device=measured[0].device)
+    assert memory.quadratic > 0
+    assert memory.largest_error < 0.25
+    assert "cpu" in memory.device
+    seconds = fit_cost_model(shapes, [one.seconds[0] for one in measured])
+    assert float(seconds(4, 256)) > float(seconds(8, 16))

@@ -1,0 +1,85 @@
+"""A file of programs: read back as it was written, and refused where it is damaged, foreign or not one's own."""
+
+import json
+import os
+import stat
+import zipfile
+
+import jax
+import pytest
+
+from jvarlen.compiling.program_store import check_environment, environment_of, read_compiled, write_compiled
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "compiled.bin"
+    write_compiled(path, {"buckets": [[2, 4]]}, [b"one" * 100, b"two" * 100])
+    return path
+
+
+def test_what_was_written_is_read(path):
+    header, programs = read_compiled(path)
+    assert header["buckets"] == [[2, 4]]
+    assert programs == [b"one" * 100, b"two" * 100]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("cut", [0, 10, 200, -1])
+def test_a_truncated_file_is_refused(path, cut):
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(ValueError, match=f"{path} holds no compiled programs, or is damaged"):
+        read_compiled(path)
+
+
+def test_a_flipped_bit_anywhere_is_refused(path):
+    content = path.read_bytes()
+    whole = read_compiled(path)
+    num_refused = 0
+    for place in range(len(content)):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            read = read_compiled(path)
+        except ValueError:
+            num_refused += 1
+        else:
+            assert read == whole  # the bit was in what tells nothing, such as a date
+    assert num_refused > 0.8 * len(content)
+
+
+def test_programs_that_were_exchanged_are_refused(path):
+    header, programs = read_compiled(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("header.json", json.dumps(header))
+        for number, program in enumerate(reversed(programs)):
+            archive.writestr(str(number), program)
+    with pytest.raises(ValueError, match=r"programs \[0, 1\] are not what was written"):
+        read_compiled(path)
+
+
+def test_another_format_is_refused(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("header.json", json.dumps({"format": "something-2", "sha256": []}))
+    with pytest.raises(ValueError, match="'something-2'"):
+        read_compiled(path)
+
+
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_can_write_is_not_read(path, mode):
+    path.chmod(mode)
+    with pytest.raises(PermissionError, match="can be written by other users"):
+        read_compiled(path)
+
+
+def test_a_file_of_another_user_is_not_read(path, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match=f"{path} belongs to user"):
+        read_compiled(path)
+
+
+def test_what_differs_in_the_environment_is_listed(path):
+    here = environment_of(jax.devices()[:1])
+    check_environment(path, json.loads(json.dumps(here)), here)
+    there = here | {"jaxlib": "0.0.1", "device kinds": ["abacus"]}
+    with pytest.raises(ValueError, match=r"jaxlib: 0\.0\.1 there, .*; device kinds: \['abacus'\] there, .* here"):
+        check_environment(path, there, here)

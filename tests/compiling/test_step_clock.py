@@ -1,0 +1,160 @@
+"""Step clock: each step's own seconds, nothing waited for, nothing held, and the process ends as it would without."""
+
+import gc
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen.compiling.step_clock import StepClock, _Record
+
+
+@pytest.fixture(scope="module")
+def busy():
+    """A step that is dispatched at once and keeps the device for some tens of milliseconds."""
+    step = jax.jit(lambda x: jax.lax.fori_loop(0, 60, lambda _, y: jnp.sin(y @ y), x))
+    return step.lower(jnp.ones((256, 256))).compile()
+
+
+def run(clock, step, keys, pause=0.0):
+    """Seconds that dispatching the steps took, and that all of them took."""
+    x = jax.block_until_ready(jnp.ones((256, 256)))
+    start = time.perf_counter()
+    for key in keys:
+        time.sleep(pause)
+        started = time.perf_counter()
+        x = step(x)
+        clock.step(key, started, {"x": x, "not an array": 3})
+    dispatched = time.perf_counter()
+    clock.wait()
+    return dispatched - start, time.perf_counter() - start
+
+
+def test_steps_that_queue_up_are_each_given_their_own_seconds(busy):
+    with StepClock() as clock:
+        dispatch_s, total_s = run(clock, busy, range(6))
+    seconds = clock.median_seconds()
+    assert list(seconds) == list(range(6))
+    assert 0.7 * total_s < sum(seconds.values()) <= total_s  # from dispatch on they would add up to 3.5 times as much
+    assert dispatch_s < 0.7 * total_s
+
+
+def test_the_time_before_the_dispatch_is_not_the_steps(busy):
+    with StepClock() as clock:
+        _, total_s = run(clock, busy, range(4), pause=0.2)
+    assert 0 < sum(clock.median_seconds().values()) <= total_s - 0.2  # the first pause; others, the step may outlast
+
+
+def test_the_median_of_each_key_takes_no_notice_of_its_first_step(busy):
+    with StepClock() as clock:
+        run(clock, lambda x: [time.sleep(0.3), busy(x)][1], ["a", "b"])
+        run(clock, busy, "aaba" * 2)
+    assert clock.num_steps == {"a": 7, "b": 3}
+    assert all(0 < seconds < 0.3 for seconds in clock.median_seconds().values())
+
+
+def test_memory_stays_bounded_and_the_median_is_of_the_last_steps():
+    record = _Record()
+    for seconds in [9.0] * 5000 + [1.0] * 501 + [2.0] * 500:
+        record.add("key", seconds)
+    assert record.median_seconds() == {"key": 1.0}
+    assert record.num_steps() == {"key": 6001}
+    assert len(record._last_seconds["key"]) == 1001
+
+
+def test_an_output_is_let_go_once_it_is_ready(busy):
+    with StepClock() as clock:
+        x = busy(jnp.ones((256, 256)))
+        clock.step("key", time.perf_counter(), x)
+        held = weakref.ref(x)
+        del x
+        clock.wait()
+        assert held() is None
+
+
+def test_a_failed_step_is_left_out_and_the_next_one_is_not():
+    failed = jnp.ones(3)
+    failed.delete()
+    with StepClock() as clock:
+        for key, output in (("failed", failed), ("good", jnp.ones(3))):
+            clock.step(key, time.perf_counter(), output)
+        clock.wait()
+    assert clock.num_steps == {"good": 1}
+
+
+@pytest.mark.parametrize("outputs", [None, {}, {"loss": np.ones(3)}, 1.0])
+def test_outputs_without_an_array_are_refused_at_once(outputs):
+    with StepClock() as clock, pytest.raises(ValueError, match="without an array"):
+        clock.step("key", time.perf_counter(), outputs)
+
+
+def clocks():
+    return {thread for thread in threading.enumerate() if thread.name == "step clock"}
+
+
+def test_the_thread_lives_from_the_first_step_to_the_end_of_the_clock(busy):
+    before = clocks()
+    clock = StepClock()
+    clock.wait()
+    assert clocks() == before
+    clock.step("key", time.perf_counter(), busy(jnp.ones((256, 256))))
+    (thread,) = clocks() - before
+    assert thread.daemon
+    clock.close()
+    clock.wait()
+    assert not thread.is_alive()
+    assert clock.num_steps == {"key": 1}
+    with pytest.raises(RuntimeError, match="closed"):
+        clock.step("key", time.perf_counter(), jnp.ones(3))
+
+
+def test_a_clock_that_no_one_refers_to_ends():
+    before = clocks()
+    clock = StepClock()
+    clock.step("key", time.perf_counter(), jnp.ones(3))
+    (thread,) = clocks() - before
+    del clock
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_thread_never_sees_ctrl_c():
+    class Key:
+        def __hash__(self):  # called where the step is recorded
+            masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+            return 0
+
+    masks = []
+    with StepClock() as clock:
+        clock.step(Key(), time.perf_counter(), jnp.ones(3))
+        clock.wait()
+    assert all(signal.SIGINT in mask for mask in masks)
+    assert masks
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_process_that_ends_amid_steps_ends_well():
+    program = """
+import time, jax, jax.numpy as jnp
+from jvarlen.compiling.step_clock import StepClock
+step = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ y), x))
+x = jax.block_until_ready(step(jnp.ones((512, 512))))
+clock = StepClock()
+for _ in range(20):
+    started = time.perf_counter()
+    x = step(x)
+    clock.step("key", started, x)
+print("ends")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "ends\n", "")

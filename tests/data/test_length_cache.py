@@ -1,0 +1,235 @@
+"""The cache of lengths: measured once, kept whole, never taken for what it is not."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+
+from jvarlen.data import length_cache
+from jvarlen.data.length_cache import cached_hashes, cached_lengths
+from jvarlen.data.split import sample_hash
+
+KEY, OTHER_KEY = "a" * 64, "b" * 64
+
+
+class Counted:
+    """Samples of given lengths; ValueError where the length is None. Counts what is read, and can be interrupted."""
+
+    def __init__(self, lengths, interrupt_at=None):
+        self.lengths, self.interrupt_at, self.read = lengths, interrupt_at, []
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        if index == self.interrupt_at:
+            raise KeyboardInterrupt
+        self.read.append(index)
+        if self.lengths[index] is None:
+            raise ValueError("no sample")
+        return b"x" * self.lengths[index]
+
+
+LENGTHS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
+
+
+@pytest.fixture(autouse=True)
+def user_caches(tmp_path, monkeypatch):
+    monkeypatch.setattr(length_cache, "default_cache_dir", lambda: tmp_path / "caches")
+    return tmp_path / "caches"
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data" / "t.jsonl"
+
+
+def measure(dataset, path, key=KEY):
+    return cached_lengths(dataset, path, key, progress=False).tolist()
+
+
+def names(directory):
+    return sorted(file.name for file in directory.iterdir())
+
+
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_lengths_are_measured_once(path, monkeypatch, user_caches, shard_size):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
+    first, second = Counted(LENGTHS), Counted(LENGTHS)
+    assert measure(first, path) == measure(second, path) == LENGTHS
+    assert first.read == list(range(10))
+    assert second.read == []
+    assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]
+    assert not user_caches.exists()
+
+
+def test_lengths_under_another_key_are_left_and_not_used(path):
+    measure(Counted(LENGTHS), path)
+    assert measure(other := Counted([1, 2]), path, OTHER_KEY) == [1, 2]
+    assert other.read == [0, 1]
+    assert len(names(path.parent)) == 2
+    assert measure(again := Counted(LENGTHS), path) == LENGTHS
+    assert again.read == []
+
+
+def test_a_damaged_cache_is_named_and_made_anew(path):
+    measure(Counted(LENGTHS), path)
+    (cache,) = path.parent.iterdir()
+    whole = cache.read_bytes()
+    cuts = [b"", b"PK", whole[: len(whole) // 2], whole[:-1]]
+    flips = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, len(whole), 23)]
+    num_refused = 0
+    for content in cuts + flips:
+        cache.write_bytes(content)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            dataset = Counted(LENGTHS)
+            assert measure(dataset, path) == LENGTHS
+        if dataset.read:  # some bytes of a zip do not matter
+            (warned,) = caught
+            assert str(warned.message).startswith(f"{cache} holds no lengths to use: ")
+            assert cache.read_bytes() == whole
+            num_refused += 1
+    assert num_refused > len(cuts) + len(flips) // 2
+
+
+@pytest.mark.parametrize(
+    ("key", "lengths", "said"),
+    [
+        (OTHER_KEY, LENGTHS, "they are of other data, bbbb"),
+        (KEY, LENGTHS[:-1], "they are not of 10 samples"),
+        (KEY, [*LENGTHS[:-1], 0], "they are not of 10 samples"),
+        (KEY, list(map(float, LENGTHS)), "the file is damaged"),
+    ],
+)
+def test_a_cache_of_other_data_is_refused(path, key, lengths, said):
+    cache, lengths = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.npz"), np.array(lengths)
+    seal = np.frombuffer(length_cache._seal(key, lengths), np.uint8)
+    np.savez(cache, key=np.array(key), lengths=lengths, seal=seal)
+    with pytest.warns(UserWarning, match=said):
+        assert measure(Counted(LENGTHS), path) == LENGTHS
+    assert measure(again := Counted(LENGTHS), path) == LENGTHS
+    assert again.read == []
+
+
+def test_lengths_that_are_not_those_of_the_seal_are_refused(path):
+    cache, lengths = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.npz"), np.array(LENGTHS)
+    seal = np.frombuffer(length_cache._seal(KEY, lengths), np.uint8)
+    np.savez(cache, key=np.array(KEY), lengths=lengths[::-1], seal=seal)
+    with pytest.warns(UserWarning, match="the file is damaged"):
+        assert measure(Counted(LENGTHS), path) == LENGTHS
+
+
+def test_workers_measure_only_where_there_are_many_samples(path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        length_cache,
+        "measure_lengths",
+        lambda dataset, function, *, num_workers, **options: asked.append(num_workers) or np.full(len(dataset), 2),
+    )
+    for num_samples in (4_095, 4_096, 65_536):
+        cached_lengths(Counted([1] * num_samples), path, f"{num_samples:<064}", num_workers=3, progress=False)
+    assert asked == [0, 3, 3]
+
+
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_where_the_data_lie_in_no_place_to_write_lengths_go_to_the_users_caches(
+    path, monkeypatch, user_caches, shard_size
+):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
+    unwritable = path.with_name("n" * 250)  # whose name leaves no room for an ending
+    assert measure(Counted(LENGTHS), unwritable) == LENGTHS
+    assert names(user_caches) == [f"lengths-{KEY[:16]}.npz"]
+    assert measure(again := Counted(LENGTHS), unwritable) == LENGTHS
+    assert again.read == []
+
+
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_lengths_that_cannot_be_kept_are_said_and_done_without(path, monkeypatch, user_caches, shard_size):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
+    user_caches.write_bytes(b"a file")
+    with pytest.warns(UserWarning, match="not kept for the next time"):
+        assert measure(Counted(LENGTHS), path.with_name("n" * 250)) == LENGTHS
+
+
+@pytest.mark.parametrize("shard_size", [4, 65_536])
+def test_where_there_is_no_sample_the_length_is_0_and_nothing_is_kept(path, monkeypatch, shard_size):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", shard_size)
+    assert measure(Counted([3, None, 1, 0, 2]), path) == [3, 0, 1, 0, 2]
+    assert names(path.parent) == []
+
+
+@pytest.fixture
+def interrupted(path, monkeypatch):
+    """The directory that a measuring leaves which an interrupt ended in its third shard."""
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", 4)
+    with pytest.raises(KeyboardInterrupt):
+        measure(Counted(LENGTHS, interrupt_at=9), path)
+    parts = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.parts")
+    assert names(parts) == ["0.npy", "1.npy", "lock", "manifest.json"]
+    return parts
+
+
+def test_an_interrupted_measuring_goes_on(path, interrupted):
+    assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
+    assert dataset.read == [8, 9]
+    assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]
+
+
+@pytest.mark.parametrize("name", ["1.npy", "manifest.json"])
+def test_damaged_parts_are_named_and_all_is_measured_anew(path, interrupted, name):
+    (interrupted / name).write_bytes(b"damaged")
+    with pytest.warns(UserWarning, match=r"\.parts .*damaged.* all is measured anew"):
+        assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
+    assert dataset.read == list(range(10))
+    assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]
+
+
+def test_of_several_that_need_the_same_lengths_one_measures(path, monkeypatch):
+    monkeypatch.setattr(length_cache, "_SHARD_SIZE", 4)
+    monkeypatch.setattr(length_cache, "_SECONDS_BETWEEN_TRIES", 0.001)
+    begun, others_wait = threading.Event(), threading.Event()
+
+    class Slow(Counted):
+        def __getitem__(self, index):
+            begun.set()
+            assert others_wait.wait(10)
+            return super().__getitem__(index)
+
+    datasets = [Slow(LENGTHS), Counted(LENGTHS), Counted(LENGTHS)]
+    results = {}
+
+    def run(number):
+        results[number] = measure(datasets[number], path)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    sleeping = threading.Semaphore(0)
+    monkeypatch.setattr(length_cache.time, "sleep", lambda seconds: sleeping.release())
+    threads[0].start()
+    assert begun.wait(10)
+    for waiting in threads[1:]:
+        waiting.start()
+        assert sleeping.acquire(timeout=10)
+    others_wait.set()
+    for thread in threads:
+        thread.join(10)
+    assert results == dict.fromkeys(range(3), LENGTHS)
+    assert [len(dataset.read) for dataset in datasets] == [10, 0, 0]
+    assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]
+
+
+def test_hashes_are_kept_beside_lengths_and_are_not_taken_for_them(tmp_path):
+    dataset = Counted(LENGTHS)
+    path = tmp_path / "data"
+    hashes = cached_hashes(dataset, path, KEY, progress=False)
+    assert hashes.tolist() == [sample_hash(b"x" * length) for length in LENGTHS]
+    assert cached_lengths(dataset, path, KEY, progress=False).tolist() == LENGTHS
+    num_read = len(dataset.read)
+    assert cached_hashes(dataset, path, KEY, progress=False).tolist() == hashes.tolist()
+    assert len(dataset.read) == num_read
+    (kept,) = tmp_path.glob("data.hashes-*.npz")
+    kept.rename(next(tmp_path.glob("data.lengths-*.npz")))
+    with pytest.warns(UserWarning, match="holds no lengths to use"):
+        assert cached_lengths(dataset, path, KEY, progress=False).tolist() == LENGTHS

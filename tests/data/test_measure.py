@@ -1,0 +1,359 @@
+"""Measured samples: the function's numbers and nothing else, by however many processes, in however many calls."""
+
+import array
+import collections
+import os
+import signal
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen._common.interrupts import remembered_interrupts
+from jvarlen.data.measure import known_lengths, measure_difficulty, measure_lengths
+from tests.processes import started
+from tests.run_measure_samples import NUM_SAMPLES
+
+PROGRAM = Path(__file__).parents[1] / "run_measure_samples.py"
+
+
+class Samples:
+    """Given samples that note which of them were read; one of them can raise an error instead."""
+
+    def __init__(self, samples, error_at=None, error=KeyboardInterrupt):
+        self.samples, self.error_at, self.error = samples, error_at, error
+        self.read = []
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if index == self.error_at:
+            raise self.error
+        self.read.append(index)
+        return self.samples[index]
+
+
+def identity(sample):
+    return sample
+
+
+def measure(samples, **options):
+    return measure_difficulty(samples, identity, progress=False, **options)
+
+
+def from_files(directory):
+    return np.concatenate([np.load(path) for path in sorted(Path(directory).glob("*.npy"))])
+
+
+def is_same(measured, wanted):
+    return measured.dtype == wanted.dtype and np.array_equal(measured, wanted)
+
+
+def test_measured_lengths_are_those_of_the_samples():
+    assert measure_lengths(["ab", "c", "def"], progress=False).tolist() == [2, 1, 3]
+    assert measure_lengths([[1, 2], [3, 4, 5]], sum, progress=False).tolist() == [3, 12]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint64, np.array, jnp.array])
+def test_ints_stay_ints(kind):
+    large = 2**53 + 1 if kind is not jnp.array else 2**31 - 1  # JAX has 32 bits by default
+    assert is_same(measure([kind(large), kind(1)]), np.array([large, 1]))
+    assert is_same(measure_lengths([large, 1], kind, progress=False), np.array([large, 1]))
+
+
+@pytest.mark.parametrize("kind", [float, np.float64, np.float32, np.float16, np.longdouble, np.array, jnp.array])
+def test_floats_stay_floats(kind):
+    assert is_same(measure([kind(-0.5), kind(np.inf), kind(2.0)]), np.array([-0.5, np.inf, 2.0]))
+
+
+def test_the_ends_of_int64_are_measured():
+    ends = np.iinfo(np.int64)
+    assert is_same(measure([ends.min, np.uint64(ends.max)]), np.array([ends.min, ends.max]))
+
+
+@pytest.mark.parametrize("shard_size", [1, 2, 9])
+def test_ints_among_floats_are_exact_or_refused(tmp_path, shard_size):
+    options = {"shard_size": shard_size}
+    samples = [2**53, 0.5, -(2**53)]
+    assert is_same(measure(samples, shards=tmp_path / "exact", **options), np.array(samples, np.float64))
+    assert is_same(measure(samples, shards=tmp_path / "exact", **options), np.array(samples, np.float64))
+    for _ in range(2):  # whether measured or read
+        with pytest.raises(ValueError, match=rf"id 0: {2**53 + 1}, id 2: {-(2**53) - 1} \(limit ±2\*\*53\)"):
+            measure([2**53 + 1, 0.5, -(2**53) - 1], shards=tmp_path / "inexact", **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None"),
+        ("12", "'12'"),
+        (True, "True"),
+        (np.True_, "True"),
+        (1j, "1j"),
+        ([1], "[1]"),
+        (np.array([1]), "array([1])"),
+        (2**63, str(2**63)),
+        (np.uint64(2**63), str(2**63)),
+        (-(2**63) - 1, str(-(2**63) - 1)),
+    ],
+)
+def test_what_is_no_number_is_refused_by_id_and_value(value, said):
+    for measured in (measure, lambda samples: measure_lengths(samples, identity, progress=False)):
+        with pytest.raises(ValueError, match="must be") as refused:
+            measured([7, value, 8, value])
+        assert f"id 1: {said}, id 3: {said}" in str(refused.value)
+
+
+def test_lengths_are_no_floats():
+    with pytest.raises(ValueError, match=r"lengths must be integers that fit int64: id 0: 1\.0, id 1: 2\.0"):
+        measure_lengths([1.0, 2.0], identity, progress=False)
+
+
+TOKENS = np.arange(7)
+PairOfFields = collections.namedtuple("PairOfFields", "tokens label")
+RECORDS = {
+    "tuple of list, int": ([1, 2, 3], 0),
+    "tuple of int, ndarray": (0, TOKENS),
+    "tuple of str, tuple, int": ("name", (1, 2), 0),
+    "list of int, ndarray, int": [5, TOKENS, 0],
+    "list of list, list": [[1, 2], [3]],
+    "list of dict": [{"tokens": TOKENS}],
+    "tuple of ArrayImpl, int": (jnp.arange(7), 0),
+    "PairOfFields of ndarray, int": PairOfFields(TOKENS, 1),
+    "dict with the keys 'tokens', 'label'": {"tokens": TOKENS, "label": 1},
+    "UserDict with the keys 'tokens'": collections.UserDict(tokens=TOKENS),
+    "mappingproxy with the keys 0": types.MappingProxyType({0: "text"}),
+}
+
+
+@pytest.mark.parametrize("said", RECORDS)
+@pytest.mark.parametrize("measured", [measure_lengths, known_lengths])
+def test_a_number_of_fields_is_no_length(measured, said):
+    tokens = [1, 2]
+    with pytest.raises(ValueError, match="length_fn=len counts fields") as refused:
+        measured([tokens, RECORDS[said], tokens, RECORDS[said]], progress=False)
+    assert f"id 1: {said}, id 3: {said}; give measure_lengths a length_fn" in str(refused.value)
+    assert measure_lengths([RECORDS[said]], lambda sample: len(sample), progress=False).tolist() == [len(RECORDS[said])]
+
+
+def test_records_among_many_samples_are_refused():
+    samples = [[1]] * 20_000 + [([1], 0)] * 1_024
+    with pytest.raises(ValueError, match="id 20480: tuple of list, int"):
+        measure_lengths(samples, progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_refuse_records(tmp_path):
+    with pytest.raises(ValueError, match=r"length_fn.* id 3: tuple of list, int"):
+        measure_lengths([[1], [1], [1], ([1], 0)], num_workers=1, shards=tmp_path, progress=False)
+
+
+TOKENS_OF_ALL_KINDS = (
+    "ab", b"ab", bytearray(2), [1, 2], (1, 2), ["a", "bc"], (b"a", b"b"), [1.5, None], range(2), {1, 2}, np.arange(2),
+    np.zeros((2, 5)), jnp.arange(2), [np.int64(1), np.array(2)], [jnp.array(1)] * 2, array.array("i", [1, 2]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("sample", TOKENS_OF_ALL_KINDS, ids=repr)
+def test_len_of_tokens_is_a_length(sample):
+    assert measure_lengths([sample], progress=False).tolist() == [2]
+
+
+def test_all_refused_values_are_told_at_the_end():
+    with pytest.raises(ValueError, match="id 1: 0"):
+        measure_lengths(["a", ""], progress=False)
+    with pytest.raises(ValueError, match="id 400: 0 and 95 more"):
+        measure_lengths(["a" if i % 100 else "" for i in range(10_000)], progress=False)
+    with pytest.raises(ValueError, match="NaN: id 1: nan, id 3: nan"):
+        measure([1, np.nan, 2.0, np.float32("nan")])
+
+
+def test_arguments_out_of_range_are_refused(tmp_path):
+    for num_workers in (-1, 1.0, True):
+        with pytest.raises(ValueError, match="num_workers"):
+            measure_lengths(["a"], num_workers=num_workers, progress=False)
+    for shard_size in (0, 1.0):
+        with pytest.raises(ValueError, match="shard_size"):
+            measure_lengths(["a"], shards=tmp_path, shard_size=shard_size, progress=False)
+    with pytest.raises(ValueError, match="dataset is empty"):
+        measure_lengths([], shards=tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+@given(
+    samples=st.one_of(
+        st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=40),
+        st.lists(st.floats(allow_nan=False), min_size=1, max_size=40),
+        st.lists(st.floats(allow_nan=False) | st.integers(-(2**53), 2**53), min_size=1, max_size=40),
+    ),
+    shard_size=st.integers(1, 50),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_measuring_in_shards_and_calls_is_a_measuring(samples, shard_size, data):
+    is_any_float = any(isinstance(sample, float) for sample in samples)
+    wanted = np.array(samples, np.float64 if is_any_float else np.int64)
+    assert is_same(measure(samples), wanted)
+    with tempfile.TemporaryDirectory() as shards:
+        options = {"shards": shards, "shard_size": shard_size}
+        reached = 0
+        for _ in range(data.draw(st.integers(0, 3))):
+            stop = data.draw(st.integers(reached, len(samples) - 1))
+            dataset = Samples(samples, stop, data.draw(st.sampled_from([KeyboardInterrupt, OSError])))
+            with pytest.raises((KeyboardInterrupt, RuntimeError)):
+                measure(dataset, **options)
+            assert dataset.read == list(range(reached, stop))
+            reached = stop // shard_size * shard_size
+        dataset = Samples(samples)
+        assert is_same(measure(dataset, **options), wanted)
+        assert dataset.read == list(range(reached, len(samples)))
+        assert is_same(from_files(shards), wanted)
+        untouched = Samples(samples)
+        assert is_same(measure(untouched, **options), wanted)
+        assert not untouched.read
+
+
+def test_only_shards_with_refused_values_are_measured_again(tmp_path):
+    options = {"progress": False, "shards": tmp_path, "shard_size": 10}
+    with pytest.raises(ValueError, match="id 25: 0, id 26: 0"):
+        measure_lengths([b"" if i in (25, 26) else b"a" for i in range(45)], **options)
+    mended = Samples([b"a"] * 45)
+    assert measure_lengths(mended, **options).tolist() == [1] * 45
+    assert mended.read == list(range(20, 30))
+
+
+def half_measured(directory):
+    """Shards 0, 1 and 2 of five."""
+    with pytest.raises(KeyboardInterrupt):
+        measure(Samples(range(1, 11), 7), shards=directory, shard_size=2)
+    assert sorted(path.name for path in directory.iterdir()) == ["0.npy", "1.npy", "2.npy", "manifest.json"]
+
+
+def test_samples_stay_unread_where_the_directory_is_refused(tmp_path):
+    half_measured(tmp_path)
+    dataset = Samples(range(1, 11))
+    os.truncate(tmp_path / "1.npy", 100)
+    with pytest.raises(ValueError, match=r"damaged .*: 1\.npy\."):
+        measure(dataset, shards=tmp_path, shard_size=2)
+    assert not dataset.read
+    (tmp_path / "1.npy").unlink()
+    assert measure(dataset, shards=str(tmp_path), shard_size=2).tolist() == list(range(1, 11))
+    assert dataset.read == [2, 3, 6, 7, 8, 9]
+
+
+def test_each_quantity_and_function_has_a_directory_of_its_own(tmp_path):
+    half_measured(tmp_path)
+    options = {"progress": False, "shards": tmp_path, "shard_size": 2}
+    with pytest.raises(ValueError, match="quantity is 'difficulty', not 'lengths'"):
+        measure_lengths(range(1, 11), identity, **options)
+    with pytest.raises(ValueError, match=r"function is 'tests\.test_measure_samples\.identity', not 'builtins\.float'"):
+        measure_difficulty(range(1, 11), float, **options)
+
+
+class Slow:
+    """Samples of length 7 that take long enough for a progress bar to redraw."""
+
+    def __len__(self):
+        return 300
+
+    def __getitem__(self, index):
+        time.sleep(0.001)
+        return "seven77"
+
+
+def test_a_progress_bar_changes_no_length(capsys):
+    assert set(measure_lengths(Slow(), progress=True).tolist()) == {7}
+    assert "300/300" in capsys.readouterr().err
+
+
+def test_a_progress_bar_begins_with_what_was_measured_before(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    half_measured(tmp_path)
+    measure_difficulty(range(1, 11), identity, shards=tmp_path, shard_size=2)
+    shown = capsys.readouterr().err.split("\r")
+    assert "difficulty:  60%" in shown[1]
+    assert "6/10" in shown[1]
+    assert "10/10" in shown[-1]
+
+
+def test_a_remembered_interrupt_ends_a_measuring():
+    class Interrupted(Samples):
+        def __getitem__(self, index):
+            if index == 100:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().__getitem__(index)
+
+    dataset = Interrupted(range(1, 100_001))
+    with remembered_interrupts(), pytest.raises(KeyboardInterrupt):
+        measure(dataset)
+    assert len(dataset.read) < 1_000
+
+
+class PickledOnce(Samples):
+    """Samples that can be pickled a single time."""
+
+    def __reduce__(self):
+        assert not hasattr(self, "is_pickled")
+        self.is_pickled = True
+        return Samples, (self.samples,)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_worker_processes_measure_the_same(tmp_path):
+    samples = ["x" * (1 + i % 97) for i in range(10_000)]
+    lengths = measure_lengths(samples, progress=False)
+    options = {"num_workers": 2, "progress": False}
+    dataset = PickledOnce(samples)
+    assert is_same(measure_lengths(dataset, shards=tmp_path, shard_size=999, **options), lengths)
+    assert is_same(from_files(tmp_path), lengths)
+    # Nothing is missing, so that nothing is pickled or started.
+    assert is_same(measure_lengths(dataset, shards=tmp_path, shard_size=999, **options), lengths)
+    halves = [i / 2 if i % 3 else i for i in range(10_000)]
+    assert is_same(measure(halves, num_workers=3), np.array(halves))
+
+
+def die_of_none(sample):
+    if sample is None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+@pytest.mark.multiprocess
+def test_a_killed_worker_is_told_and_finished_shards_stay(tmp_path):
+    options = {"progress": False, "shards": tmp_path, "shard_size": 4}
+    with pytest.raises(RuntimeError, match=r"killed by signal 9; it had samples 44 to 47\. .*fewer workers"):
+        measure_difficulty([None if i == 45 else i for i in range(100)], die_of_none, num_workers=1, **options)
+    assert len(list(tmp_path.glob("*.npy"))) == 11
+    dataset = Samples(range(100))
+    assert measure_difficulty(dataset, die_of_none, **options).tolist() == list(range(100))
+    assert dataset.read == list(range(44, 100))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_an_interrupt_ends_workers_at_once_and_quietly(tmp_path):
+    deadline = time.monotonic() + 60
+    with started(PROGRAM, 1, str(tmp_path)) as program:
+        (process,) = program.processes
+        while program.output(0).count("\n") < 2 and time.monotonic() < deadline:  # until both workers are stuck
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGINT)
+        (end,) = program.wait(30)
+    assert end.code == -signal.SIGINT
+    first, second, *traceback = end.output.splitlines()
+    for worker in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(worker), 0)
+    assert end.output.count("Traceback") == 1
+    assert traceback[-1] == "KeyboardInterrupt"
+    assert from_files(tmp_path).tolist() == list(range(1, NUM_SAMPLES // 2 + 1))

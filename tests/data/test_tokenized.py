@@ -1,0 +1,226 @@
+"""Tokenized text: the ids are the tokenizer's own, all of them, and what it cannot take is an error that names it."""
+
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jvarlen.data.measure import known_lengths
+from jvarlen.data.open import open_data
+from jvarlen.data.split import split_held_out
+from jvarlen.data.tokenized import TokenizedDataset
+
+tokenizers = pytest.importorskip("tokenizers")
+from tokenizers import models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
+
+TEXTS = ["the quick brown fox", "größer", "jumps over the lazy dog", "a"]
+NUM_IDS = 294  # so few texts have no more merges
+
+
+def byte_level(path: Path) -> tokenizers.Tokenizer:
+    """A small byte-level BPE, which takes any text."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, show_progress=False, initial_alphabet=alphabet, special_tokens=["<s>"]
+    )
+    tokenizer.train_from_iterator(TEXTS * 20, trainer)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
+@pytest.fixture
+def path(tmp_path):
+    byte_level(tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
+
+
+def changed(path, change):
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    change(tokenizer)
+    tokenizer.save(str(path))
+    return path
+
+
+def ids_of(dataset):
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def expected_ids(path, texts=TEXTS):
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+@pytest.mark.parametrize(
+    "convert", [str, str.encode, lambda text: np.frombuffer(text.encode(), np.uint8)], ids=["str", "bytes", "array"]
+)
+def test_samples_are_the_ids_of_their_text(path, convert):
+    dataset = TokenizedDataset([convert(text) for text in TEXTS], path)
+    assert ids_of(dataset) == expected_ids(path)
+    assert len(dataset[0]) < len(TEXTS[0])
+    assert dataset[0].dtype == np.int32
+    assert dataset.num_values == NUM_IDS
+    assert known_lengths(dataset, progress=False).tolist() == list(map(len, expected_ids(path)))
+
+
+def test_special_tokens_are_those_of_the_post_processor(path):
+    plain = expected_ids(path)
+    changed(
+        path,
+        lambda tokenizer: setattr(
+            tokenizer, "post_processor", processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+        ),
+    )
+    assert ids_of(TokenizedDataset(TEXTS, path)) == [[0, *ids] for ids in plain]
+
+
+def test_nothing_is_truncated_or_padded_whatever_the_file_says(path):
+    plain = expected_ids(path)
+    changed(path, lambda tokenizer: tokenizer.enable_truncation(2))
+    changed(path, lambda tokenizer: tokenizer.enable_padding(length=50))
+    assert expected_ids(path) != plain
+    assert ids_of(TokenizedDataset(TEXTS, path)) == plain
+
+
+def test_a_worker_loads_the_tokenizer_itself_and_refuses_another(path):
+    dataset = TokenizedDataset(TEXTS, path)
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert ids_of(pickle.loads(pickled)) == ids_of(dataset)
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(ValueError, match=r"tokenizer\.json has changed"):
+        pickle.loads(pickled)
+
+
+NO_TOKENIZERS = [
+    b"",
+    b"{}",
+    b"[]",
+    b"\xff",
+    b"[" * 100_000,
+    b'{"model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": [',
+    b'{"model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": []}}',
+    b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+    # Makes the package panic.
+    b"""{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "post_processor": {"type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}], "pair": [], "special_tokens": {}}}""",
+]
+
+
+@pytest.mark.parametrize("content", NO_TOKENIZERS, ids=range(len(NO_TOKENIZERS)))
+def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        TokenizedDataset(TEXTS, path)
+    with pytest.raises(FileNotFoundError, match=r"other\.json"):
+        TokenizedDataset(TEXTS, tmp_path / "other.json")
+
+
+def test_ids_that_the_file_does_not_count_are_refused(path):
+    template = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", 2**32 - 1)])
+    changed(path, lambda tokenizer: setattr(tokenizer, "post_processor", template))
+    with pytest.raises(ValueError, match=r"token 4294967295, but .*tokenizer\.json has only 294 ids"):
+        TokenizedDataset(TEXTS, path)[0]
+
+
+def test_what_is_no_text_is_refused(path):
+    samples = [b"ab\xff", np.arange(3), "\ud800", 7]
+    dataset = TokenizedDataset(samples, path)
+    reasons = ["not UTF-8 at byte 2", "no text, but tokens of int64", "fails on the text", "a sample must be text"]
+    for index, reason in enumerate(reasons):
+        with pytest.raises(ValueError, match=reason):
+            dataset[index]
+
+
+def test_what_is_needed_is_said_where_the_package_is_missing(path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ValueError, match=r"tokenizer\.json can only be read with tokenizers: pip install"):
+        TokenizedDataset(TEXTS, path)
+
+
+def write_texts(tmp_path):
+    """The same texts in every kind of file that holds text."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "t.txt").write_text("\n".join(TEXTS))
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    parquet.write_table(pa.table({"text": TEXTS}), tmp_path / "t.parquet")
+    return [tmp_path / f"t.{ending}" for ending in ("txt", "jsonl", "parquet")]
+
+
+def test_texts_of_every_kind_of_file_become_the_same_tokens(tmp_path, path):
+    texts = write_texts(tmp_path)
+    for data in texts:
+        dataset = open_data(data, tokenizer=path, progress=False)
+        assert ids_of(dataset) == expected_ids(path)
+        assert dataset.lengths.tolist() == list(map(len, expected_ids(path)))
+        assert dataset.num_values == NUM_IDS
+        assert dataset.content_key != open_data(data, progress=False).content_key
+        assert open_data(data, progress=False).num_values == 256
+        assert ids_of(pickle.loads(pickle.dumps(dataset))) == expected_ids(path)
+        assert len(split_held_out(dataset, 0.5).train) in range(1, 4)
+        with pytest.raises(ValueError, match=r"tokenizer\.json has 294 ids; at most 256 are allowed"):
+            open_data(data, tokenizer=path, num_values=256, progress=False)
+
+
+def test_lengths_are_kept_for_a_tokenizer_and_measured_anew_for_another(tmp_path, path, monkeypatch):
+    (data, *_) = write_texts(tmp_path)
+    lengths = open_data(data, tokenizer=path, progress=False).lengths
+    with monkeypatch.context() as patched:
+        patched.setattr(TokenizedDataset, "__getitem__", lambda self, index: pytest.fail("tokenized again"))
+        assert open_data(data, tokenizer=path, progress=False).lengths.tolist() == lengths.tolist()
+    key = open_data(data, tokenizer=path, progress=False).content_key
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    changed(path, lambda tokenizer: setattr(tokenizer, "post_processor", template))
+    other = open_data(data, tokenizer=path, progress=False)
+    assert other.lengths.tolist() == (lengths + 1).tolist()
+    assert other.content_key != key
+
+
+def test_samples_without_tokens_are_refused_by_line_or_row(tmp_path, path):
+    changed(path, lambda tokenizer: setattr(tokenizer, "normalizer", normalizers.Strip()))
+    data = tmp_path / "t.jsonl"
+    data.write_bytes(b'{"text": "a"}\n{"text": "  "}\n[]\n')
+    with pytest.raises(ValueError, match=r"t\.jsonl: .*line 2: no tokens, by this tokenizer; line 3: no JSON object$"):
+        open_data(data, tokenizer=path, progress=False)
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import feather
+
+    feather.write_feather(pa.table({"text": [b"a", b" ", b"\xff"]}), tmp_path / "t.feather")
+    with pytest.raises(
+        ValueError, match=r"t\.feather: .*id 1: no tokens, by this tokenizer; id 2: not UTF-8 at byte 0$"
+    ):
+        open_data(tmp_path / "t.feather", tokenizer=path, progress=False)
+
+
+def test_a_limit_is_for_the_ids_and_not_for_the_bytes_of_the_text(tmp_path):
+    words = models.WordLevel({"größer": 0, "a": 1, "?": 2}, unk_token="?")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "tokenizer.json"))
+    for data in write_texts(tmp_path):
+        dataset = open_data(data, tokenizer=tmp_path / "tokenizer.json", num_values=3, progress=False)
+        assert ids_of(dataset) == [[2], [0], [2], [1]]
+
+
+def test_a_tokenizer_for_tokens_is_refused(tmp_path, path):
+    np.savez(tmp_path / "t.npz", tokens=np.arange(3, dtype=np.uint8), offsets=np.array([0, 3]))
+    with pytest.raises(ValueError, match=r"t\.npz holds tokens, not text: the tokenizer .*tokenizer\.json"):
+        open_data(tmp_path / "t.npz", tokenizer=path, num_values=256)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_measure_what_one_process_does(tmp_path, path, monkeypatch):
+    monkeypatch.setattr("jvarlen.data.length_cache._LEAST_FOR_WORKERS", 1)
+    monkeypatch.setattr("jvarlen.data.length_cache._keep", lambda *arguments: None)
+    _, data, _ = write_texts(tmp_path)
+    with data.open("a") as file:
+        file.write("[]\n")
+    for num_workers in (0, 1):
+        with pytest.raises(ValueError, match=r"line 5: no JSON object$"):
+            open_data(data, tokenizer=path, num_workers=num_workers, progress=False)

@@ -1,0 +1,251 @@
+"""The built-in corpus: real, deduplicated, cached; any dataset split by content."""
+
+import ast
+import textwrap
+
+import numpy as np
+import pytest
+
+import jvarlen
+from jvarlen.data import tokens as datasets
+from jvarlen.data.measure import known_lengths
+from jvarlen.data.split import split_held_out
+from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
+from jvarlen.data.tokens import Subset, TokenDataset, as_data_source, to_tokens
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    cache = tmp_path_factory.mktemp("cache")
+    return stdlib_functions(cache_dir=cache, progress=False), cache
+
+
+@pytest.mark.slow
+def test_the_corpus_is_long_tailed_and_without_repetition(corpus):
+    dataset, _ = corpus
+    samples = [dataset[i].tobytes() for i in range(len(dataset))]
+    lengths = np.diff(dataset.offsets)
+    assert len(samples) > 10_000
+    assert len(set(samples)) == len(samples)
+    assert 200 < np.median(lengths) < 350
+    assert lengths.max() > 10_000
+    assert lengths.min() >= 10
+
+
+@pytest.mark.slow
+def test_every_sample_is_one_function(corpus):
+    dataset, _ = corpus
+    for i in range(0, len(dataset), 500):
+        tree = ast.parse(textwrap.dedent(dataset[i].tobytes().decode()))
+        assert len(tree.body) == 1
+        assert isinstance(tree.body[0], ast.FunctionDef | ast.AsyncFunctionDef)
+
+
+@pytest.mark.slow
+def test_the_second_call_reads_the_cache(corpus, monkeypatch):
+    dataset, cache = corpus
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: pytest.fail("scanned again"))
+    again = stdlib_functions(cache_dir=cache, progress=False)
+    assert (again.tokens == dataset.tokens).all()
+    assert (again.offsets == dataset.offsets).all()
+
+
+def test_a_damaged_cache_is_named_and_made_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
+    stdlib_functions(cache_dir=tmp_path, progress=False)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.warns(UserWarning, match=r"stdlib-functions-\w+\.npz is damaged"):
+        assert len(stdlib_functions(cache_dir=tmp_path, progress=False)) == 1
+    assert len(stdlib_functions(cache_dir=tmp_path, progress=False)) == 1
+
+
+def test_only_outermost_functions_count(tmp_path):
+    (tmp_path / "m.py").write_text(
+        "def f():\n    def g(): pass\n\nclass C:\n    @property\n    def h(self):\n        return 1\n"
+        "try:\n    async def k(): pass\nexcept E:\n    def n(): pass\nif x:\n    def f():\n        def g(): pass\n"
+    )
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "t.py").write_text("def never(): pass\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    names = sorted(sample.split(b"(")[0].strip() for sample in read_functions(tmp_path, progress=False))
+    assert names == [b"async def k", b"def f", b"def f", b"def h", b"def n"]
+
+
+def test_no_sources_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no source files"):
+        read_functions(tmp_path, progress=False)
+
+
+def test_held_out_samples_are_chosen_by_content():
+    samples = [f"sample {i}".encode() for i in range(2000)]
+    split = split_held_out(TokenDataset.from_bytes(samples), 0.1)
+    reverse = split_held_out(TokenDataset.from_bytes(samples[::-1]), 0.1)
+    held_out = {split.held_out[i].tobytes() for i in range(len(split.held_out))}
+    train = {split.train[i].tobytes() for i in range(len(split.train))}
+    assert held_out | train == set(samples)
+    assert not held_out & train
+    assert 150 < len(held_out) < 250
+    assert {reverse.held_out[i].tobytes() for i in range(len(reverse.held_out))} == held_out
+
+
+@pytest.mark.parametrize("fraction", [0, 1, -1, float("nan"), 1e-9])
+def test_an_empty_side_is_an_error(fraction):
+    with pytest.raises(ValueError, match="held-out fraction"):
+        split_held_out(TokenDataset.from_bytes([b"a", b"b"]), fraction)
+
+
+@pytest.mark.parametrize("offsets", [[0, 2], [1, 3], [0, 2, 1, 3], [0, 2**63 - 1, -2, 3], []])
+def test_offsets_must_span_the_tokens(offsets):
+    with pytest.raises(ValueError, match="ascend from 0 to the number of tokens, 3"):
+        TokenDataset(np.zeros(3, np.uint8), np.array(offsets, np.int64))
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_samples_are_found_by_id_only(index):
+    dataset = TokenDataset.from_bytes([b"a", b"bc"])
+    for found_by_id in (dataset, Subset(dataset, np.array([1, 0]))):
+        with pytest.raises(IndexError, match="of 2"):
+            found_by_id[index]
+
+
+class Unreadable:
+    """Knows its lengths; its samples must not be asked for."""
+
+    lengths = np.array([3, 1, 2])
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        pytest.fail("a sample was read")
+
+
+def test_lengths_that_a_dataset_knows_are_not_measured():
+    assert known_lengths(Unreadable()).tolist() == [3, 1, 2]
+    assert known_lengths(Subset(Unreadable(), np.array([2, 0]))).tolist() == [2, 3]
+
+
+def test_lengths_that_a_dataset_does_not_know_are_measured():
+    assert known_lengths(["abc", "d"], progress=False).tolist() == [3, 1]
+    assert known_lengths(Subset(["abc", "d"], np.array([1])), progress=False).tolist() == [1]
+
+
+def test_known_lengths_are_checked():
+    with pytest.raises(ValueError, match="at least 1: id 1: 0"):
+        known_lengths(TokenDataset.from_bytes([b"a", b""]))
+
+
+def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="not kept for the next time"):
+        assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1
+
+
+SAMPLES = [[3, 1, 4], [1], [5, 9], [2, 6, 5, 3], [5], [8, 9, 7]]
+
+
+def torch_dataset(samples):
+    torch = pytest.importorskip("torch")
+
+    class MapStyle(torch.utils.data.Dataset):
+        def __len__(self):
+            return len(samples)
+
+        def __getitem__(self, index):
+            return torch.tensor(samples[index])
+
+    return MapStyle()
+
+
+def grain_source(samples):
+    import grain
+
+    return grain.MapDataset.source([np.array(sample, np.int32) for sample in samples])
+
+
+def grain_random_access(samples):
+    from grain.python import RandomAccessDataSource
+
+    class Source:
+        def __len__(self):
+            return len(samples)
+
+        def __getitem__(self, record_key):
+            return np.array(samples[record_key], np.uint16)
+
+    assert isinstance(Source(), RandomAccessDataSource)
+    return Source()
+
+
+MAKERS = [list, torch_dataset, grain_source, grain_random_access, lambda samples: list(map(bytes, samples))]
+IDS = ["list", "torch", "grain", "grain_random_access", "bytes"]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_any_random_access_dataset_is_a_data_source(make):
+    source = as_data_source(make(SAMPLES))
+    assert [source[i].tolist() for i in range(len(source))] == SAMPLES
+    assert all(isinstance(source[i], np.ndarray) for i in range(len(source)))
+    for index in (-1, 6):
+        with pytest.raises(IndexError, match="of 6"):
+            source[index]
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=IDS)
+def test_any_random_access_dataset_is_measured_split_and_loaded(make):
+    dataset = make(SAMPLES)
+    lengths = known_lengths(dataset, progress=False)
+    assert lengths.tolist() == list(map(len, SAMPLES))
+    split = split_held_out(dataset, 0.5)
+    assert len(split.train) + len(split.held_out) == len(SAMPLES)
+    plan = jvarlen.make_plan(lengths, [(2, 2), (2, 4)])
+    steps = list(jvarlen.load(plan, as_data_source(dataset)))
+    read = {
+        tuple(tokens[:length])
+        for step in steps
+        for tokens, length in zip(np.asarray(step.tokens)[0].tolist(), step.lengths[0].tolist(), strict=True)
+    }
+    assert read - {()} == set(map(tuple, SAMPLES))
+
+
+def test_what_holds_arrays_is_loaded_as_it_is():
+    plan = jvarlen.make_plan([3, 1], [(2, 4)])
+    for make in (list, torch_dataset, grain_source):
+        (step,) = jvarlen.load(plan, make([[1, 2, 3], [4]]))
+        assert step.tokens.tolist() == [[[4, 0, 0, 0], [1, 2, 3, 0]]]
+
+
+def test_the_same_tokens_are_on_the_same_side_whatever_holds_them():
+    rng = np.random.default_rng(0)
+    samples = [rng.integers(0, 50_000, 5).tolist() for _ in range(40)]
+    makers = [list, torch_dataset, grain_source, grain_random_access]
+    sides = [list(split_held_out(make(samples), 0.3).held_out) for make in makers]
+    held_out = [[np.asarray(sample).tolist() for sample in side] for side in sides]
+    assert 0 < len(held_out[0]) < 40
+    assert all(side == held_out[0] for side in held_out)
+
+
+def test_texts_and_their_bytes_are_the_same_tokens():
+    for sample in ("größer", "größer".encode(), bytearray("größer".encode()), memoryview("größer".encode())):
+        assert to_tokens(sample).dtype == np.uint8
+        assert to_tokens(sample).tobytes() == "größer".encode()
+
+
+@pytest.mark.parametrize(
+    "sample", [None, 7, [1.0], [True], [[1]], [[1], [2, 3]], [], {"text": "a"}, {1, 2}, ["a"], np.array(3)], ids=repr
+)
+def test_what_is_no_sequence_of_tokens_is_refused(sample):
+    with pytest.raises(ValueError, match=r"sample must be text, bytes or 1-D integers|no tokens, but list"):
+        to_tokens(sample)
+
+
+def test_what_has_no_random_access_is_refused():
+    with pytest.raises(ValueError, match=r"which generator has not; .* are for stream_batches"):
+        as_data_source(sample for sample in SAMPLES)
+
+
+def test_lengths_that_a_dataset_knows_stay_known():
+    assert known_lengths(as_data_source(Unreadable())).tolist() == [3, 1, 2]
+    assert not hasattr(as_data_source(SAMPLES), "lengths")

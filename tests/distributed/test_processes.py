@@ -1,0 +1,78 @@
+"""Processes: what happens on one happens on all, within a bound."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from jvarlen.distributed.processes import agree, gather_texts, together
+from tests import processes
+
+PROGRAM = Path(__file__).parents[1] / "run_processes.py"
+WITHIN_S = 30  # of a death, as the heartbeat promises
+
+
+@pytest.mark.parametrize("value", ["text", b"bytes", 3])
+def test_one_process_agrees_with_itself(value):
+    agree("value", value)
+    assert gather_texts("texts", "long " * 1000) == ["long " * 1000]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_one_process_raises_what_failed(error):
+    with pytest.raises(error, match="own"), together("try"):
+        raise error("own")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_every_process_decides_the_same():
+    seen = [json.loads(output.splitlines()[-1]) for output in processes.run(PROGRAM, 3, "all", seconds=60)]
+    fine = ["", ""]
+    for rank, one in enumerate(seen):
+        for case in ("same text", "same bytes", "same number", "same long one", "none fails", "afterwards"):
+            assert one[case] == fine, (rank, case)
+        assert one["one differs"] == [
+            "ValueError", "processes differ in plan digest: processes 0, 2: '5d41'; process 1: '7a3e'"
+        ]  # fmt: skip
+        assert one["type differs"] == ["ValueError", "processes differ in steps: process 0: '3'; processes 1, 2: 3"]
+        assert one["end of a long one differs"][0] == "ValueError"
+        assert one["end of a long one differs"][1].count("… (SHA-256 ") == 3
+        assert one["other call"] == [
+            "ProcessesError", "processes are not at the same call: process 0: plan; processes 1, 2: lengths"
+        ]  # fmt: skip
+        assert one["texts"] == ["process 0 …", "process 1 …", "process 2 …"]
+        assert one["arrays"] == [[[process, 2**62 + process]] for process in range(3)]
+        own, others = (
+            ["OSError", f"disk {rank} is broken"],
+            "could not read the part: process 2: OSError: disk 2 is broken",
+        )
+        assert one["one fails"] == (own if rank == 2 else ["ProcessesError", others])
+        both = "could not read the part: process 0: OSError: disk 0 is broken; process 2: OSError: disk 2 is broken"
+        assert one["two fail"] == (["ProcessesError", both] if rank == 1 else own)
+        interrupted = ["ProcessesError", "could not wait: process 1: KeyboardInterrupt"]
+        assert one["interrupted"] == (["KeyboardInterrupt", ""] if rank == 1 else interrupted)
+
+
+@pytest.mark.parametrize("mode", ["terminated", "raises"])
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_no_process_waits_long_for_one_that_left(mode):
+    with processes.started(PROGRAM, 2, mode) as running:
+        deadline = time.monotonic() + 60
+        while "leaves" not in running.output(1):
+            assert time.monotonic() < deadline, running.output(1)
+            time.sleep(0.05)
+        left_at = time.monotonic()
+        survivor, left = running.wait(WITHIN_S)
+        took = time.monotonic() - left_at
+    assert took < WITHIN_S
+    assert survivor.code != 0
+    if mode == "raises":
+        assert left.code != 0
+        assert "no such dataset" in left.output
+    else:
+        assert left.code == -signal.SIGTERM, left.output
+        assert "lost the other processes at 'load'; no word from process 1" in survivor.output

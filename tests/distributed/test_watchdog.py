@@ -1,0 +1,47 @@
+"""Watchdog: one process that does not move ends all, with its name; one that is slow ends none."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from jvarlen.distributed.watchdog import _who_is_behind, ending_stalled_processes
+from tests.processes import started
+from tests.run_watchdog import TIMEOUT_S
+
+WITHIN_S = 10  # of the timeout
+
+
+@pytest.mark.parametrize(
+    ("ticks", "said"),
+    [
+        ({0: 7, 1: 5, 2: 6}, "process 1 stands after step 5, others after 7"),
+        ({0: 7, 1: 5, 2: 5}, "processes 1, 2 stand after step 5, others after 7"),
+        ({0: 1200, 1: 1200}, "all processes stand after step 1,200"),
+    ],
+)
+def test_who_has_ticked_least_is_named(ticks, said):
+    assert _who_is_behind(ticks) == said
+
+
+def test_one_process_waits_for_nobody():
+    with ending_stalled_processes("training", 0.01, interval_s=0.001) as tick:
+        tick()
+        time.sleep(0.1)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_processes_end_with_the_name_of_the_one_that_hangs():
+    with started(Path(__file__).parents[1] / "run_watchdog.py", 3) as processes:
+        deadline = time.monotonic() + 60
+        while "hangs at" not in processes.output(1):
+            assert time.monotonic() < deadline, processes.output(1)
+            time.sleep(0.05)
+        ended = processes.wait(TIMEOUT_S + WITHIN_S)
+    for rank, one in enumerate(ended):
+        assert one.code == 2, one.output
+        assert "slow is not stalled" in one.output
+        stalled = "no step in 2.5 s; process 1 stands after step 5, others after 6"
+        assert f"jvarlen: training has stalled: {stalled}\n" in one.output
+        assert ("read_from_a_disk_that_hangs" in one.output) == (rank == 1)

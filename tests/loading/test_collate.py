@@ -1,0 +1,102 @@
+"""Collation: every token at its place, padding weightless, mistakes named."""
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jvarlen import (
+    Bucket,
+    StepSamples,
+    load,
+    make_plan,
+    pack_samples,
+    pack_to_bucket,
+    pad_pairs_to_bucket,
+    pad_to_bucket,
+    token_batch_spec,
+)
+from jvarlen.batches.batches import count_tokens
+
+
+def make_step(microbatches, bucket, *, truncate=False, num_tokens=None):
+    """Ids count up in the order of the microbatches."""
+    ids = np.full((len(microbatches), bucket.rows), -1)
+    next_id = 0
+    for m, samples in enumerate(microbatches):
+        ids[m, : len(samples)] = np.arange(next_id, next_id + len(samples))
+        next_id += len(samples)
+    lengths = [len(sample) for samples in microbatches for sample in samples]
+    if num_tokens is None:
+        num_tokens = sum(min(length, bucket.length) if truncate else length for length in lengths)
+    return StepSamples(bucket, ids, microbatches, num_tokens, truncate, len(lengths))
+
+
+@given(st.data(), st.integers(1, 3), st.integers(1, 4), st.integers(1, 6))
+def test_rows_hold_their_samples_and_nothing_else(data, num_microbatches, rows, length):
+    sample = st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=length).map(lambda x: np.array(x, np.int64))
+    microbatches = [data.draw(st.lists(sample, max_size=rows)) for _ in range(num_microbatches)]
+    microbatches[0] = microbatches[0] or [np.array([7])]
+    batch = pad_to_bucket(make_step(microbatches, Bucket(rows, length)))
+    assert batch.num_sequences == sum(map(len, microbatches))
+    for m, samples in enumerate(microbatches):
+        for row in range(rows):
+            tokens = samples[row] if row < len(samples) else np.zeros(0, int)
+            assert batch.lengths[m, row] == len(tokens)
+            assert batch.tokens[m, row, : len(tokens)].tolist() == tokens.tolist()
+            assert not batch.tokens[m, row, len(tokens) :].any()
+            assert batch.weights[m, row].tolist() == [1.0] * len(tokens) + [0.0] * (length - len(tokens))
+
+
+def test_a_batch_has_the_planned_shapes_and_dtypes():
+    batch = pad_to_bucket(make_step([[np.arange(3)], []], Bucket(2, 4)))
+    spec = token_batch_spec(Bucket(2, 4), 2)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
+        lambda leaf: (leaf.shape, leaf.dtype), spec
+    )
+
+
+def test_cut_samples_keep_their_first_tokens():
+    batch = pad_to_bucket(make_step([[np.arange(9)]], Bucket(1, 4), truncate=True))
+    assert batch.tokens.tolist() == [[[0, 1, 2, 3]]]
+
+
+def test_a_sample_longer_than_its_bucket_is_named():
+    with pytest.raises(ValueError, match=r"id 1: 5 \(limit 4\)"):
+        pad_to_bucket(make_step([[np.arange(2), np.arange(5)]], Bucket(2, 4)))
+
+
+def test_lengths_other_than_planned_are_an_error():
+    with pytest.raises(ValueError, match=r"hold 5 tokens, but 6 were planned.*id 0: 2, id 1: 3"):
+        pad_to_bucket(make_step([[np.arange(2), np.arange(3)]], Bucket(2, 4), num_tokens=6))
+
+
+@pytest.mark.parametrize(("sample", "said"), [(np.zeros((2, 2), int), "2-D int64"), (np.zeros(2), "1-D float64")])
+def test_samples_that_are_no_tokens_are_named(sample, said):
+    with pytest.raises(ValueError, match=f"id 1: {said}"):
+        pad_to_bucket(make_step([[np.arange(2), sample]], Bucket(2, 4)))
+
+
+def batches_of_each_kind():
+    """A plan, and a batch of its only step: padded and cut, packed, of pairs."""
+    samples = [np.arange(n, dtype=np.int32) for n in (3, 9, 4, 6)]
+    lengths = np.array([3, 9, 4, 6])
+    cut = make_plan(lengths, [(2, 8)], microbatches_per_step=2, overlong="truncate")
+    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], microbatches_per_step=2)
+    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], microbatches_per_step=2)
+    yield cut, load(cut, samples)
+    yield packed, load(packed, samples, collate=pack_to_bucket)
+    yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)), collate=pad_pairs_to_bucket)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2], ids=["cut", "packed", "pairs"])
+def test_the_tokens_of_a_batch_are_those_that_were_planned(kind):
+    plan, batches = list(batches_of_each_kind())[kind]
+    counted = [float(count_tokens(batch)) for batch in batches]
+    assert counted == plan.num_tokens.tolist()
+    assert counted[0] != plan.num_sequences[0]
+
+
+def test_tokens_of_a_batch_of_another_kind_are_not_counted():
+    assert count_tokens({"tokens": np.ones((2, 3))}) is None

@@ -1,0 +1,578 @@
+"""Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
+
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_distributed, stream_batches
+from jvarlen.data.tokens import TokenDataset
+from jvarlen.loading.ids_digest import IdsDigest, planned_ids_digest
+from jvarlen.loading.loader import PlanSource
+from jvarlen.testing.recompiles import assert_exactly_once, assert_same_batches
+from tests.conftest import random_dataset
+
+DATASET = random_dataset(60, 20)
+LENGTHS = np.diff(DATASET.offsets)
+BUCKETS = make_buckets(LENGTHS, 64, max_shapes=3, microbatches_per_step=4)
+
+
+def plan_of_epoch(epoch, **options):
+    return make_plan(LENGTHS, BUCKETS, microbatches_per_step=4, order="shuffle", epoch=epoch, **options)
+
+
+def rows_of(batch):
+    """Texts of all rows of a batch, microbatch by microbatch; None for a dummy row."""
+    tokens, lengths = np.asarray(batch.tokens), np.asarray(batch.lengths)
+    return [
+        [tokens[m, b, :n].astype(np.uint8).tobytes() if (n := lengths[m, b]) else None for b in range(lengths.shape[1])]
+        for m in range(len(lengths))
+    ]
+
+
+def planned_rows(plan, step):
+    return [[DATASET[i].tobytes() if i >= 0 else None for i in ids] for ids in plan.rows(step)]
+
+
+def test_every_step_holds_the_planned_rows():
+    plan = plan_of_epoch(0)
+    batches = list(load(plan, DATASET))
+    assert len(batches) == plan.num_steps
+    for step, batch in enumerate(batches):
+        assert rows_of(batch) == planned_rows(plan, step)
+        assert float(batch.num_sequences) == plan.num_sequences[step]
+        assert float(np.sum(batch.weights)) == plan.num_tokens[step]
+        assert isinstance(batch.tokens, jax.Array)
+
+
+@pytest.mark.parametrize("start_step", [0, 3, "last", "end"])
+def test_loading_starts_at_any_step(start_step):
+    plan = plan_of_epoch(0)
+    start_step = {"last": plan.num_steps - 1, "end": plan.num_steps}.get(start_step, start_step)
+    batches = list(load(plan, DATASET, start_step=start_step))
+    assert [rows_of(b) for b in batches] == [planned_rows(plan, s) for s in range(start_step, plan.num_steps)]
+
+
+def test_the_next_epoch_is_planned_while_one_is_loaded():
+    planned = []
+    is_planned = threading.Event()
+
+    def plan_and_tell(epoch):
+        planned.append((epoch, threading.current_thread() is threading.main_thread()))
+        if epoch == 2:
+            is_planned.set()
+        return plan_of_epoch(epoch)
+
+    batches = load(plan_and_tell, DATASET, epoch=1)
+    next(batches)
+    assert is_planned.wait(timeout=60)
+    assert planned == [(1, True), (2, False)]
+
+
+@pytest.mark.parametrize("num_epochs", [2, 4])
+def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
+    planned = []
+
+    def plan_and_tell(epoch):
+        planned.append(epoch)
+        return plan_of_epoch(epoch)
+
+    batches = list(load(plan_and_tell, DATASET, epoch=1, num_epochs=num_epochs))
+    assert planned == list(range(1, num_epochs))
+    expected = [planned_rows(plan_of_epoch(e), s) for e in planned for s in range(plan_of_epoch(e).num_steps)]
+    assert [rows_of(batch) for batch in batches] == expected
+
+
+def test_steps_before_the_start_are_not_read():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())
+
+    class Guarded:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            assert index not in before
+            return DATASET[index]
+
+    assert len(list(load(plan, Guarded(), start_step=3))) == plan.num_steps - 3
+
+
+def test_a_function_of_the_epoch_goes_on_over_epochs():
+    batches = load(plan_of_epoch, DATASET, epoch=2, start_step=1)
+    for epoch, first in ((2, 1), (3, 0), (4, 0)):
+        plan = plan_of_epoch(epoch)
+        for step in range(first, plan.num_steps):
+            assert rows_of(next(batches)) == planned_rows(plan, step)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_worker_processes_do_not_change_the_order(num_workers):
+    plan = plan_of_epoch(0)
+    alone = load(plan, DATASET, start_step=1, verify=True)
+    batches = load(plan, DATASET, num_workers=num_workers, start_step=1, verify=True, lengths=LENGTHS)
+    assert_same_batches(batches, alone)
+    assert batches.ids_digest == alone.ids_digest == planned_ids_digest(plan, start_step=1)
+    assert own_processes() == []
+    assert is_soon(lambda: not own_threads())
+
+
+def own_processes():
+    return [process for process in multiprocessing.active_children() if process.name.startswith("grain")]
+
+
+def own_threads():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(("read-ahead", "grain-"))]
+
+
+class Failing:
+    """The dataset, but for sample 7."""
+
+    def __init__(self, how):
+        self.how = how
+
+    def __len__(self):
+        return len(DATASET)
+
+    def __getitem__(self, index):
+        if index == 7:
+            match self.how:
+                case "raises":
+                    raise OSError(5, "disk on fire")
+                case "raises no pickle":
+                    raise NoPickle(threading.Lock())
+                case "exits":
+                    os._exit(3)
+                case "is killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "has no room":
+                    os.kill(os.getpid(), signal.SIGBUS)
+                case "hangs":
+                    time.sleep(1000)
+        return DATASET[index]
+
+
+class NoPickle(Exception):
+    pass
+
+
+def plan_with_seven_late():
+    ids = [i for i in range(30) if i != 7]
+    return make_plan(LENGTHS, [(2, 20)], microbatches_per_step=1, order=[*ids, 7])
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
+    """All at once, because starting a process takes longer than all that is looked at."""
+    monkeypatch.setattr("jvarlen.loading.read_ahead._GRACE_S", 1.0)
+    plan = plan_with_seven_late()
+    hows = ["raises", "raises no pickle", "exits", "is killed", "has no room", "hangs"]
+    loading = {how: load(plan, Failing(how), num_workers=1) for how in hows}
+
+    def ended(how):
+        num_given = 0
+        try:
+            for _ in loading[how]:
+                num_given += 1
+        except (OSError, RuntimeError) as error:
+            with pytest.raises(type(error)):
+                next(loading[how])  # and it does not go on as if nothing had been
+            return num_given, error
+        raise AssertionError(how)
+
+    num_given, error = ended("raises")
+    assert (num_given, repr(error)) == (plan.num_steps - 1, "OSError(5, 'disk on fire')")
+    assert error.__notes__[:2] == ["while reading sample 7", f"while reading step {plan.num_steps - 1}"]
+    num_given, error = ended("raises no pickle")
+    assert num_given == plan.num_steps - 1
+    assert repr(error).startswith("RuntimeError('NoPickle(")
+    assert "while reading sample 7" in error.__notes__
+    for how, said in (
+        ("exits", "ended with exit code 3"),
+        ("is killed", "was killed by signal 9"),
+        ("has no room", f"was killed by signal {signal.SIGBUS.value}"),
+    ):
+        num_given, error = ended(how)
+        assert isinstance(error, RuntimeError)
+        assert f"a worker process {said} before step {num_given} was read" in str(error)
+        assert ("/dev/shm" in str(error)) == (how == "has no room")
+    for _ in range(plan.num_steps - 1):
+        next(loading["hangs"])
+    start = time.monotonic()
+    loading["hangs"].close()
+    assert time.monotonic() - start < 10
+    assert own_processes() == []
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("how", ["taken to its end", "closed", "forgotten", "failed"])
+def test_no_shared_memory_is_left_by_an_epoch(how):
+    """Without the garbage collector, which comes when it likes, and however many batches are kept."""
+    gc.disable()
+    try:
+        before = own_shared_memory()
+        batches = load(plan_with_seven_late(), Failing("raises") if how == "failed" else DATASET, num_workers=2)
+        kept, used, error = [], set(), None
+        try:
+            for batch in batches:
+                kept.append(batch)
+                used |= own_shared_memory() - before
+                if how in ("closed", "forgotten") and len(kept) == 5:
+                    break
+        except OSError as raised:
+            error = raised
+        assert len(used) > 10
+        assert (error is not None) == (how == "failed")
+        if how == "closed":
+            batches.close()
+        elif how == "forgotten":
+            del batches
+        assert is_soon(lambda: not any(Path("/dev/shm", name).exists() for name in used))
+    finally:
+        gc.enable()
+
+
+def own_shared_memory():
+    """Names in /dev/shm of what this process and its workers have mapped: arrays, and semaphores of queues."""
+    names = set()
+    for pid in (os.getpid(), *(process.pid for process in own_processes())):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            names.update(re.findall(r" /dev/shm/(\S+)", Path(f"/proc/{pid}/maps").read_text()))
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_no_process_is_left_behind_by_an_error_or_a_kill(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def start(how):
+        arguments = [sys.executable, program, how]
+        return subprocess.Popen(
+            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment
+        )
+
+    with start("a worker exits") as raising, start("is killed") as killed:
+        workers = [int(process.stdout.readline()) for process in (raising, killed)]
+        killed.kill()
+        said = raising.communicate(timeout=60)[1].decode()
+        assert (raising.returncode, killed.wait(timeout=60)) == (1, -signal.SIGKILL)
+    assert "RuntimeError: a worker process ended with exit code 0 before step " in said
+    assert is_soon(lambda: not any(map(is_running, workers)))
+
+
+def is_running(pid):
+    """Whether there is such a process that still runs: one whose parent died may stay as an entry in the table."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def is_soon(condition):
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+PROGRAM = """
+import multiprocessing, os, sys, time
+import numpy as np
+import jvarlen
+
+class Dataset:
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i == 50 and sys.argv[1] == "a worker exits":
+            os._exit(0)
+        return np.arange(3)
+
+if __name__ == "__main__":
+    batches = jvarlen.load(jvarlen.make_plan([3] * 100, [(1, 3)]), Dataset(), num_workers=1)
+    next(batches)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+    if sys.argv[1] == "is killed":
+        time.sleep(100)
+    list(batches)
+"""
+
+
+def test_an_error_in_a_training_leaves_no_thread():
+    def train():
+        batches = load(plan_of_epoch, DATASET)
+        next(batches)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    assert is_soon(lambda: not own_threads())
+
+
+def test_closed_batches_are_at_their_end():
+    batches = load(plan_of_epoch, DATASET)
+    next(batches)
+    batches.close()
+    batches.close()
+    assert is_soon(lambda: not own_threads())
+    with pytest.raises(ValueError, match="closed"):
+        next(batches)
+
+
+@pytest.mark.parametrize("start_step", [0, 3])
+def test_what_was_read_is_hashed_as_it_is_given(start_step):
+    plan = plan_of_epoch(0)
+    batches = load(plan, DATASET, start_step=start_step, verify=True)
+    assert (batches.num_samples, batches.ids_digest) == (0, None)
+    digest = IdsDigest()
+    for step, _ in enumerate(batches, start_step):
+        ids = plan.rows(step)
+        digest.add(step, ids[ids >= 0])
+        assert batches.ids_digest == digest.hexdigest()  # however many steps were read ahead
+        assert batches.num_samples == plan.step_offsets[step + 1] - plan.step_offsets[start_step]
+    assert batches.ids_digest == planned_ids_digest(plan, start_step=start_step)
+    assert load(plan, DATASET).ids_digest is None
+
+
+def test_each_epoch_has_a_digest_of_its_own():
+    batches = load(plan_of_epoch, DATASET, num_epochs=3, verify=True, start_step=2)
+    for epoch, start_step in ((0, 2), (1, 0), (2, 0)):
+        plan = plan_of_epoch(epoch)
+        for _ in range(start_step, plan.num_steps):
+            next(batches)
+        assert batches.ids_digest == planned_ids_digest(plan, start_step=start_step)
+    assert len({planned_ids_digest(plan_of_epoch(epoch)) for epoch in range(3)}) == 3
+
+
+def test_processes_have_digests_of_their_own_rows():
+    plan = plan_of_epoch(0)
+    halves = [planned_ids_digest(plan, np.array(own)) for own in ([0, 1], [2, 3])]
+    assert len({*halves, planned_ids_digest(plan)}) == 3
+    digest = IdsDigest()
+    source = PlanSource(plan, DATASET, microbatches=np.array([2, 3]))
+    for step in range(plan.num_steps):
+        digest.add(step, source.read(step).ids)
+    assert digest.hexdigest() == halves[1]
+
+
+@pytest.mark.parametrize("fault", ["another sample", "another step", "no last step"])
+def test_samples_other_than_planned_are_noticed(fault, monkeypatch):
+    plan = plan_of_epoch(0)
+    read = PlanSource.read
+
+    def misread(self, step):
+        found = read(self, step)
+        if step != 2 or fault == "no last step":
+            return found
+        if fault == "another step":
+            return read(self, 3)
+        return found._replace(ids=found.ids[::-1].copy())
+
+    monkeypatch.setattr(PlanSource, "read", misread)
+    if fault == "no last step":
+        monkeypatch.setattr("jvarlen.loading.plan_source.StepSource.__len__", lambda self: plan.num_steps - 1)
+    batches = load(plan, DATASET, verify=True)
+    ids = plan.rows(2)[plan.rows(2) >= 0]
+    said = {
+        "another sample": f"step 2 was planned with the samples {ids.tolist()}, but read were {ids[::-1].tolist()}",
+        "another step": "step 3 was read where step 2 comes",
+        "no last step": f"reading ended before step {plan.num_steps - 1} was read; {plan.num_steps} were planned",
+    }[fault]
+    with pytest.raises(RuntimeError, match=re.escape(said)):
+        list(batches)
+    assert batches.num_samples == plan.step_offsets[plan.num_steps - 1 if fault == "no last step" else 2]
+
+
+def test_adjusted_samples_are_counted_as_they_are_given():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    samples = [DATASET[i] for i in range(len(DATASET))]
+    victims = plan.sample_ids[[0, -1]].tolist()
+    for i in victims:
+        samples[i] = np.resize(samples[i], LENGTHS[i] + 3)
+    batches = load(plan, samples, lengths=LENGTHS, on_mismatch="adjust")
+    next(batches)
+    assert batches.num_adjusted == 1
+    assert sum(1 for _ in batches) == plan.num_steps - 1
+    assert batches.num_adjusted == 2
+    with pytest.raises(ValueError, match=f"id {victims[0]}: {LENGTHS[victims[0]] + 3} tokens, planned"):
+        next(load(plan, samples, lengths=LENGTHS))
+
+
+@pytest.mark.parametrize("error", [StopIteration("end"), SystemExit(0)], ids=["StopIteration", "SystemExit"])
+def test_no_error_of_a_dataset_passes_for_the_end_of_the_data(error):
+    class Ending:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            if index == 7:
+                raise error
+            return DATASET[index]
+
+    with pytest.raises(RuntimeError, match=rf"raised {type(error).__name__}\(.*\) for sample 7"):
+        list(load(plan_of_epoch(0), Ending()))
+
+
+def test_cut_samples_are_cut_and_counted():
+    plan = make_plan(LENGTHS, [(4, 8)], microbatches_per_step=2, overlong="truncate")
+    batches = list(load(plan, DATASET))
+    assert sum(float(np.sum(b.weights)) for b in batches) == np.minimum(LENGTHS, 8).sum()
+
+
+def test_microbatches_lie_on_their_shards():
+    mesh = data_mesh(4)
+    plan = plan_of_epoch(0)
+    for step, batch in enumerate(load(plan, DATASET, mesh=mesh)):
+        assert batch.tokens.sharding.spec == PartitionSpec("data")
+        assert batch.num_sequences.sharding.is_fully_replicated
+        for shard in batch.tokens.addressable_shards:
+            m = shard.index[0].start
+            assert mesh.devices[m] == shard.device
+            assert (np.asarray(shard.data[0]) == np.asarray(batch.tokens)[m]).all()
+        assert rows_of(batch) == planned_rows(plan, step)
+
+
+class Counted(NamedTuple):
+    ids: np.ndarray
+    num_sequences: np.ndarray
+
+
+def count_samples(step):
+    return Counted(step.ids, np.float32(sum(map(len, step.samples))))
+
+
+def test_a_collate_function_of_ones_own_makes_any_pytree():
+    plan = plan_of_epoch(0)
+    for step, batch in enumerate(load(plan, DATASET, collate=count_samples)):
+        assert (np.asarray(batch.ids) == plan.rows(step)).all()
+        assert float(batch.num_sequences) == plan.num_sequences[step]
+
+
+def test_shards_must_divide_the_microbatches():
+    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=3)
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 4 shards"):
+        load(plan, DATASET, mesh=data_mesh(4))
+    with pytest.raises(ValueError, match="no 'data'"):
+        load(plan, DATASET, mesh=jax.make_mesh((1,), ("model",), devices=jax.devices()[:1]))
+
+
+def test_a_smaller_dataset_is_refused():
+    with pytest.raises(ValueError, match="the plan holds sample 59, the dataset only 10 samples"):
+        load(plan_of_epoch(0), random_dataset(10, 20))
+
+
+def test_another_dataset_is_noticed():
+    other = TokenDataset.from_bytes([DATASET[i].tobytes()[:1] for i in range(len(DATASET))])
+    with pytest.raises(ValueError, match="were planned"):
+        list(load(plan_of_epoch(0), other))
+
+
+@pytest.mark.parametrize("options", [{"start_step": -1}, {"start_step": 10**6}, {"num_workers": -1}])
+def test_impossible_places_and_workers_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        load(plan_of_epoch(0), DATASET, **options)
+
+
+def test_a_sample_that_cannot_be_read_is_named():
+    class Broken:
+        def __len__(self):
+            return len(DATASET)
+
+        def __getitem__(self, index):
+            if index == 7:
+                raise OSError("disk on fire")
+            return DATASET[index]
+
+    with pytest.raises(OSError, match="disk on fire") as raised:
+        list(load(plan_of_epoch(0), Broken()))
+    assert "while reading sample 7" in "".join(raised.value.__notes__)
+
+
+def test_an_iterator_left_early_holds_no_thread_that_raises():
+    batches = load(plan_of_epoch(0), DATASET)
+    next(batches)
+    del batches
+
+
+def test_a_stream_loads_every_sample_once():
+    mesh = data_mesh(2)
+    read = []
+
+    class Counting:
+        def __getitem__(self, i):
+            read.append(i)
+            return DATASET[i]
+
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    rows = [row for batch in load_stream(stream, Counting(), mesh=mesh) for m in rows_of(batch) for row in m if row]
+    assert sorted(rows) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
+    assert_exactly_once(read, len(DATASET))
+
+
+def test_a_stream_goes_on_after_the_last_batch_that_was_given():
+    """The state after a batch, through JSON, gives the batches after it and no other."""
+
+    def stream(state=None):
+        return stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4, state=state)
+
+    expected = [rows_of(batch) for batch in load_stream(stream(), DATASET)]
+    assert len(expected) > 3
+    for num_given in range(1, len(expected)):
+        first = stream()
+        given = [rows_of(batch) for batch in itertools.islice(load_stream(first, DATASET), num_given)]
+        state = json.loads(json.dumps(first.state()))
+        assert given + [rows_of(batch) for batch in load_stream(stream(state), DATASET)] == expected
+
+
+def test_a_payload_of_another_length_than_the_stream_said_is_refused():
+    stream = stream_batches(LENGTHS.tolist(), BUCKETS, microbatches_per_step=4)
+    with pytest.raises(ValueError, match="planned"):
+        list(load_stream(stream, {i: DATASET[i][:1] for i in range(len(DATASET))}))
+
+
+def test_a_distributed_plan_loads_what_the_whole_plan_does():
+    dataset = random_dataset(60, 30)
+    lengths = [len(dataset[i]) for i in range(60)]
+    buckets, mesh = [(2, 12), (1, 30)], data_mesh(2)
+    options = {"microbatches_per_step": 4, "order": "shuffle", "seed": 3}
+    plan = plan_distributed(lengths, buckets, mesh, **options)
+    whole = make_plan(lengths, buckets, **options)
+    loading = load(plan, dataset, mesh=mesh, verify=True, lengths=lengths)
+    batches, expected = list(loading), list(load(whole, dataset, mesh=mesh))
+    assert loading.ids_digest == planned_ids_digest(plan) == planned_ids_digest(whole)
+    assert_same_batches(batches, expected)
+    assert [leaf.sharding for leaf in jax.tree.leaves(batches)] == [leaf.sharding for leaf in jax.tree.leaves(expected)]
+    with pytest.raises(ValueError, match="is not the one whose lengths were planned"):
+        next(load(plan, [dataset[i][:1] for i in range(60)], mesh=mesh))
+    with pytest.raises(ValueError, match=r"made for a mesh where this process has the microbatches \[0, 1\]"):
+        load(dataclasses.replace(plan, microbatches=np.array([0, 1])), dataset, mesh=mesh)
+
+
+def test_the_batches_of_a_stream_count_their_real_samples():
+    samples = [np.arange(length) for length in (3, 1, 4)]
+    batches = load_stream(stream_batches(map(len, samples), [(2, 4)]), samples)
+    assert [float(batch.num_sequences) for batch in batches] == [2.0, 1.0]

@@ -1,0 +1,151 @@
+"""Plan source: every sample of a step is the planned one, of the planned length, or is named."""
+
+import numpy as np
+import pytest
+
+from jvarlen import make_plan, pack_samples, pack_to_bucket, pad_pairs_to_bucket
+from jvarlen._common.worker_errors import portable_error
+from jvarlen.loading.plan_source import PlanSource
+from tests.conftest import random_dataset
+
+DATASET = random_dataset(40, 12)
+LENGTHS = np.diff(DATASET.offsets)
+PLAN = make_plan(LENGTHS, [(4, 6), (2, 12)], microbatches_per_step=2)
+
+
+def changed(**lengths):
+    """The samples, some of other lengths: those of `i7=3`, say, are 3 tokens of sample 7, or more than it has."""
+    samples = [DATASET[i] for i in range(len(DATASET))]
+    for name, length in lengths.items():
+        i = int(name[1:])
+        samples[i] = np.resize(samples[i], length)
+    return samples
+
+
+def two_of_one_step():
+    """A step in the longer bucket, and two of its samples that do not fill their rows."""
+    for step in np.flatnonzero(PLAN.step_bucket == 1).tolist():
+        ids = PLAN.rows(step)[:, 0]
+        if (LENGTHS[ids] < 12).all():
+            return step, *ids.tolist()
+    raise AssertionError("no such step")
+
+
+def test_samples_are_compared_one_by_one_and_all_are_named():
+    step, first, second = two_of_one_step()
+    a, b = LENGTHS[[first, second]].tolist()
+    samples = changed(**{f"i{first}": a - 1, f"i{second}": b + 1})  # their sum is as planned
+    PlanSource(PLAN, samples)[step]
+    with pytest.raises(ValueError, match=f"id {first}: {a - 1} tokens, planned {a}") as raised:
+        PlanSource(PLAN, samples, lengths=LENGTHS)[step]
+    assert f"id {second}: {b + 1} tokens, planned {b} tokens" in str(raised.value)
+    assert raised.value.__notes__ == [f"while reading step {step}"]
+
+
+def test_adjusted_samples_are_cut_or_fill_less_and_are_counted():
+    step, first, second = two_of_one_step()
+    a, b = LENGTHS[[first, second]].tolist()
+    samples = changed(**{f"i{first}": a - 3, f"i{second}": b + 5})
+    source = PlanSource(PLAN, samples, lengths=LENGTHS, on_mismatch="adjust")
+    expected = PlanSource(PLAN, DATASET)[step]
+    read = source.read(step)
+    assert read.num_adjusted == 2
+    m, row = np.argwhere(PLAN.rows(step) == first)[0]
+    assert read.batch.lengths[m, row] == a - 3
+    assert read.batch.weights[m, row].tolist() == [1.0] * (a - 3) + [0.0] * (12 - a + 3)
+    expected.lengths[m, row], expected.weights[m, row, a - 3 :], expected.tokens[m, row, a - 3 :] = a - 3, 0, 0
+    for leaf, other in zip(read.batch, expected, strict=True):
+        assert np.array_equal(leaf, other)
+    others = [t for t in range(PLAN.num_steps) if t != step]
+    assert sum(source.read(t).num_adjusted for t in others) == 0
+
+
+def test_what_the_plan_cuts_is_no_mismatch_and_what_it_does_not_cut_is():
+    plan = make_plan(LENGTHS, [(4, 4), (4, 8)], overlong="truncate")
+    source = PlanSource(plan, DATASET, lengths=LENGTHS)
+    assert sum(source[t].lengths.sum() for t in range(plan.num_steps)) == np.minimum(LENGTHS, 8).sum()
+    victim = int(np.flatnonzero(LENGTHS == 4)[0])
+    step = next(t for t in range(plan.num_steps) if victim in plan.rows(t))
+    with pytest.raises(ValueError, match=f"id {victim}: 9 tokens, planned 4"):
+        PlanSource(plan, changed(**{f"i{victim}": 9}), lengths=LENGTHS)[step]
+
+
+def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
+    plan = make_plan(pack_samples(LENGTHS, 12), [(4, 12)])
+    victim = int(plan.rows(0)[0, 0, 0])
+    shorter = int(LENGTHS[victim]) - 1
+    samples = changed(**{f"i{victim}": shorter})
+    with pytest.raises(ValueError, match=f"id {victim}: {shorter} tokens"):
+        PlanSource(plan, samples, pack_to_bucket, lengths=LENGTHS)[0]
+    source = PlanSource(plan, samples, pack_to_bucket, lengths=LENGTHS, on_mismatch="adjust")
+    assert source.read(0).num_adjusted == 1
+    ids = plan.rows(0)[0, 0]
+    row = np.concatenate([samples[i] for i in ids[ids >= 0]])
+    assert source[0].tokens[0, 0].tolist() == [*row.tolist(), *[0] * (12 - len(row))]
+
+
+def test_both_sides_of_a_pair_are_compared_and_adjusted():
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
+    pairs = [(DATASET[i], DATASET[len(DATASET) - 1 - i]) for i in range(len(DATASET))]
+    plan = make_plan(lengths, [(4, 12, 12)])
+    assert PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths).read(0).num_adjusted == 0
+    victim = int(plan.rows(0)[0, 0])
+    source, target = lengths[victim].tolist()
+    pairs[victim] = (np.resize(pairs[victim][0], source + 2), pairs[victim][1])
+    with pytest.raises(ValueError, match=f"id {victim}: {source + 2} and {target} tokens, planned {source} and"):
+        PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths)[0]
+    read = PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths, on_mismatch="adjust").read(0)
+    assert (read.batch.source_lengths[0, 0], read.num_adjusted) == (source, 1)
+
+
+def test_samples_of_ones_own_collate_are_compared_where_they_have_a_length():
+    texts = [DATASET[i].tobytes().decode() for i in range(len(DATASET))]
+    assert PlanSource(PLAN, texts, lambda step: step.ids, lengths=LENGTHS).read(0).num_adjusted == 0
+    texts[int(PLAN.rows(0)[0, 0])] += "!"
+    with pytest.raises(ValueError, match="of other lengths than planned"):
+        PlanSource(PLAN, texts, lambda step: step.ids, lengths=LENGTHS)[0]
+    with pytest.raises(ValueError, match=r"do not have; load without lengths: id \d+"):
+        PlanSource(PLAN, list(range(len(DATASET))), lambda step: step.ids, lengths=LENGTHS)[0]
+
+
+def test_lengths_that_cannot_be_those_of_the_plan_are_refused():
+    with pytest.raises(ValueError, match="lengths are of 39 samples, the dataset holds 40"):
+        PlanSource(PLAN, DATASET, lengths=LENGTHS[1:])
+    with pytest.raises(ValueError, match="needs the lengths"):
+        PlanSource(PLAN, DATASET, on_mismatch="adjust")
+    with pytest.raises(ValueError, match="on_mismatch"):
+        PlanSource(PLAN, DATASET, lengths=LENGTHS, on_mismatch="pad")
+
+
+def test_parts_of_a_step_are_compared_too():
+    step, first, _ = two_of_one_step()
+    samples = changed(**{f"i{first}": LENGTHS[first] - 1})
+    m = int(np.argwhere(PLAN.rows(step) == first)[0, 0])
+    PlanSource(PLAN, samples, microbatches=np.array([1 - m]), lengths=LENGTHS)[step]
+    with pytest.raises(ValueError, match=f"id {first}:"):
+        PlanSource(PLAN, samples, microbatches=np.array([m]), lengths=LENGTHS)[step]
+
+
+class TakesTwo(Exception):
+    """Pickles, and does not unpickle."""
+
+    def __init__(self, name, number):
+        super().__init__(f"{name}: {number}")
+
+
+@pytest.mark.parametrize(
+    ("error", "arrives"),
+    [
+        (OSError(5, "disk on fire"), "OSError(5, 'disk on fire')"),
+        (TakesTwo("disk", 5), "RuntimeError(\"TakesTwo('disk: 5')\")"),
+    ],
+    ids=["same", "no pickle"],
+)
+def test_a_portable_error_keeps_notes_and_traceback(error, arrives):
+    error.add_note("while reading sample 7")
+    portable = portable_error(error)
+    assert repr(portable) == arrives
+    note, told = portable.__notes__
+    assert note == "while reading sample 7"
+    assert told.startswith("In a worker process:\n")
+    assert "disk" in told

@@ -1,0 +1,198 @@
+"""Mixed precision: factors are bfloat16, parameters and sums float32, and training goes as it does in float32."""
+
+import dataclasses
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import data_mesh, init_train_state, make_train_step
+from jvarlen.batches.batches import Batch
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+from jvarlen.testing.recompiles import assert_partition_invariant
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
+HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+PARAMS = init_params(CONFIG, seed=0)
+
+
+def random_batch(num_microbatches, rows, length):
+    """Rows of eight different bytes, which a model learns in a few steps, with padding."""
+    rng = np.random.default_rng(0)
+    shape = (num_microbatches, rows)
+    lengths = rng.integers(1, length + 1, shape).astype(np.int32)
+    weights = (np.arange(length) < lengths[..., None]).astype(np.float32)
+    tokens = rng.integers(97, 105, (*shape, length)) * (weights > 0)
+    return Batch(tokens.astype(np.int32), lengths, weights, np.float32(lengths.size))
+
+
+BATCH = random_batch(1, 8, 24)
+MICROBATCH = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, BATCH)
+
+
+def loss_and_grad(config):
+    return jax.value_and_grad(make_loss_fn(config), has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def sums():
+    """((loss_sum, weight_sum), gradients) of the microbatch, in float32 and in bfloat16."""
+    return [jax.jit(loss_and_grad(config))(PARAMS, MICROBATCH) for config in (CONFIG, HALF)]
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def relative_error(tree, expected):
+    return np.linalg.norm(flat(tree) - flat(expected)) / np.linalg.norm(flat(expected))
+
+
+def equations(jaxpr):
+    """All equations of a program, those of the functions that it calls among them."""
+    is_jaxpr = lambda value: isinstance(value, jax.extend.core.Jaxpr | jax.extend.core.ClosedJaxpr)  # noqa: E731
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=is_jaxpr):
+            if is_jaxpr(value):
+                yield from equations(getattr(value, "jaxpr", value))
+
+
+def types_multiplied(config):
+    """The types of the factors of all matrix products of loss and gradient; what is rounded on the way in counts so."""
+    products = [
+        equation
+        for equation in equations(jax.make_jaxpr(loss_and_grad(config))(PARAMS, MICROBATCH).jaxpr)
+        if equation.primitive.name == "dot_general"
+    ]
+    assert len(products) == 3 * (2 * 6 + 1)  # four layers and two products of attention a block, and the head
+    rounded = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
+    return {
+        "bfloat16" if product.params["precision"] == rounded else str(factor.aval.dtype)
+        for product in products
+        for factor in product.invars
+    }
+
+
+def test_no_matrix_is_multiplied_in_another_type():
+    assert types_multiplied(HALF) == {"bfloat16"}
+    assert types_multiplied(CONFIG) == {"float32"}
+
+
+def test_exponents_and_the_sums_of_a_softmax_are_float32():
+    """Of the attention and of the cross-entropy; of the statistics of norms as well."""
+    jaxpr = jax.make_jaxpr(make_loss_fn(HALF))(PARAMS, MICROBATCH).jaxpr
+    sensitive = [equation for equation in equations(jaxpr) if equation.primitive.name in {"exp", "log", "rsqrt"}]
+    sums_ = [equation for equation in equations(jaxpr) if equation.primitive.name in {"reduce_sum", "reduce_max"}]
+    assert {equation.primitive.name for equation in sensitive} == {"exp", "log", "rsqrt"}
+    assert sums_
+    assert {str(equation.invars[0].aval.dtype) for equation in sensitive + sums_} == {"float32"}
+
+
+def test_parameters_gradients_and_sums_are_float32(sums):
+    _, ((loss_sum, weight_sum), grads) = sums
+    assert {leaf.dtype for leaf in jax.tree.leaves(init_params(HALF, seed=0))} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+    assert loss_sum.dtype == weight_sum.dtype == jnp.float32
+
+
+def test_loss_and_gradient_are_near_those_of_float32(sums):
+    ((expected_loss, expected_weight), expected_grads), ((loss, weight), grads) = sums
+    assert weight == expected_weight
+    assert loss != expected_loss
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-3)
+    assert relative_error(grads, expected_grads) < 0.03
+
+
+def test_gradients_of_a_tiny_loss_do_not_vanish(sums):
+    """Without a loss scale: in float16, whose smallest number is 6e-8, nothing of them would be left."""
+    scale = 2.0**-100  # of which no rounding comes
+    loss_fn = make_loss_fn(HALF)
+    grads = jax.jit(jax.grad(lambda params, microbatch: loss_fn(params, microbatch)[0] * scale))(PARAMS, MICROBATCH)
+    assert 0 < np.abs(flat(grads)).max() < 1e-28
+    _, (_, expected) = sums
+    assert relative_error(jax.tree.map(lambda leaf: leaf / scale, grads), expected) < 1e-6
+
+
+def test_training_goes_as_in_float32():
+    losses = []
+    for config in (CONFIG, HALF):
+        optimizer = optax.adam(1e-2)
+        state = init_train_state(PARAMS, optimizer)
+        step = jax.jit(make_train_step(make_loss_fn(config), optimizer))
+        for _ in range(30):
+            state, metrics = step(state, BATCH)
+        losses.append(float(metrics.loss))
+    assert losses[0] < 2.5  # from 5.5
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
+
+
+def test_a_gradient_does_not_depend_on_how_rows_are_split_into_microbatches(sums):
+    """Because its sums over rows are never rounded to bfloat16."""
+    one_a_row = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim else leaf, MICROBATCH)
+    gradient = jax.grad(make_loss_fn(HALF), has_aux=True)
+    row_grads = jax.jit(lambda rows: jax.lax.map(lambda row: gradient(PARAMS, row)[0], rows))(
+        one_a_row._replace(num_sequences=np.ones(len(one_a_row.tokens), np.float32))
+    )
+    _, (_, expected) = sums
+    assert relative_error(jax.tree.map(lambda leaf: leaf.sum(axis=0), row_grads), expected) < 1e-5
+
+
+def test_products_are_sums_of_rounded_factors():
+    keys = jax.random.split(jax.random.key(0), 3)
+    inputs = jax.random.normal(keys[0], (3, 2048, 4))
+    kernel = jax.random.normal(keys[1], (4, 5))
+    weights = jax.random.normal(keys[2], (3, 2048, 5))
+
+    def total(inputs, kernel):
+        return jnp.sum(dot_general_in_bfloat16(inputs, kernel, None) * weights)
+
+    x, w, g = (np.asarray(array.astype(jnp.bfloat16), np.float64) for array in (inputs, kernel, weights))
+    np.testing.assert_allclose(dot_general_in_bfloat16(inputs, kernel, None), x @ w, rtol=1e-5, atol=1e-5)
+    grads = jax.grad(total, argnums=(0, 1))(inputs, kernel)
+    for grad, expected in zip(grads, (g @ w.T, np.einsum("brd,brf->df", x, g)), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
+    inputs = jax.random.normal(jax.random.key(0), (8, 4))
+    kernel = jax.random.normal(jax.random.key(1), (4, 5))
+
+    def total(inputs, kernel):
+        return jnp.sum(jnp.sin(dot_general_in_bfloat16(inputs, kernel, None)))
+
+    shards, whole = PartitionSpec("data"), PartitionSpec()
+    over_shards = jax.shard_map(
+        lambda inputs, kernel: jax.lax.psum(total(inputs, kernel), "data"),
+        mesh=data_mesh(4),
+        in_specs=(shards, whole),
+        out_specs=whole,
+        check_vma=check_vma,
+    )
+    for grad, expected in zip(
+        jax.grad(over_shards, argnums=(0, 1))(inputs, kernel),
+        jax.grad(total, argnums=(0, 1))(inputs, kernel),
+        strict=True,
+    ):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_cudnn_asks_for_bfloat16():
+    with pytest.raises(ValueError, match="attention and packed_attention: cudnn takes no float32"):
+        TransformerConfig(attention="cudnn", packed_attention="cudnn")
+    TransformerConfig(attention="cudnn", packed_attention="cudnn", compute_dtype="bfloat16")
+
+
+def test_the_test_kit_takes_it():
+    config = dataclasses.replace(HALF, num_layers=1)
+    batch = random_batch(2, 2, 8)
+    splits = assert_partition_invariant(make_loss_fn(config), init_params(config, 0), batch, num_shards=[1], rtol=1e-2)
+    assert len(splits) > 3

@@ -1,0 +1,111 @@
+"""The demo model: causal, blind to padding and dummy rows, the same for the same seed and with every form of mask."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import compile_buckets, init_train_state, make_train_step
+from jvarlen.batches.batches import Batch
+from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
+
+CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
+PARAMS = init_params(CONFIG, seed=0)
+LOSS_FN = jax.jit(make_loss_fn(CONFIG))
+
+
+def microbatch(tokens, lengths, length):
+    tokens = np.array([row + [0] * (length - len(row)) for row in tokens], np.int32)
+    weights = (np.arange(length) < np.array(lengths)[:, None]).astype(np.float32)
+    return Batch(tokens, np.array(lengths, np.int32), weights, np.float32(len(tokens)))
+
+
+def test_a_byte_is_predicted_from_those_before_it_only():
+    one = microbatch([[1, 2, 3, 4]], [4], 4)
+    for changed in range(4):
+        tokens = [1, 2, 3, 4]
+        tokens[changed] = 99
+        other = microbatch([tokens], [4], 4)
+        for t in range(changed):
+            only_t = np.zeros((1, 4), np.float32)
+            only_t[0, t] = 1
+            assert (
+                LOSS_FN(PARAMS, one._replace(weights=only_t))[0] == LOSS_FN(PARAMS, other._replace(weights=only_t))[0]
+            )
+
+
+def test_padding_and_dummy_rows_change_nothing():
+    alone, weight = LOSS_FN(PARAMS, microbatch([[5, 6, 7]], [3], 3))
+    padded, padded_weight = LOSS_FN(PARAMS, microbatch([[5, 6, 7], []], [3, 0], 8))
+    np.testing.assert_allclose(padded, alone, rtol=1e-6)
+    assert weight == padded_weight == 3
+
+
+def test_gradients_of_dummy_rows_are_zero_and_finite():
+    grads = jax.grad(lambda params: LOSS_FN(params, microbatch([[], []], [0, 0], 8))[0])(PARAMS)
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
+
+
+@pytest.fixture(scope="module")
+def told_lengths():
+    """Loss and gradient in float64 of rows of all kinds, by the model as it is."""
+    return loss_and_grad_in_float64(CONFIG)
+
+
+def loss_and_grad_in_float64(config):
+    rows = microbatch([[1, 2, 3, 4, 5, 6], [], [7], [8, 9, 10]], [6, 0, 1, 3], 6)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        return jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))(params, rows)
+
+
+@pytest.mark.parametrize("attention", ["mask", "chunked"])
+def test_every_form_of_mask_gives_the_same_loss_and_gradient(attention, told_lengths):
+    """In float64, where nothing but a wrong term can differ."""
+    (expected, expected_weight), expected_grads = told_lengths
+    (loss, weight), grads = loss_and_grad_in_float64(dataclasses.replace(CONFIG, attention=attention))
+    assert loss.dtype == jnp.float64
+    assert weight == expected_weight == 10
+    np.testing.assert_allclose(loss, expected, rtol=1e-13)
+    for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(grad, expected_grad, atol=1e-12)
+
+
+def growth_of_temporaries(attention):
+    """How many times the bytes between arguments and results of a training step twice as long a row takes."""
+    optimizer = optax.sgd(0.1)
+    config = TransformerConfig(num_layers=1, width=8, num_heads=1, attention=attention)
+    compiled = compile_buckets(
+        make_train_step(make_loss_fn(config), optimizer),
+        init_train_state(init_params(config, seed=0), optimizer),
+        [(1, 1024), (1, 2048)],
+        progress=False,
+    )
+    temporaries = {row.bucket.length: row.temp_bytes for row in compiled.ledger}
+    return temporaries[2048] / temporaries[1024]
+
+
+def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
+    assert growth_of_temporaries("mask") > 3.5
+    assert growth_of_temporaries(None) < 2.1  # in chunks, which rows as long as these are taken in by themselves
+
+
+def test_an_untrained_model_knows_nothing():
+    loss, weight = LOSS_FN(PARAMS, microbatch([list(range(200))], [200], 200))
+    assert abs(float(loss / weight) / np.log(2) - 8) < 0.5
+
+
+def test_the_seed_decides_the_weights():
+    same, other = init_params(CONFIG, seed=0), init_params(CONFIG, seed=1)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(same), strict=True))
+    assert not all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(other), strict=True))
+
+
+def test_flat_params_have_dotted_names():
+    flat = flat_params(PARAMS)
+    assert flat["blocks.1.qkv.kernel"].shape == (16, 48)
+    assert flat["embed.embedding"].shape == (257, 16)
+    assert sum(value.size for value in flat.values()) == sum(jnp.size(leaf) for leaf in jax.tree.leaves(PARAMS))

@@ -1,0 +1,130 @@
+"""Cost models: fitted exactly where the data allow it, kept on disk, and used as budgets."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen.planning.buckets import make_buckets
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
+
+SHAPES = [(64, 64), (16, 256), (8, 256), (4, 1024), (1, 2048)]
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    constant=st.floats(0, 1e-2),
+    linear=st.floats(1e-7, 1e-4),
+    quadratic=st.floats(0, 1e-6),
+)
+def test_exact_data_are_predicted_exactly(constant, linear, quadratic):
+    truth = CostModel(constant=constant, linear=linear, quadratic=quadratic)
+    fitted = fit_cost_model(SHAPES, [float(truth(b, t)) for b, t in SHAPES])
+    rows, length = np.array([[3], [100]]), np.array([[32, 500, 4096]])
+    np.testing.assert_allclose(fitted(rows, length), truth(rows, length), rtol=1e-6)
+    assert fitted.largest_error < 1e-9
+
+
+def test_relative_errors_are_what_is_minimised():
+    """A large shape must not drown the small ones: every shape counts by its share."""
+    rng = np.random.default_rng(0)
+    truth = CostModel(constant=1e-4, linear=1e-6, quadratic=1e-9)
+    noise = 1 + 0.05 * rng.standard_normal(len(SHAPES))
+    fitted = fit_cost_model(SHAPES, [float(truth(b, t)) * n for (b, t), n in zip(SHAPES, noise, strict=True)])
+
+    def objective(model):
+        return sum((float(model(b, t)) / value - 1) ** 2 for b, t, value in fitted.measured)
+
+    assert objective(fitted) <= objective(truth)
+    for factor in (0.99, 1.01):
+        for name in ("constant", "linear", "quadratic"):
+            changed = {"constant": fitted.constant, "linear": fitted.linear, "quadratic": fitted.quadratic}
+            changed[name] *= factor
+            assert objective(fitted) <= objective(CostModel(**changed)) + 1e-15
+
+
+def test_no_coefficient_is_negative():
+    values = [float(1e-6 * b * t * (1000 - 0.1 * t)) for b, t in SHAPES]  # a token gets cheaper in long rows
+    fitted = fit_cost_model(SHAPES, values)
+    assert min(fitted.constant, fitted.linear, fitted.quadratic) >= 0
+    assert fitted.largest_error > 0.01
+
+
+@pytest.mark.parametrize(
+    ("shapes", "values", "message"),
+    [
+        (SHAPES[:2], [1.0, 2.0], "at least 3 different"),
+        ([(1, 8), (2, 8), (3, 8)], [1.0, 2.0, 3.0], "2 lengths"),
+        (SHAPES, [1.0, 2.0], "5 shapes"),
+        ([(64, 64), (16, 256), (4, 1024), (1, 4096)], [1.0, 2.0, 3.0, 4.0], "another number of rows"),
+        ([(0, 8), (2, 16), (3, 32)], [1.0, 2.0, 3.0], r"\(0, 8\)"),
+        ([(1.5, 8), (2, 16), (True, 32)], [1.0, 2.0, 3.0], r"\(1.5, 8\), \(True, 32\)"),
+        (SHAPES, [1.0, -2.0, 3.0, np.nan, 4.0], r"16×256: -2.0, 4×1024: nan"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(shapes, values, message):
+    with pytest.raises(ValueError, match=message):
+        fit_cost_model(shapes, values)
+
+
+def test_shapes_may_be_an_array():
+    assert fit_cost_model(np.array(SHAPES), np.arange(1.0, 6.0)) == fit_cost_model(SHAPES, [1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": 7}, "cost must be a function"),
+        ({"memory": 7, "max_bytes": 1}, "memory must be a function"),
+        ({"cost": lambda b, t: b * t, "max_cost": "a"}, "max_cost must be finite and above 0, not 'a'"),
+        ({"cost": lambda b, t: b * t, "max_cost": 0}, "max_cost"),
+        ({"max_cost": 3.0}, "max_cost .* needs cost"),
+        ({"max_bytes": 3.0}, "max_bytes .* needs memory"),
+        ({"strategy": [True, 30]}, "given lengths"),
+    ],
+)
+def test_limits_that_are_none_are_refused_by_name(options, message):
+    with pytest.raises(ValueError, match=message):
+        make_buckets([3, 8, 30], 100, **options)
+
+
+def test_a_model_comes_back_from_disk_with_device_and_model_named(tmp_path):
+    fitted = fit_cost_model(SHAPES, [1.0, 2.0, 1.5, 3.0, 4.0], device="cpu", model="2 layers of 128")
+    fitted.save(tmp_path / "cost.json")
+    assert CostModel.load(tmp_path / "cost.json") == fitted
+    assert "2 layers of 128 on cpu" in str(fitted)
+
+
+def test_files_that_hold_no_model_are_refused_by_name(tmp_path):
+    path = tmp_path / "cost.json"
+    with pytest.raises(FileNotFoundError, match=r"cost\.json"):
+        CostModel.load(path)
+    for text in ("{", "[]", "{}", json.dumps({"constant": 0.0, "linear": "x", "quadratic": 0.0})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds no cost model"):
+            CostModel.load(path)
+
+
+def test_a_budget_in_seconds_makes_steps_take_about_the_same_time():
+    lengths = np.random.default_rng(1).integers(16, 2049, 20_000)
+    cost = CostModel(constant=0.0, linear=15e-6, quadratic=0.22e-6)
+    by_tokens = make_buckets(lengths, 32_768, cost=cost)
+    by_cost = make_buckets(lengths, 10**9, cost=cost, max_cost=2.0)
+
+    def spread(buckets):
+        seconds = [float(cost(*bucket)) for bucket in buckets]
+        return max(seconds) / min(seconds)
+
+    assert max(float(cost(*bucket)) for bucket in by_cost) <= 2.0
+    assert spread(by_cost) < 1.5 < 3 < spread(by_tokens)
+
+
+def test_no_bucket_exceeds_the_memory_of_the_device():
+    lengths = np.random.default_rng(1).integers(16, 2049, 5_000)
+    memory = CostModel(constant=1e9, linear=1e4, quadratic=20, unit="bytes")
+    buckets = make_buckets(lengths, 10**9, memory=memory, max_bytes=4e9)
+    assert max(float(memory(*bucket)) for bucket in buckets) <= 4e9
+    with pytest.raises(ValueError, match=r"max_bytes 1\.01e\+09 \(one row needs 1\.1.*2048 tokens.*id 0: 977"):
+        make_buckets(lengths, 10**9, memory=memory, max_bytes=1.01e9)

@@ -1,0 +1,41 @@
+"""Lengths: checked, limited."""
+
+import numpy as np
+import pytest
+
+from jvarlen.planning.lengths import check_lengths
+
+
+def test_int64_lengths_are_not_copied():
+    lengths = np.arange(1, 5)
+    assert check_lengths(lengths) is lengths
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
+def test_any_integers_become_int64(dtype):
+    checked = check_lengths(np.array([1, 200 % 128], dtype))
+    assert checked.dtype == np.int64
+    assert checked.tolist() == [1, 72]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        ([], "empty"),
+        ([[1, 2]], "1-D"),
+        (3, "1-D"),
+        ([1.0, 2.0], "float64"),
+        ([True], "bool"),
+        (["a"], "integers"),
+        ([3, 0, 5, -2], "id 1: 0, id 3: -2"),
+        (np.array([1, 2**63], np.uint64), f"id 1: {2**63}"),
+    ],
+)
+def test_bad_lengths_are_refused_by_name(lengths, said):
+    with pytest.raises(ValueError, match=said):
+        check_lengths(lengths)
+
+
+def test_many_offenders_are_counted():
+    with pytest.raises(ValueError, match="id 4: 0 and 95 more"):
+        check_lengths(np.zeros(100, int))

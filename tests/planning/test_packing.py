@@ -1,0 +1,227 @@
+"""Packing: full rows, every sample once, fast planning of rows, and the same training as without."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import (
+    Batch,
+    choose_row_lengths,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load,
+    make_buckets,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    pack_samples,
+    pack_to_bucket,
+    packed_batch_spec,
+    pad_pairs_to_bucket,
+    pad_to_bucket,
+)
+from jvarlen.loading.collate import StepSamples
+from jvarlen.loading.loader import PlanSource
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.planning.plan import Plan
+from tests.conftest import random_dataset
+
+DATASET = random_dataset(90, 40)
+LENGTHS = np.diff(DATASET.offsets)
+
+
+def uniform_lengths():
+    return np.random.RandomState(2023).randint(128, 4096, 200_000)
+
+
+def test_rows_of_4096_are_998_thousandths_full():
+    packing = pack_samples(uniform_lengths(), 4096)
+    assert packing.fill >= 0.998
+    assert (np.sort(packing.sample_ids) == np.arange(200_000)).all()
+    assert packing.num_tokens.max() <= 4096
+    assert (packing.starts + packing.sample_lengths <= np.repeat(packing.capacity, np.diff(packing.row_offsets))).all()
+
+
+@pytest.mark.parametrize("row_lengths", [(512, 1024, 2048, 4096), 4096], ids=["chosen by hand", "one"])
+def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
+    packing = pack_samples(uniform_lengths(), row_lengths)
+    edges = "optimal" if row_lengths == 4096 else row_lengths
+    buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, microbatches_per_step=8)
+    plan = make_plan(packing, buckets, microbatches_per_step=8)
+    assert len(buckets) == 4
+    assert plan.padding < 0.01
+    assert (np.sort(plan.sample_ids) == np.arange(200_000)).all()
+    assert plan.num_sequences.sum() == 200_000
+
+
+def test_row_lengths_follow_the_cost():
+    """Where attention is dear, short samples get short rows; where only tokens count, the long rows do."""
+    lengths = np.random.default_rng(0).geometric(1 / 200, 5_000).clip(1, 2048)
+    attention = CostModel(constant=0.0, linear=15e-6, quadratic=0.22e-6)
+    by_tokens = choose_row_lengths(lengths, 16_384, length_multiple=32)
+    by_cost = choose_row_lengths(lengths, 16_384, length_multiple=32, cost=attention)
+    assert by_cost[0] < 400
+    assert len(by_cost) == 4
+    assert by_cost[-1] == by_tokens[-1]
+
+    def seconds(row_lengths):
+        packing = pack_samples(lengths, row_lengths)
+        buckets = make_buckets(packing.num_tokens, 16_384, strategy=row_lengths)
+        plan = make_plan(packing, buckets)
+        return sum(float(attention(*buckets[k])) for k in plan.step_bucket)
+
+    assert seconds(by_cost) < 0.6 * seconds(by_tokens)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(0, 5))
+def test_another_epoch_fills_the_same_rows_with_other_samples(lengths, epoch):
+    first = pack_samples(lengths, [10, 30], order="shuffle")
+    later = pack_samples(lengths, [10, 30], order="shuffle", epoch=epoch)
+    assert (first.num_tokens == later.num_tokens).all()
+    assert (first.row_offsets == later.row_offsets).all()
+    assert (np.array(lengths)[later.sample_ids] == later.sample_lengths).all()
+
+
+def packed_plan(**options):
+    packing = pack_samples(LENGTHS, 64)
+    buckets = make_buckets(packing.num_tokens, 256, max_shapes=2, microbatches_per_step=2)
+    return make_plan(packing, buckets, microbatches_per_step=2, order="shuffle", **options)
+
+
+def test_a_packed_plan_comes_back_from_disk(tmp_path):
+    plan = packed_plan()
+    plan.save(tmp_path / "plan.npz")
+    loaded = Plan.load(tmp_path / "plan.npz")
+    assert loaded.digest == plan.digest
+    assert loaded.is_packed
+    assert loaded.num_rows == plan.num_rows
+    assert (loaded.rows(0) == plan.rows(0)).all()
+    assert "samples a row" in loaded.report()
+
+
+def test_every_sample_is_laid_out_as_planned():
+    plan = packed_plan()
+    source = PlanSource(plan, DATASET, pack_to_bucket)
+    for step in range(plan.num_steps):
+        batch = source[step]
+        assert batch.num_sequences == plan.num_sequences[step]
+        for m, rows in enumerate(plan.rows(step)):
+            for b, ids in enumerate(rows):
+                samples = [DATASET[i] for i in ids if i >= 0]
+                tokens = np.concatenate([[], *samples])
+                assert batch.tokens[m, b, : len(tokens)].tolist() == tokens.tolist()
+                segments = [s + 1 for s, sample in enumerate(samples) for _ in sample]
+                positions = [t for sample in samples for t in range(len(sample))]
+                rest = batch.tokens.shape[2] - len(tokens)
+                assert batch.segment_ids[m, b].tolist() == segments + [0] * rest
+                assert batch.positions[m, b].tolist() == positions + [0] * rest
+                assert batch.weights[m, b].tolist() == [1.0] * len(tokens) + [0.0] * rest
+
+
+def test_plans_and_collate_functions_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match="pack_to_bucket"):
+        PlanSource(packed_plan(), DATASET, pad_to_bucket)[0]
+    unpacked = make_plan(LENGTHS, make_buckets(LENGTHS, 256))
+    with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
+        PlanSource(unpacked, DATASET, pack_to_bucket)[0]
+    with pytest.raises(ValueError, match="pad_to_bucket"):
+        PlanSource(unpacked, DATASET, pad_pairs_to_bucket)[0]
+    of_pairs = make_plan([[3, 4]], [(1, 4, 4)])
+    with pytest.raises(ValueError, match="pairs: collate it with pad_pairs_to_bucket"):
+        PlanSource(of_pairs, [([1, 2, 3], [1, 2, 3, 4])], pad_to_bucket)[0]
+
+
+def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
+    plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)])
+    swapped = [np.ones(length, np.int64) for length in (4, 4, 4, 0)]  # as many tokens in all
+    with pytest.raises(ValueError, match=r"longer than their bucket.*id 0: 4, id 2: 4 \(limit 6\)"):
+        PlanSource(plan, swapped, pack_to_bucket)[0]
+
+
+@pytest.mark.parametrize("implementation", ["xla", "chunked"])
+def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implementation):
+    """In float64, where nothing but a wrong term can differ."""
+    config = TransformerConfig(num_layers=2, width=16, num_heads=2, packed_attention=implementation)
+    loss_fn = make_loss_fn(config)
+    ids = np.arange(24)
+    packing = pack_samples(LENGTHS[ids], 64)
+    longest = int(LENGTHS[ids].max())
+    packed_rows = make_plan(packing, [(packing.num_rows, 64)]).rows(0)
+    num_tokens = int(LENGTHS[ids].sum())
+
+    def batch_of(collate, ids_MxB, bucket):
+        samples = [[DATASET[i] for i in row[row >= 0].tolist()] for row in ids_MxB]
+        batch = collate(StepSamples(bucket, ids_MxB, samples, num_tokens, False, int((ids_MxB >= 0).sum())))
+        return jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+
+    packed = batch_of(pack_to_bucket, packed_rows, make_buckets([64], 64)[0]._replace(rows=packing.num_rows))
+    unpacked = batch_of(pad_to_bucket, ids[None], make_buckets([longest], longest)[0]._replace(rows=len(ids)))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), init_params(config, seed=0))
+        value_and_grad = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+        (loss, weight), grads = value_and_grad(params, packed)
+        (expected, expected_weight), expected_grads = value_and_grad(params, unpacked)
+        assert loss.dtype == jnp.float64
+        assert weight == expected_weight == num_tokens
+        np.testing.assert_allclose(loss, expected, rtol=1e-13)
+        for grad, expected_grad in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+            np.testing.assert_allclose(grad, expected_grad, atol=1e-11)
+
+
+def test_packed_steps_train_in_shapes_compiled_ahead():
+    import optax
+
+    from jvarlen import scale_by_batch_size
+
+    plan = packed_plan()
+    config = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    optimizer = optax.chain(optax.adam(1e-2), scale_by_batch_size(8))
+    train_step = make_train_step(make_loss_fn(config), optimizer)
+    state = init_train_state(init_params(config, seed=0), optimizer)
+    step = compile_buckets(
+        train_step, state, plan.buckets, microbatches_per_step=2, batch_spec=packed_batch_spec, progress=False
+    )
+    weights = []
+    with no_recompiles():
+        for batch in load(plan, DATASET, collate=pack_to_bucket):
+            state, metrics = step(state, batch)
+            weights.append(float(metrics.weight_sum))
+    assert weights == plan.num_tokens.tolist()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4])
+def test_packed_steps_give_the_same_loss_on_any_number_of_devices(num_shards):
+    packing = pack_samples(LENGTHS, 64)
+    buckets = make_buckets(packing.num_tokens, 128, max_shapes=1, microbatches_per_step=4)
+    plan = make_plan(packing, buckets, microbatches_per_step=4)
+    mesh = data_mesh(num_shards)
+    loss_fn = make_loss_fn(TransformerConfig(num_layers=1, width=8, num_heads=1))
+    params = init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0)
+    step = compile_buckets(
+        make_eval_step(loss_fn, mesh=mesh),
+        params,
+        plan.buckets,
+        microbatches_per_step=4,
+        mesh=mesh,
+        batch_spec=packed_batch_spec,
+        progress=False,
+    )
+    batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))
+    _, metrics = step(jax.tree.map(jnp.copy, params), batch)
+    samples = [np.asarray(DATASET[i]) for i in plan.sample_ids[: plan.step_offsets[1]]]
+    padded = np.zeros((len(samples), 40), np.int32)
+    for row, sample in zip(padded, samples, strict=True):
+        row[: len(sample)] = sample
+    lengths = np.array([len(sample) for sample in samples], np.int32)
+    weights = (np.arange(40) < lengths[:, None]).astype(np.float32)
+    alone = jax.tree.map(jnp.asarray, Batch(padded, lengths, weights, np.float32(len(samples))))
+    expected, weight = loss_fn(params, alone)
+    assert float(metrics.weight_sum) == float(weight)
+    np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)

@@ -1,0 +1,110 @@
+"""Pairs: few two-dimensional shapes, every pair once, batches of both sides."""
+
+import jax
+import numpy as np
+import pytest
+
+from jvarlen import (
+    compile_buckets,
+    load,
+    make_buckets,
+    make_pair_buckets,
+    make_plan,
+    no_recompiles,
+    pad_pairs_to_bucket,
+    pair_batch_spec,
+)
+from jvarlen.planning.plan import Plan
+
+
+def translation_lengths(num_pairs=20_000):
+    rng = np.random.default_rng(0)
+    source = np.clip(rng.lognormal(3, 0.6, num_pairs).astype(int) + 1, 1, 200)
+    target = np.clip((source * rng.lognormal(0, 0.25, num_pairs)).astype(int) + 1, 1, 200)
+    return np.stack([source, target], axis=1)
+
+
+def independent_lengths():
+    return np.random.default_rng(1).integers(1, 200, (20_000, 2))
+
+
+@pytest.mark.parametrize("lengths", [translation_lengths(), independent_lengths()], ids=["translation", "independent"])
+def test_boundaries_on_both_sides_beat_the_same_number_on_one(lengths):
+    plan = make_plan(lengths, make_pair_buckets(lengths, 8192, max_shapes=16))
+    longer = lengths.max(axis=1)
+    on_one_side = make_plan(longer, make_buckets(longer, 4096, max_shapes=16))
+    padding_on_one_side = 1 - lengths.sum() / (2 * on_one_side.positions_per_step.sum())
+    assert plan.padding < padding_on_one_side
+    assert plan.padding < 0.2
+    assert (np.sort(plan.sample_ids) == np.arange(len(lengths))).all()
+
+
+@pytest.mark.parametrize("budget", ["sum", "larger"])
+def test_no_bucket_exceeds_the_budget(budget):
+    buckets = make_pair_buckets(
+        translation_lengths(3_000), 1024, budget=budget, microbatches_per_step=2, row_multiple=2
+    )
+    for rows, source, target in buckets:
+        assert rows * (source + target if budget == "sum" else max(source, target)) <= 1024
+        assert rows % 2 == 0
+
+
+class Pairs:
+    """Tokens that tell the pair and the side."""
+
+    def __init__(self, lengths):
+        self.lengths = lengths
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, i):
+        source, target = self.lengths[i]
+        return np.full(source, 2 * i), np.full(target, 2 * i + 1)
+
+
+def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
+    lengths = translation_lengths(150)
+    buckets = make_pair_buckets(lengths, 1024, max_shapes=4, microbatches_per_step=2)
+    plan = make_plan(lengths, buckets, microbatches_per_step=2, order="shuffle", longest_first=True)
+    plan.save(tmp_path / "plan.npz")
+    assert Plan.load(tmp_path / "plan.npz").digest == plan.digest
+    assert "+" in plan.report()
+
+    def count(state, batch):
+        return state + batch.num_sequences, batch.target_lengths.sum() + batch.source_lengths.sum()
+
+    step = compile_buckets(
+        count, np.float32(0), plan.buckets, microbatches_per_step=2, batch_spec=pair_batch_spec, progress=False
+    )
+    state = jax.numpy.float32(0)
+    num_tokens = []
+    with no_recompiles():
+        for t, on_device in enumerate(load(plan, Pairs(lengths), collate=pad_pairs_to_bucket)):
+            batch = jax.tree.map(np.asarray, on_device)
+            for m, ids in enumerate(plan.rows(t)):
+                for row, i in enumerate(ids):
+                    for side, tokens, side_lengths in (
+                        (0, batch.source_tokens, batch.source_lengths),
+                        (1, batch.target_tokens, batch.target_lengths),
+                    ):
+                        length = lengths[i, side] if i >= 0 else 0
+                        assert side_lengths[m, row] == length
+                        expected = [2 * i + side] * length + [0] * (tokens.shape[2] - length)
+                        assert tokens[m, row].tolist() == expected
+            state, total = step(state, on_device)
+            num_tokens.append(int(total))
+    assert num_tokens == plan.num_tokens.tolist()
+    assert float(state) == len(lengths)
+
+
+def test_pairs_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match=r"id 1: \(30, 80\) \(limit 100\)"):
+        make_pair_buckets([[3, 4], [30, 80]], 100)
+    with pytest.raises(ValueError, match=r"id 1: \(3, 9\)"):
+        make_plan([[3, 4], [3, 9]], [(2, 4, 4)])
+    assert make_plan([[3, 4], [3, 9]], [(2, 4, 4)], overlong="drop").num_dropped == 1
+    with pytest.raises(ValueError, match="truncate"):
+        make_plan([[3, 4]], [(2, 4, 4)], overlong="truncate")
+    with pytest.raises(ValueError, match=r"id 0: \(0, 4\)"):
+        make_pair_buckets([[0, 4]], 100)

@@ -1,0 +1,429 @@
+"""Streams: every sample once, in static shapes, the same in every process and after every interruption."""
+
+import fractions
+import itertools
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from jvarlen import make_buckets, make_plan
+from jvarlen.planning import streams
+from jvarlen.planning.streams import stream_batches
+
+BUCKETS = [(3, 4), (2, 9), (1, 20)]
+LONGEST = 20
+
+lengths_lists = st.lists(st.integers(1, LONGEST), max_size=60)
+options = st.fixed_dictionaries(
+    {"microbatches_per_step": st.integers(1, 3), "max_waiting": st.none() | st.integers(1, 12)}
+)
+overlong_rules = st.sampled_from(["drop", "truncate"])
+
+
+def plain(step):
+    return step.bucket_index, tuple(step.bucket), step.ids.tolist(), step.lengths.tolist()
+
+
+def transcribed_steps(lengths, buckets, microbatches_per_step, max_waiting, overlong):
+    """The steps as (bucket, [(id, length), ...]), from the rules and with no thought of speed."""
+    queues = [[] for _ in buckets]
+    sizes = [microbatches_per_step * rows for rows, _ in buckets]
+    steps = []
+
+    def emit(k):
+        steps.append((k, queues[k]))
+        queues[k] = []
+
+    for i, length in enumerate(lengths):
+        if length > buckets[-1][1]:
+            if overlong == "drop":
+                continue
+            length = buckets[-1][1]
+        k = min(k for k, (_, longest) in enumerate(buckets) if length <= longest)
+        queues[k].append((i, length))
+        if len(queues[k]) == sizes[k]:
+            emit(k)
+        if max_waiting is not None and sum(map(len, queues)) > max_waiting:
+            emit(max(range(len(buckets)), key=lambda k: (fractions.Fraction(len(queues[k]), sizes[k]), -k)))
+    for k, queue in enumerate(queues):
+        if queue:
+            emit(k)
+    return steps
+
+
+def rows_in_order(array_MxB):
+    return array_MxB.T.reshape(-1)
+
+
+@example([21, 1, 1, 1], {"microbatches_per_step": 1, "max_waiting": 2}, "drop")  # what is dropped does not wait
+@example([1, 1, 1, 5, 5, 12], {"microbatches_per_step": 2, "max_waiting": 5}, "drop")  # all three are half full
+@given(st.lists(st.integers(1, LONGEST + 5), max_size=60), options, overlong_rules)
+def test_steps_are_those_of_the_rules(lengths, options, overlong):
+    batches = stream_batches(lengths, BUCKETS, overlong=overlong, **options)
+    expected = transcribed_steps(lengths, BUCKETS, **options, overlong=overlong)
+    for step, (bucket_index, samples) in itertools.zip_longest(batches, expected):
+        num_dummies = step.ids.size - len(samples)
+        assert step.bucket_index == bucket_index
+        assert rows_in_order(step.ids).tolist() == [i for i, _ in samples] + [-1] * num_dummies
+        assert rows_in_order(step.lengths).tolist() == [length for _, length in samples] + [0] * num_dummies
+
+
+@given(lengths_lists, options)
+def test_every_sample_comes_exactly_once(lengths, options):
+    steps = list(stream_batches(lengths, BUCKETS, **options))
+    ids = np.concatenate([step.ids.reshape(-1) for step in steps] or [np.empty(0, np.int64)])
+    assert sorted(ids[ids >= 0].tolist()) == list(range(len(lengths)))
+
+
+@given(lengths_lists, options)
+def test_steps_have_no_shapes_but_the_buckets(lengths, options):
+    for step in stream_batches(lengths, BUCKETS, **options):
+        assert BUCKETS[step.bucket_index] == step.bucket
+        for array in (step.ids, step.lengths):
+            assert array.shape == (options["microbatches_per_step"], step.bucket.rows)
+            assert array.dtype == np.int64
+        assert step.lengths.max() <= step.bucket.length
+        assert ((step.lengths == 0) == (step.ids == -1)).all()
+
+
+@settings(deadline=None)  # planning compiles on its first call
+@given(st.lists(st.integers(1, LONGEST), min_size=1, max_size=60), st.integers(1, 3))
+def test_without_a_limit_on_waiting_a_stream_is_the_plan_in_dataset_order(lengths, microbatches_per_step):
+    plan = make_plan(lengths, BUCKETS, order="dataset", microbatches_per_step=microbatches_per_step)
+    steps = list(stream_batches(lengths, BUCKETS, microbatches_per_step=microbatches_per_step))
+    assert [step.bucket_index for step in steps] == plan.step_bucket.tolist()
+    assert [step.ids.tolist() for step in steps] == [plan.rows(t).tolist() for t in range(plan.num_steps)]
+
+
+@given(lengths_lists, options)
+def test_no_more_samples_wait_than_max_waiting(lengths, options):
+    def watched():
+        for length in lengths:
+            check()
+            yield length
+        check()
+
+    def check():
+        num_waiting = sum(map(len, batches.state()["waiting_ids"]))
+        assert options["max_waiting"] is None or num_waiting <= options["max_waiting"]
+        most.append(num_waiting)
+
+    most = []
+    batches = stream_batches(watched(), BUCKETS, **options)
+    assert batches.num_read == 0
+    num_samples = sum(int((step.ids >= 0).sum()) for step in batches)
+    assert num_samples == batches.num_read == len(lengths)
+    assert len(most) == len(lengths) + 1
+
+
+@given(
+    st.lists(st.integers(1, LONGEST + 5), max_size=50),
+    options,
+    overlong_rules,
+    st.booleans(),
+    st.data(),
+)
+def test_a_stream_goes_on_from_json_at_any_step(lengths, options, overlong, is_estimated, data):
+    if is_estimated and lengths:
+        options = options | {"max_tokens": 40, "num_estimate": 7, "max_shapes": 3, "max_length": LONGEST}
+    else:
+        options = options | {"buckets": BUCKETS}
+    batches = stream_batches(iter(lengths), overlong=overlong, **options)
+    whole = [plain(step) for step in stream_batches(iter(lengths), overlong=overlong, **options)]
+    cut = data.draw(st.integers(0, len(whole)))
+    begun = [plain(step) for step in itertools.islice(batches, cut)]
+    state = batches.state()
+    through_json = json.loads(json.dumps(state))
+    assert through_json == state
+
+    resumed = stream_batches(iter(lengths), state=through_json)
+    assert resumed.state() == state
+    assert resumed.buckets == batches.buckets
+    assert begun + [plain(step) for step in resumed] == whole
+    list(batches)
+    assert resumed.state() == batches.state()
+    assert (resumed.num_read, resumed.num_dropped + resumed.num_truncated) == (
+        len(lengths),
+        sum(length > resumed.buckets[-1].length for length in lengths),
+    )
+
+
+def test_a_state_does_not_change_with_its_stream():
+    lengths = [20, 1, 5, 20, 1]
+    batches = stream_batches(lengths, BUCKETS)
+    for _ in range(2):
+        next(batches)
+    state = batches.state()
+    before = json.dumps(state)
+    assert state["waiting_lengths"] == [[1], [5], []]
+    list(batches)
+    assert json.dumps(state) == before
+    list(stream_batches(lengths, state=state))
+    assert json.dumps(state) == before
+
+
+def test_a_stream_that_broke_off_goes_on_where_it_broke():
+    def broken():
+        yield from [1, 5, 1]
+        raise OSError("the connection was lost")
+
+    whole = [1, 5, 1, 1, 6, 20]
+    batches = stream_batches(broken(), BUCKETS)
+    with pytest.raises(OSError, match="lost"):
+        next(batches)
+    assert batches.num_read == 3
+    resumed = stream_batches(whole, state=batches.state())
+    assert [plain(step) for step in resumed] == [plain(step) for step in stream_batches(whole, BUCKETS)]
+
+
+def test_arrays_lists_and_numpy_integers_are_the_same_stream(monkeypatch):
+    monkeypatch.setattr(streams, "_LENGTHS_PER_SLICE", 7)
+    lengths = np.random.default_rng(0).integers(1, 21, 100)
+    expected = [plain(step) for step in stream_batches(lengths.tolist(), BUCKETS)]
+    for same in (lengths, iter(lengths), lengths.astype(np.uint8)):
+        steps = list(stream_batches(same, BUCKETS))
+        assert [plain(step) for step in steps] == expected
+
+
+def test_long_buckets_are_looked_up_without_a_table(monkeypatch):
+    expected = [plain(step) for step in stream_batches(range(1, 21), BUCKETS)]
+    monkeypatch.setattr(streams, "_LARGEST_TABLE", 19)
+    assert [plain(step) for step in stream_batches(range(1, 21), BUCKETS)] == expected
+    (step,) = stream_batches([10**12], [(1, 2**50)])
+    assert step.lengths.tolist() == [[10**12]]
+
+
+class Counting:
+    """An endless stream that knows how much of it was read."""
+
+    def __init__(self):
+        self.num_taken = 0
+
+    def __iter__(self):
+        for length in itertools.cycle([3, 7, 1, 15]):
+            self.num_taken += 1
+            yield length
+
+
+def test_no_more_is_read_than_a_step_needs():
+    endless = Counting()
+    batches = stream_batches(endless, BUCKETS)
+    assert endless.num_taken == 0
+    next(batches)  # 15 is a step of its own
+    assert endless.num_taken == batches.num_read == 4
+    next(batches)  # 3, 1, 3
+    assert endless.num_taken == batches.num_read == 5
+
+
+def test_no_more_is_read_ahead_than_the_estimate():
+    endless = Counting()
+    batches = stream_batches(endless, max_tokens=16, num_estimate=10)
+    assert endless.num_taken == 10
+    assert batches.num_read == 0
+    while batches.num_read < 30:
+        next(batches)
+        assert endless.num_taken == max(10, batches.num_read)
+
+
+def test_the_estimate_has_the_lengths_of_make_buckets_and_the_rows_of_the_budget():
+    lengths = np.random.default_rng(1).integers(1, 50, 1000)
+    shapes = {"max_shapes": 4, "microbatches_per_step": 2, "row_multiple": 4, "length_multiple": 8}
+    batches = stream_batches(lengths, max_tokens=512, num_estimate=300, **shapes)
+    expected = make_buckets(lengths[:300], 512, **shapes)
+    assert [bucket.length for bucket in batches.buckets] == [bucket.length for bucket in expected]
+    assert [bucket.rows for bucket in batches.buckets] == [512 // t // 4 * 4 for _, t in expected]
+    assert 2 <= len(expected) <= 4
+
+
+def test_one_row_is_enough_where_no_row_multiple_fits():
+    batches = stream_batches([3] * 40 + [30] * 4, max_tokens=60, row_multiple=4)
+    assert batches.buckets == ((20, 3), (2, 30))
+
+
+def test_the_longest_estimated_bucket_holds_max_length():
+    batches = stream_batches(
+        [3, 9, 9, 3, 99, 100, 104], max_tokens=1000, num_estimate=4, max_length=100, length_multiple=8
+    )
+    assert batches.buckets == ((125, 8), (9, 104))
+    assert sum((step.ids >= 0).sum() for step in batches) == 7
+    longer_first = stream_batches([500, 3], max_tokens=1000, max_length=100, length_multiple=8, overlong="truncate")
+    assert longer_first.buckets[-1] == (9, 104)
+    assert sorted(int(step.lengths.max()) for step in longer_first) == [3, 104]
+
+
+@pytest.mark.parametrize(
+    ("overlong", "num_dropped", "num_truncated", "ids", "lengths"),
+    [("drop", 2, 0, [[0, 3]], [[4, 2]]), ("truncate", 0, 2, [[0, 1], [2, 3]], [[4, 4], [4, 2]])],
+)
+def test_longer_samples_are_dropped_or_cut_and_counted(overlong, num_dropped, num_truncated, ids, lengths):
+    batches = stream_batches([4, 5, 9, 2], [(2, 4)], overlong=overlong)
+    steps = list(batches)
+    assert [step.ids.tolist() for step in steps] == [[row] for row in ids]
+    assert [step.lengths.tolist() for step in steps] == [[row] for row in lengths]
+    assert (batches.num_dropped, batches.num_truncated, batches.num_read) == (num_dropped, num_truncated, 4)
+
+
+def test_a_longer_sample_is_an_error_that_names_it():
+    batches = stream_batches([4, 4, 2, 5], [(2, 4)])
+    assert next(batches).ids.tolist() == [[0, 1]]
+    with pytest.raises(ValueError, match=r'overlong="drop" or "truncate" allows it\): id 3: 5 \(limit 4\)'):
+        next(batches)
+    assert batches.num_read == 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0, np.float64(3), True, None, "4", 2**63, np.array([1, 2])])
+@pytest.mark.parametrize("chosen", [{"buckets": [(2, 4)]}, {"max_tokens": 8}, {"max_tokens": 8, "num_estimate": 1}])
+@pytest.mark.parametrize("overlong", ["error", "truncate"])
+def test_lengths_that_are_none_are_errors_that_name_the_sample(wrong, chosen, overlong):
+    with pytest.raises(ValueError, match=r"integers of at least 1 and below 2\*\*63: id 1: "):
+        list(stream_batches([3, wrong, 4], overlong=overlong, **chosen))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({}, "either buckets or max_tokens"),
+        ({"buckets": [(2, 4)], "max_tokens": 8}, "either buckets or max_tokens"),
+        ({"buckets": [(2, 4), (2, 3)]}, "ascend"),
+        ({"buckets": [(2, 4, 4)]}, "pair"),
+        ({"buckets": [(2, 4)], "microbatches_per_step": 0}, r"microbatches_per_step \(0\)"),
+        ({"buckets": [(2, 4)], "max_waiting": 0}, r"max_waiting \(0\)"),
+        ({"buckets": [(2, 4)], "overlong": "skip"}, "'skip'"),
+        ({"max_tokens": 0}, r"max_tokens \(0\)"),
+        ({"max_tokens": 8, "num_estimate": 0}, r"num_estimate \(0\)"),
+        ({"max_tokens": 8, "max_length": 0}, r"max_length \(0\)"),
+        ({"max_tokens": 8, "length_multiple": 0, "max_length": 4}, r"length_multiple \(0\)"),
+        ({"max_tokens": 8, "row_multiple": 0}, r"row_multiple \(0\)"),
+        ({"max_tokens": 8, "max_shapes": 0}, r"max_shapes \(0\)"),
+        ({"max_tokens": 4}, r"max_tokens 4 .* id 1: 5"),
+        ({"max_tokens": 8, "max_length": 9}, "max_tokens 8 leaves no row for a bucket of max_length, 9 tokens"),
+    ],
+)
+def test_impossible_options_are_refused(wrong, said):
+    with pytest.raises(ValueError, match=said):
+        stream_batches([3, 5, 4], **wrong)
+
+
+def test_an_empty_stream_has_no_steps_and_no_estimate():
+    assert list(stream_batches([], BUCKETS)) == []
+    with pytest.raises(ValueError, match="the stream is empty"):
+        stream_batches([], max_tokens=8)
+
+
+LENGTHS = [1, 2, 20, 8, 30, 3, 4]
+
+
+def state_in_the_middle():
+    """After a step of id 2 and one of ids 0, 1 and 5: id 3 waits, 4 was dropped, 6 was not read."""
+    batches = stream_batches(LENGTHS, BUCKETS, max_waiting=6, overlong="drop")
+    next(batches)
+    next(batches)
+    return batches.state()
+
+
+@pytest.mark.parametrize("key", sorted(state_in_the_middle()))
+def test_a_state_without_a_key_is_refused(key):
+    state = state_in_the_middle()
+    del state[key]
+    with pytest.raises(ValueError, match=f"no state of a stream: it has no {key}"):
+        stream_batches(LENGTHS, state=state)
+
+
+@pytest.mark.parametrize("wrong", ["x", 1.5, {}, [["x"]], [[1.5]]], ids=str)
+@pytest.mark.parametrize("key", sorted(state_in_the_middle()))
+def test_a_state_with_a_wrong_type_is_refused(key, wrong):
+    with pytest.raises(ValueError, match="no state of a stream: "):
+        stream_batches(LENGTHS, state=state_in_the_middle() | {key: wrong})
+
+
+@pytest.mark.parametrize("state", [{}, [], "state", 7, {"surplus": 1}], ids=str)
+def test_what_is_no_state_at_all_is_refused(state):
+    with pytest.raises(ValueError, match="no state of a stream: "):
+        stream_batches(LENGTHS, state=state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"version": 2}, "version 2"),
+        ({"surplus": 1}, "surplus"),
+        ({"buckets": [[3, 4], [2, 4], [1, 20]]}, "ascend"),
+        ({"buckets": [[3, 4], [2, 9]]}, "2 buckets, and waiting samples of 3 and 3"),
+        ({"buckets": [[3, 4, 4], [2, 9, 9], [1, 20, 20]]}, "pair"),
+        ({"microbatches_per_step": 0}, r"microbatches_per_step \(0\)"),
+        ({"max_waiting": 0}, r"max_waiting \(0\)"),
+        ({"overlong": "skip"}, "overlong"),
+        ({"num_read": 3}, "below num_read, 3"),
+        ({"num_read": -1}, "num_read"),
+        ({"num_dropped": 6}, "6 read, 6 dropped"),
+        ({"num_dropped": -1}, "-1 dropped"),
+        ({"num_truncated": 7}, "7 truncated"),
+        ({"waiting_ids": [[], [], []]}, "0 ids and 1 lengths wait for a step of 2×9"),
+        ({"waiting_ids": [[], [3, 4], []], "waiting_lengths": [[], [8, 8], []]}, "2 ids and 2 lengths wait"),
+        ({"waiting_ids": [[4, 3], [], []], "waiting_lengths": [[1, 1], [], []]}, "ascend"),
+        ({"waiting_ids": [[-1], [], []], "waiting_lengths": [[1], [], []]}, "ascend"),
+        ({"waiting_ids": [[3], [3], []], "waiting_lengths": [[1], [8], []]}, "an id waits twice"),
+        ({"waiting_lengths": [[], [4], []]}, "2×9 that belong to another"),
+        ({"waiting_lengths": [[], [10], []]}, "2×9 that belong to another"),
+        (
+            {"waiting_ids": [[0], [3], []], "waiting_lengths": [[1], [8], []], "max_waiting": 1},
+            "2 samples wait, and max_waiting is 1",
+        ),
+    ],
+)
+def test_a_state_that_no_stream_can_have_is_refused(changed, said):
+    with pytest.raises(ValueError, match=f"no state of a stream: .*{said}"):
+        stream_batches(LENGTHS, state=state_in_the_middle() | changed)
+
+
+def test_options_beside_a_state_are_those_of_the_state():
+    state = state_in_the_middle()
+    expected = [plain(step) for step in stream_batches(LENGTHS, state=state)]
+    resumed = stream_batches(LENGTHS, max_tokens=7, microbatches_per_step=5, overlong="error", state=state)
+    assert [plain(step) for step in resumed] == expected
+    assert resumed.microbatches_per_step == 1
+
+
+def test_a_state_of_another_stream_is_refused_where_it_shows():
+    state = state_in_the_middle()
+    with pytest.raises(ValueError, match=r"lengths differ: id 3: 7 \(was 8\)"):
+        list(stream_batches([1, 2, 20, 7, 30, 3, 4], state=state))
+    with pytest.raises(ValueError, match="ends before id 5, and the state has read 6 samples"):
+        list(stream_batches(LENGTHS[:5], state=state))
+    with pytest.raises(ValueError, match="ends before id 3, and the state has read 6 samples"):
+        list(stream_batches(LENGTHS[:3], state=state))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_that_read_the_same_stream_get_the_same_steps():
+    program = """
+import hashlib, numpy as np
+from jvarlen.planning.streams import stream_batches
+lengths = np.random.default_rng(5).geometric(0.02, 20_000)
+batches = stream_batches(iter(lengths), max_tokens=4096, microbatches_per_step=4, num_estimate=2_000, max_length=512,
+                         max_waiting=300, overlong="truncate")
+digest = hashlib.sha256(repr(batches.buckets).encode())
+for num_steps, step in enumerate(batches, 1):
+    digest.update(step.ids.tobytes() + step.lengths.tobytes())
+print(num_steps, digest.hexdigest())
+"""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("0", "1", "4242")
+    ]
+    printed = [process.communicate(timeout=120)[0].split() for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert printed[0] == printed[1] == printed[2]
+    assert int(printed[0][0]) > 100

@@ -1,0 +1,210 @@
+"""The page of a plan: well-formed, whole, self-contained, of bounded size, and true."""
+
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jvarlen
+from jvarlen import choose_row_lengths, lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
+from jvarlen.planning.compare import compare_strategies
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.reports.plan_figures import integer_bins
+from jvarlen.reports.plan_page import write_html_report
+from jvarlen.reports.svg_figures import COLOURS
+from tests.browser import measured, num_pixels_of, render
+from tests.html_pages import Page
+
+LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900)
+COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
+FIGURES = {"lengths", "padding", "positions", "shapes", "sequences", "neighbours"}
+
+
+def page_of(path, *args, **options):
+    write_html_report(path, *args, **options)
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    return Page(text)
+
+
+def planned(**options):
+    return make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=6), **options)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "plan.html"
+
+
+def figure_ids(page):
+    return {attrs["id"] for attrs in page.named("figure")}
+
+
+def test_every_figure_is_there_with_a_title_and_a_caption(path):
+    plan = planned(order="shuffle")
+    page = page_of(path, plan, LENGTHS, learning_rates=lr_sequence(plan, 1e-3, 32), cost=COST)
+    assert figure_ids(page) == FIGURES | {"seconds", "learning-rate"}
+    assert {attrs["id"] for attrs in page.named("section")} == {"buckets"}
+    for svg, figure in zip(page.named("svg"), page.named("figure"), strict=True):
+        assert svg["role"] == "img"
+        assert svg["aria-labelledby"] == f"{figure['id']}-title"
+        assert svg["aria-describedby"] == f"{figure['id']}-caption"
+    assert figure_ids(page_of(path, plan, LENGTHS)) == FIGURES
+    assert f"{plan.neighbour_correlation:+.3f}" in page.text
+    assert plan.digest in page.text
+    assert f"jvarlen {jvarlen.__version__}" in page.text
+
+
+def test_the_tables_hold_the_figures_of_the_plan(path):
+    plan = planned()
+    comparison = compare_strategies(LENGTHS, 4096, max_shapes=6, cost=COST)
+    page = page_of(path, plan, LENGTHS, cost=COST, comparison=comparison)
+    assert all(attrs.get("scope") in ("col", "row") for attrs in page.named("th"))
+    rows = {cells[0]: cells[1:] for cells in page.cells}
+    for k, bucket in enumerate(plan.buckets):
+        of_bucket = plan.step_bucket == k
+        tokens = plan.num_tokens[of_bucket].sum()
+        positions = plan.positions_per_step[of_bucket].sum()
+        counts = [plan.num_sequences[of_bucket].sum(), of_bucket.sum(), tokens, positions]
+        expected = [f"{count:,}" for count in counts]
+        expected += [f"{1 - tokens / positions:.2%}", f"{of_bucket.sum() * COST(*bucket):,.1f}"]
+        assert rows[f"{bucket.rows:,} × {bucket.length:,}"] == expected
+    assert rows["Total"][:2] == ["3,000", f"{plan.num_steps:,}"]
+    for each in comparison:
+        assert rows[each.name][:2] == [f"{each.relative:.3f}", f"{each.num_shapes:,}"]
+        assert rows[each.name][-1] == f"{each.seconds:,.1f}"
+    assert [attrs for attrs in page.named("tr") if attrs.get("class") == "best"]
+
+
+def packed_plan():
+    row_lengths = choose_row_lengths(LENGTHS, 4096, max_length=600)
+    packing = pack_samples(LENGTHS, row_lengths, overlong="truncate")
+    buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, microbatches_per_step=2)
+    return packing, make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
+
+
+def test_a_packed_plan_shows_how_full_its_rows_are(path):
+    packing, plan = packed_plan()
+    page = page_of(path, plan, LENGTHS)
+    assert figure_ids(page) == FIGURES | {"row-fill"}
+    edges = np.array([bucket.length for bucket in plan.buckets])
+    fill = packing.num_tokens / edges[np.searchsorted(edges, packing.num_tokens)]
+    assert f"{fill.mean():.2%} on average" in page.text
+    assert f"{plan.num_truncated:,} cut" in page.text
+    assert plan.num_truncated > 0
+
+
+def test_a_plan_of_pairs_shows_both_sides(path):
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
+    plan = make_plan(lengths, make_pair_buckets(lengths, 4096, max_shapes=4, max_candidates=8), order="shuffle")
+    page = page_of(path, plan, lengths)
+    assert figure_ids(page) == FIGURES
+    assert "tokens of the source" in page.text
+    assert "tokens of the target" in page.text
+    assert "Plan of 3,000 pairs" in page.text
+
+
+def test_the_page_loads_nothing(path):
+    page = page_of(path, planned(), LENGTHS, cost=COST, comparison=compare_strategies(LENGTHS, 4096))
+    text = path.read_text()
+    assert not re.search(r"https?:|//|@import|@font-face", text)
+    assert {name for name, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "image", "object"})
+    assert not any(key == "src" or key.startswith("on") for _, attrs in page.tags for key in attrs)
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", text))
+
+
+def test_pictures_take_the_colours_of_the_page_light_or_dark(path):
+    page_of(path, planned(), LENGTHS, cost=COST)
+    text = path.read_text()
+    assert not any(value in text for value in COLOURS.values())
+    light, dark = text.split("@media (prefers-color-scheme: dark)")
+    for name in set(re.findall(r"var\(--([a-z]+)\)", text)):
+        assert f"--{name}:" in light
+        assert f"--{name}:" in dark
+    pictures = "".join(re.findall(r"<svg.*?</svg>", text, re.DOTALL))
+    assert not re.findall(r"(?:fill|stroke): #\w+", pictures)
+
+
+def test_text_is_escaped(path):
+    comparison = compare_strategies(LENGTHS, 4096)
+    named = [comparison[0]._replace(name='<script>alert("1")</script>'), *comparison[1:]]
+    named[1] = named[1]._replace(problem="</td> & <b>")
+    page = page_of(path, planned(), LENGTHS, comparison=named)
+    assert not page.named("script")
+    assert not page.named("b")
+    assert 'alert("1")' in page.text
+    assert "Not possible: </td> & <b>" in page.text
+
+
+@pytest.mark.parametrize("order", ["length", "shuffle"])
+def test_the_size_does_not_grow_with_the_plan(path, order):
+    lengths = np.random.default_rng(0).integers(1, 65, 400_000)
+    plan = make_plan(lengths, make_buckets(lengths, 128, max_shapes=48), order=order)
+    assert plan.num_steps > 80_000
+    page_of(path, plan, lengths, cost=COST, learning_rates=lr_sequence(plan, 1e-3, 4))
+    assert path.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize(
+    ("lengths", "max_tokens"), [([5], 5), ([1, 1], 1), ([3, 10**9], 10**9), ([7] * 50, 70), (range(1, 60), 59)]
+)
+def test_any_plan_has_a_page(path, lengths, max_tokens):
+    lengths = np.array(lengths)
+    plan = make_plan(lengths, make_buckets(lengths, max_tokens))
+    page = page_of(path, plan, lengths, learning_rates=np.zeros(plan.num_steps))
+    missing = set() if plan.num_steps > 1 else {"neighbours"}
+    assert figure_ids(page) == (FIGURES | {"learning-rate"}) - missing
+
+
+def test_the_same_plan_has_the_same_page(path, tmp_path):
+    for each in (path, tmp_path / "again.html"):
+        write_html_report(each, planned(), LENGTHS)
+    assert path.read_bytes() == (tmp_path / "again.html").read_bytes()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_does_not_belong_to_the_plan_is_refused(path):
+    plan = planned()
+    path.write_text("before")
+    for lengths, options, said in (
+        (LENGTHS[:100], {}, "there are only 100 lengths"),
+        (LENGTHS + 1, {}, "not the lengths that the plan was made for"),
+        (np.stack([LENGTHS, LENGTHS], axis=1), {}, "1-D"),
+        (LENGTHS, {"learning_rates": [0.1]}, "one a step"),
+        (LENGTHS, {"learning_rates": np.full(plan.num_steps, np.nan)}, "finite"),
+        (LENGTHS, {"comparison": []}, "none of the figures"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            write_html_report(path, plan, lengths, **options)
+    assert path.read_text() == "before"
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**9), st.booleans())
+def test_the_bins_of_the_histogram_hold_every_length(shortest, more, by_ratio):
+    bins = integer_bins(shortest, shortest + more, by_ratio)
+    widths = np.diff(bins)
+    assert bins[0] == shortest
+    assert bins[-2] <= shortest + more < bins[-1]
+    assert len(widths) <= 48 + 1
+    assert (np.diff(widths) >= 0).all()
+    assert widths.min() >= 1
+
+
+@pytest.mark.slow
+def test_a_reader_sees_the_page_in_a_browser(path):
+    plan = planned(order="shuffle")
+    comparison = compare_strategies(LENGTHS, 4096)
+    write_html_report(path, plan, LENGTHS, learning_rates=lr_sequence(plan, 1e-3, 32), comparison=comparison)
+    seen = render(path)
+    assert seen.complaints == []
+    page = Page(seen.dom)
+    assert {cells[0]: cells[1:] for cells in page.cells}["Total"][0] == "3,000"
+    for hex_code in ("#2a6ebb", "#c8590a"):
+        assert num_pixels_of(seen.pixels, hex_code) > 100
+    layout = measured(path, width=390)
+    assert {box["figure"] for box in layout["pictures"]} == FIGURES | {"learning-rate"}
+    assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
+    assert layout["clipped"] == []
+    assert layout["page_width"] <= 390

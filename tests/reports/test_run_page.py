@@ -1,0 +1,401 @@
+"""The report of runs: true to their records, whole for runs of any state, and nothing in a file is trusted."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jvarlen import CompileOptions, FitConfig, fit
+from jvarlen.cli import main
+from jvarlen.models import TransformerConfig
+from jvarlen.reports import run_figures
+from jvarlen.reports.run_figures import draw_runs, look_of
+from jvarlen.reports.run_page import read_runs
+from jvarlen.reports.run_records import bucket_uses, differing_settings_of, read_run, run_names
+from jvarlen.reports.svg_figures import COLOURS
+from jvarlen.runs.config import PlanConfig
+from tests.browser import measured, num_pixels_of, render
+from tests.html_pages import Page
+from tests.synthetic_runs import BUCKETS, records_of, write_run
+
+FIGURES = {
+    "loss-tokens", "loss-time", "evaluations", "learning-rate", "shapes", "sequences", "throughput", "data-wait",
+    "step-padding", "bucket-padding", "bucket-time", "bucket-compile", "memory",
+}  # fmt: skip
+
+
+def page_of(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def reported(*run_dirs, path):
+    read_runs(run_dirs).write_html(path)
+    return page_of(path)
+
+
+def rows_of(page):
+    return {cells[0]: cells[1:] for cells in page.cells if len(cells) > 1}
+
+
+def sum_of(records, name, **where):
+    """By a loop over the records of steps."""
+    return sum(r[name] for r in records if "loss" in r and all(r[key] == value for key, value in where.items()))
+
+
+@pytest.fixture
+def page_path(tmp_path):
+    return tmp_path / "page.html"
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Two runs and their page, drawn once for the tests that only read it."""
+    folder = tmp_path_factory.mktemp("drawn")
+    runs = [
+        write_run(folder / "first", 60),
+        write_run(folder / "second", 90, seed=1, settings={"plan": {"max_tokens": 9, "order": "length"}}),
+    ]
+    reported(*runs, path=folder / "page.html")
+    return folder / "page.html", runs
+
+
+def test_the_table_holds_the_figures_of_the_records(tmp_path):
+    records = records_of(70)
+    report = read_runs([write_run(tmp_path / "run", 70, records=records)])
+    figures = {name: values for name, (values,) in report.figures}
+    tokens, positions = sum_of(records, "num_tokens"), sum_of(records, "num_positions")
+    steps = [record for record in records if "loss" in record]
+    assert figures["State"] == "ended"
+    assert figures["Steps"] == "70"
+    assert figures["Real tokens"] == f"{tokens:,}"
+    assert figures["Padding"] == f"{1 - tokens / positions:.2%}"
+    last = [record["loss"] / np.log(2) for record in steps[-50:]]
+    assert figures["Last loss, bits a token"] == f"{sum(last) / 50:.3f}"
+    assert figures["Real tokens a second"] == f"{tokens / steps[-1]['time_s']:,.0f}"
+    assert figures["Wait for data"] == f"{sum_of(records, 'data_wait_s') / sum_of(records, 'step_s'):.2%}"
+    assert figures["Seconds of compiling"] == "12.5"
+    assert figures["Evaluation held_out, bits a token"] == "8.000, then 4.000"
+    assert "Held out, bits a token" not in figures, "the log has it"
+    lines = report.table().splitlines()
+    assert any(line.split() == ["Real", "tokens", f"{tokens:,}"] for line in lines)
+    assert any(line.startswith("32 × 16") for line in lines)
+
+
+def test_buckets_are_counted_from_the_records_and_described_by_the_ledger(tmp_path):
+    records = [record for record in records_of(50) if record.get("bucket_rows") != 8]
+    uses = bucket_uses(read_run(write_run(tmp_path / "run", 50, records=records)))
+    assert [use.shape for use in uses] == list(BUCKETS)
+    for k, use in enumerate(uses):
+        rows = BUCKETS[k][0]
+        num_steps = sum(record.get("bucket_rows") == rows for record in records)
+        assert use.num_steps == num_steps
+        assert use.row.compile_s == 2 * k + 1
+        if num_steps:
+            tokens, positions = (sum_of(records, name, bucket_rows=rows) for name in ("num_tokens", "num_positions"))
+            assert (use.num_tokens, use.num_positions) == (tokens, positions)
+            assert use.padding == pytest.approx(1 - tokens / positions)
+            assert use.seconds == pytest.approx(sum_of(records, "step_s", bucket_rows=rows))
+        else:
+            assert use.num_tokens is use.padding is use.seconds is None
+
+
+def test_several_runs_lie_in_the_same_pictures_and_are_named(drawn):
+    path, runs = drawn
+    page = page_of(path)
+    assert {attrs["id"] for attrs in page.named("figure")} == FIGURES
+    assert page.text.count("first") > len(FIGURES)
+    pictures = dict(
+        re.findall(r'<figure id="([a-z-]+)">.*?(<svg viewBox="0 0 3.*?</svg>)\n<figcaption', path.read_text(), re.S)
+    )
+    assert set(pictures) == FIGURES
+    assert all("var(--first)" in svg and "var(--second)" in svg for svg in pictures.values())
+    assert not any("var(--third)" in svg for svg in pictures.values())
+    rows = rows_of(page)
+    assert rows["Steps"] == ["60", "90"]
+    assert rows["plan.max_tokens"] == ["512", "9"]
+    differing = differing_settings_of([read_run(run) for run in runs])
+    assert [name for name, _ in differing] == ["seed", "plan.max_tokens", "plan.order"]
+
+
+def test_the_page_loads_nothing_and_takes_its_colours_from_its_style(drawn):
+    text = drawn[0].read_text()
+    page = Page(text)
+    assert not re.search(r"https?:|//|@import|@font-face", text)
+    assert {name for name, _ in page.tags}.isdisjoint({"script", "link", "img", "iframe", "image", "object"})
+    assert not any(value in text for value in COLOURS.values())
+    light, dark = text.split("@media (prefers-color-scheme: dark)")
+    for name in set(re.findall(r"var\(--([a-z]+)\)", text)):
+        assert f"--{name}:" in light
+        assert f"--{name}:" in dark
+
+
+def test_a_run_that_goes_on_is_shown_without_its_last_half_line(tmp_path, page_path):
+    run = write_run(tmp_path / "run", 12, has_ended=False)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 12, "loss": 1.')
+    rows = rows_of(reported(run, path=page_path))
+    assert rows["State"] == ["going on, or broken off"]
+    assert rows["Steps"] == ["12"]
+    assert rows["Seconds of compiling"] == ["not known"]
+
+
+def test_a_summary_of_fewer_steps_than_were_logged_is_from_before_the_run_was_resumed(tmp_path):
+    run = write_run(tmp_path / "run", 12)
+    summary = json.loads((run / "summary.json").read_text())
+    for num_steps, is_interrupted, state in ((12, False, "ended"), (12, True, "interrupted"), (11, True, "going on")):
+        (run / "summary.json").write_text(json.dumps(summary | {"num_steps": num_steps, "interrupted": is_interrupted}))
+        assert dict(read_runs([run]).figures)["State"][0].startswith(state)
+
+
+def test_what_an_older_version_did_not_write_is_not_known(tmp_path, page_path):
+    without = ("step_s", "data_wait_s", "num_tokens", "host_memory_bytes", "device_memory_bytes")
+    old, new = write_run(tmp_path / "old", 9, without=without, has_ended=False), write_run(tmp_path / "new", 9)
+    page = reported(old, path=page_path)
+    assert rows_of(page)["Real tokens"] == ["not known"]
+    assert rows_of(page)["Wait for data"] == ["not known"]
+    shown = {attrs["aria-labelledby"].removesuffix("-title") for attrs in page.named("svg")}
+    assert shown == {"loss-time", "learning-rate", "shapes", "sequences"}
+    beside = reported(old, new, path=page_path)
+    assert rows_of(beside)["Real tokens"][0] == "not known"
+    assert "Not known of: old." in beside.text
+    assert "Not known of: new." not in beside.text
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_run_that_has_hardly_begun_has_a_page(tmp_path, page_path, num_steps):
+    records = [record for record in records_of(num_steps) if "loss" in record] if num_steps else []
+    page = reported(write_run(tmp_path / "run", records=records, has_ended=False), path=page_path)
+    assert rows_of(page)["Steps"] == [f"{num_steps}"]
+    assert rows_of(page)["seed"] == ["0"]
+    assert bool(page.named("svg")) == bool(num_steps)
+
+
+def test_text_of_directories_settings_and_evaluations_is_escaped(tmp_path, page_path, capsys):
+    evil = '<script>alert("1")</script>\x1b[31m\u202e&'
+    records = [record | ({"evaluation": evil} if "evaluation" in record else {}) for record in records_of(6)]
+    runs = [
+        write_run(tmp_path / evil.replace("/", "_"), 6, records=records, settings={evil: evil, "plan": {evil: evil}}),
+        write_run(tmp_path / "b", 6, records=records),
+    ]
+    page = reported(*runs, path=page_path)
+    assert not page.named("script")
+    assert 'alert("1")' in page.text
+    assert main(["report", *map(str, runs), "--html", str(page_path)]) == 0
+    printed = capsys.readouterr().out
+    assert 'alert("1")' in printed
+    for text in (printed, page_path.read_text()):
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+
+
+STEP = '{"step": 0, "loss": 3.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("metrics.jsonl", STEP + '{"step": 1, "loss": "low"}\n', 'metrics.jsonl.*line 2: loss "low"'),
+        ("metrics.jsonl", STEP + '{"step": 1, "loss": 2, "num_tokens": -5}\n', "line 2: num_tokens -5"),
+        ("metrics.jsonl", STEP + '{"step": null, "loss": 2}\n', "line 2: step null"),
+        ("metrics.jsonl", STEP + '{"step": true, "loss": 2}\n', "line 2: step true"),
+        ("metrics.jsonl", STEP + f'{{"step": 1, "loss": 1{"0" * 400}}}\n', "line 2: loss 1000"),
+        ("metrics.jsonl", STEP + f'{{"step": 1, "loss": 1{"0" * 5000}}}\n' + STEP, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", STEP + '{"step": 1, "loss": 1e300}\n', "line 2: loss 1e\\+300"),
+        ("metrics.jsonl", STEP + '{"step": 1, "loss": 2, "time_s": [1]}\n', "line 2: time_s \\[1\\]"),
+        ("metrics.jsonl", STEP + "nonsense\n" + STEP, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", STEP + "[" * 100_000 + "\n" + STEP, "metrics.jsonl, line 2"),
+        ("metrics.jsonl", STEP + STEP, "metrics.jsonl is out of order: step 0 comes after step 0"),
+        ("metrics.jsonl", '{"step": 0, "evaluation": 7}\n', "line 1: an evaluation needs a name, not 7"),
+        ("metrics.jsonl", "".join(f'{{"step": 0, "evaluation": "{k}"}}\n' for k in range(99)), "kinds of evaluations"),
+        ("config.json", "{", "config.json is damaged"),
+        ("config.json", "[1]", "config.json is damaged: it holds no JSON object"),
+        ("config.json", "[" * 100_000, "config.json is damaged"),
+        ("summary.json", '{"compile_s": "long"}', 'summary.json.*compile_s "long"'),
+        ("summary.json", '{"interrupted": 1}', "summary.json.*interrupted 1"),
+        ("summary.json", "{", "summary.json is damaged"),
+        ("ledger.json", "{", "ledger.json holds no ledger"),
+        ("ledger.json", "[" * 100_000, "ledger.json"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_and_ends_in_exit_code_2(name, text, said, tmp_path, capsys):
+    run = write_run(tmp_path / "run", 3)
+    (run / name).write_text(text)
+    assert main(["report", str(run)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(said, line)
+    assert str(run) in line
+    assert not (run / "report.html").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
+def test_what_is_no_run_is_named(name, tmp_path):
+    run = write_run(tmp_path / "run", 3)
+    (run / name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"run is not the directory of a run: there is no {name}"):
+        read_run(run)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        read_run(tmp_path / "nowhere")
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.none(), max_size=1)
+)
+RECORDS = st.lists(
+    st.one_of(
+        st.fixed_dictionaries(
+            {"step": st.integers(0, 9) | VALUES, "loss": VALUES},
+            optional=dict.fromkeys(("num_tokens", "bucket_rows", "bucket_length", "time_s", "step_s"), VALUES),
+        ),
+        st.fixed_dictionaries({"step": VALUES, "evaluation": VALUES, "bits_per_token": VALUES}),
+        VALUES,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(RECORDS)
+def test_any_records_are_shown_or_refused_by_name(tmp_path, records):
+    run = tmp_path / "run"
+    if not run.exists():
+        write_run(run, 3, has_ended=False)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    refused = ""
+    try:
+        shown = read_runs([run]).table()
+    except ValueError as error:
+        refused = str(error)
+    assert str(run / "metrics.jsonl") in refused if refused else "Steps" in shown
+
+
+def test_equal_names_of_runs_are_told_apart_and_none_comes_twice(tmp_path):
+    runs = [write_run(tmp_path / each, 2) for each in ("a/x/run", "b/x/run", "other")]
+    assert read_runs(runs).names == ("a/x/run", "b/x/run", "other")
+    (tmp_path / "link").symlink_to(runs[0])
+    with pytest.raises(ValueError, match=r"given more than once: .*a/x/run"):
+        read_runs([*runs, tmp_path / "link"])
+    with pytest.raises(ValueError, match="at least one"):
+        read_runs([])
+
+
+@given(st.lists(st.lists(st.sampled_from("ab"), min_size=1, max_size=4), min_size=1, max_size=6, unique_by="/".join))
+def test_names_of_runs_are_unlike_and_end_their_paths(parts):
+    paths = [Path("/", *part) for part in parts]
+    names = run_names(paths)
+    assert len(set(names)) == len(paths)
+    assert all(str(path).endswith(name) for path, name in zip(paths, names, strict=True))
+
+
+def test_runs_look_different():
+    assert len({look_of(place) for place in range(24)}) == 24
+
+
+def long_run(run, num_steps):
+    """The steps of a run over and over, without files."""
+    times = num_steps // run.num_steps
+    steps = {name: np.tile(values, times) for name, values in run.steps.items()}
+    steps["step"] = np.arange(float(num_steps))
+    steps["time_s"] = steps["step_s"].cumsum()
+    return dataclasses.replace(run, steps=steps)
+
+
+def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, page_path, monkeypatch):
+    run = long_run(read_run(write_run(tmp_path / "run", 50)), 1_000_000)
+    lines, to_svg = {}, run_figures.to_svg
+
+    def noting(figure, name):
+        lines[name] = list(figure.axes[0].lines)
+        return to_svg(figure, name)
+
+    monkeypatch.setattr(run_figures, "to_svg", noting)
+    report = read_runs([run.path])._replace(runs=(run,))
+    report.write_html(page_path)
+    assert page_path.stat().st_size < 500_000
+    (line,) = lines["throughput"]
+    x, y = line.get_data()
+    assert len(x) == 300
+    assert 0 < x[0] < x[-1] < 1_000_000
+    cuts = np.linspace(0, 1_000_000, 301).astype(int)
+    tokens, time_s = run.steps["num_tokens"], np.append(0, run.steps["time_s"])
+    for k in (0, 7, 299):  # of each range: all its tokens over all its time
+        first, end = cuts[k], cuts[k + 1]
+        assert y[k] == pytest.approx(tokens[first:end].sum() / (time_s[end] - time_s[first]))
+
+
+def test_few_steps_are_all_drawn(tmp_path):
+    run = read_run(write_run(tmp_path / "run", 400))
+    (figure,) = [each for each in draw_runs([run]) if each.name == "sequences"]
+    (path,) = re.findall(r'd="([^"]*)"[^>]*stroke-width: 3', figure.svg)
+    assert len(re.findall(r"M (\S+) (\S+)\s+L \1 \2\s", path)) == 400
+
+
+def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys, monkeypatch):
+    runs = [str(write_run(tmp_path / name, 4)) for name in ("a", "b")]
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", runs[0]]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(read_runs(runs[:1]).table())
+    assert printed.endswith(f"{runs[0]}/report.html\n")
+    assert page_of(tmp_path / "a" / "report.html").text.count("Run a")
+    assert main(["report", *runs]) == 0
+    assert capsys.readouterr().out.endswith("\nreport.html\n")
+    assert "2 runs" in page_of(tmp_path / "report.html").text
+    assert main(["report"]) == 2
+    assert main(["report", runs[0], "--html", "nowhere/page.html"]) == 2
+    assert "there is no directory nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_of_fit_is_shown_as_its_summary_has_it(tmp_path, page_path, split):
+    config = FitConfig(
+        max_steps=5,
+        num_epochs=9,
+        runs_dir=tmp_path / "runs",
+        compile=CompileOptions(cache_dir=None),
+        progress=False,
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32),
+        model=TransformerConfig(num_layers=1, width=8, num_heads=1),
+    )
+    result = fit(config, split)
+    page = reported(result.run_dir, path=page_path)
+    rows = rows_of(page)
+    assert rows["State"] == ["ended"]
+    assert rows["Steps"] == ["5"]
+    assert rows["Real tokens"] == [f"{result.summary.num_tokens:,}"]
+    assert rows["Padding"] == [f"{result.summary.padding:.2%}"]
+    assert rows["Shapes"] == ["1"]
+    assert rows["max_steps"] == ["5"]
+    assert {attrs["id"] for attrs in page.named("figure")} >= FIGURES - {"evaluations", "memory"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "is_dark"), [(1280, False), (390, True)])
+def test_a_reader_sees_the_page_in_a_browser(drawn, width, is_dark):
+    path, (first, _) = drawn
+    seen = render(path, width=width, height=9000, is_dark=is_dark)
+    assert seen.complaints == []
+    page = Page(seen.dom)
+    assert "2 runs" in page.text
+    tokens = read_run(first).steps["num_tokens"].sum()
+    assert rows_of(page)["Real tokens"][0] == f"{tokens:,.0f}"
+    for hex_code in ("#74b0f0", "#f5a25d") if is_dark else ("#2a6ebb", "#c8590a"):
+        assert num_pixels_of(seen.pixels, hex_code) > 1000
+    layout = measured(path, width=width)
+    assert {box["figure"] for box in layout["pictures"]} == FIGURES
+    assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
+    assert layout["clipped"] == []
+    assert layout["page_width"] <= width
+
+
+@pytest.mark.slow
+def test_the_browser_would_run_no_script_that_got_into_a_page(drawn, tmp_path):
+    unescaped = tmp_path / "page.html"
+    unescaped.write_text(drawn[0].read_text().replace("</main>", "<script>document.title = 'ran'</script></main>"))
+    seen = render(unescaped)
+    assert "<title>ran</title>" not in seen.dom
+    assert any("Content Security Policy" in line for line in seen.complaints)

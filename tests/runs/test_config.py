@@ -1,0 +1,134 @@
+"""Settings: checked where they are made, the same after a round trip through JSON."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jvarlen import CompileOptions
+from jvarlen.models import TransformerConfig
+from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, differing_settings, load_config, save_config
+
+CHANGED = FitConfig(
+    max_steps=None,
+    data=(Path("/data/a.jsonl"), Path("/data/b.txt")),
+    weights=(0.25, 1.0),
+    mixture_samples=1000,
+    eval_data=(Path("/data/c.txt"),),
+    tokenizer=Path("/data/tokenizer.json"),
+    eval_every=10,
+    keep_best=2,
+    trackers=("tensorboard",),
+    compile=CompileOptions(cache_dir=None, max_live=3),
+    plan=PlanConfig(max_length=None, order="length", strategy="quantile"),
+    model=TransformerConfig(width=64),
+    optimizer=OptimizerConfig(batch_size_rule="none", learning_rate=1e-4),
+)
+
+
+@pytest.mark.parametrize("config", [FitConfig(), CHANGED])
+def test_settings_survive_json(tmp_path, config):
+    save_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: PlanConfig(max_tokens=0, max_shapes=-1), r"max_tokens \(0\), max_shapes \(-1\)"),
+        (lambda: PlanConfig(max_length=0), r"max_length \(0\)"),
+        (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
+        (lambda: OptimizerConfig(warmup_fraction=1.0), r"warmup_fraction \(1.0\)"),
+        (lambda: FitConfig(held_out_fraction=1.5), "held_out_fraction"),
+        (lambda: FitConfig(max_steps=0), r"max_steps \(0\)"),
+        (lambda: FitConfig(seed=-1), r"seed \(-1\)"),
+        (lambda: FitConfig(eval_every=0, keep_last=0), r"eval_every \(0\), keep_last \(0\)"),
+        (lambda: FitConfig(keep_best=1), r"keep_best \(1\) needs eval_every"),
+        (lambda: FitConfig(run_dir=Path("a"), resume=Path("b")), r"run_dir \(a\) and resume \(b\)"),
+        (lambda: FitConfig(data=(Path("a"),), weights=(1.0, 2.0)), "one for each file"),
+        (lambda: FitConfig(data=(Path("a"),), mixture_samples=9), r"mixture_samples \(9\) needs weights"),
+        (lambda: FitConfig(eval_data=(Path("a/x.txt"), Path("b/x.jsonl"))), "names must differ: x"),
+        (lambda: FitConfig(eval_data=(Path("held_out.txt"),)), "names must differ: held_out"),
+        (lambda: TransformerConfig(width=10, num_heads=4), r"width \(10\)"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_differing_settings_are_named_with_both_values():
+    assert differing_settings(FitConfig(), FitConfig()) == []
+    other = dataclasses.replace(FitConfig(), seed=3, plan=PlanConfig(max_tokens=8192))
+    assert differing_settings(FitConfig(), other) == ["seed: 0, 3", "plan.max_tokens: 4096, 8192"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"seed": "three"}', '{"unknown": 1}', '{"plan": {"max_tokens": 0}}', '{"plan": 3}']
+)
+def test_damaged_settings_are_refused_by_name(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load_config(path)
+
+
+def test_what_belongs_to_one_call_is_not_kept(tmp_path):
+    of_this_call = {
+        "coordinator": "host:1", "num_processes": 2, "process_id": 0, "distributed": True,
+        "runs_dir": tmp_path, "resume": tmp_path / "run", "profile": 3,
+    }  # fmt: skip
+    options = CompileOptions(cache_dir=tmp_path, xla_options=("xla_cpu_enable_fast_math=false",))
+    config = FitConfig(seed=3, compile=options, **of_this_call)
+    save_config(config, tmp_path / "config.json")
+    assert load_config(tmp_path / "config.json") == FitConfig(seed=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, "/somewhere/else") for name in ("runs_dir", "run_dir", "resume", "compile.cache_dir")),
+        ("compile.xla_options", ["xla_dump_to=/somewhere/else"]),
+    ],
+)
+def test_a_file_cannot_say_where_a_run_writes(tmp_path, name, value):
+    settings = json.loads(json.dumps(dataclasses.asdict(FitConfig()), default=str))
+    *groups, field = name.split(".")
+    group = settings
+    for each in groups:
+        group = group[each]
+    assert field in group
+    group[field] = value
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert load_config(tmp_path / "config.json") == FitConfig()
+
+
+@pytest.mark.parametrize("name", ["cost_model", "memory_model"])
+@pytest.mark.parametrize("outside", ["/etc/passwd", "../cost.json", "models/cost.json", ".."])
+def test_models_outside_of_their_directory_are_refused(tmp_path, name, outside):
+    settings = json.loads(json.dumps(dataclasses.asdict(FitConfig()), default=str))
+    settings["plan"][name] = outside
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=rf"config\.json.*plan\.{name} \('{outside}'\) must be the name of a file in"):
+        load_config(tmp_path / "config.json")
+
+
+def test_models_are_found_where_the_directory_was_moved_to(tmp_path):
+    (tmp_path / "here").mkdir()
+    config = FitConfig(plan=PlanConfig(cost_model=tmp_path / "here" / "cost_model.json"))
+    save_config(config, tmp_path / "here" / "config.json")
+    assert load_config(tmp_path / "here" / "config.json") == config
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = load_config(tmp_path / "there" / "config.json")
+    assert moved.plan.cost_model == tmp_path / "there" / "cost_model.json"
+
+
+def test_missing_settings_are_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        load_config(tmp_path / "config.json")
+
+
+def test_the_file_is_plain_json(tmp_path):
+    save_config(FitConfig(), tmp_path / "config.json")
+    assert json.loads((tmp_path / "config.json").read_text())["plan"]["max_tokens"] == 4096

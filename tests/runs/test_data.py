@@ -1,0 +1,104 @@
+"""Training data: every file is split by itself, weights give exact counts, and evaluation sets stand alone."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jvarlen.data.measure import known_lengths
+from jvarlen.data.split import Split, split_held_out
+from jvarlen.models import TransformerConfig
+from jvarlen.runs.config import FitConfig
+from jvarlen.runs.data import open_training_data
+
+
+def samples_of(dataset):
+    return [bytes(np.asarray(dataset[i], np.uint8)) for i in range(len(dataset))]
+
+
+def text_file(path, letter, num_lines):
+    path.write_text("\n".join(f"{letter}{i} {letter * (i % 7)}" for i in range(num_lines)))
+    return path
+
+
+@pytest.fixture
+def files(tmp_path):
+    return text_file(tmp_path / "a.txt", "a", 300), text_file(tmp_path / "b.txt", "b", 80)
+
+
+def config_of(*paths, **settings):
+    return FitConfig(data=paths, held_out_fraction=0.1, progress=False, **settings)
+
+
+def test_without_weights_every_sample_comes_once_on_one_side(files):
+    data = open_training_data(config_of(*files))
+    lines = [line.encode() for path in files for line in path.read_text().splitlines()]
+    both = samples_of(data.train) + samples_of(data.evaluation["held_out"])
+    assert sorted(both) == sorted(lines)
+    assert known_lengths(data.train).tolist() == list(map(len, samples_of(data.train)))
+
+
+def test_weights_give_exact_counts_and_move_no_sample_to_the_other_side(files):
+    plain = open_training_data(config_of(*files))
+    mixed = open_training_data(config_of(*files, weights=(1.0, 3.0), mixture_samples=400, seed=5))
+    train = samples_of(mixed.train)
+    assert (len(train), sum(sample.startswith(b"b") for sample in train)) == (400, 300)
+    assert samples_of(mixed.evaluation["held_out"]) == samples_of(plain.evaluation["held_out"])
+    assert not set(train) & set(samples_of(mixed.evaluation["held_out"]))
+    # All that are trained on of the small file come equally often.
+    num_small = sum(sample.startswith(b"b") for sample in samples_of(plain.train))
+    times = np.unique([sample for sample in train if sample.startswith(b"b")], return_counts=True)[1]
+    assert len(times) == num_small
+    assert set(times) <= {300 // num_small, -(-300 // num_small)}
+
+
+def test_evaluation_sets_are_whole_files_under_their_own_names(files, tmp_path):
+    other = text_file(tmp_path / "other.txt", "c", 12)
+    data = open_training_data(config_of(files[0], eval_data=(files[1], other)))
+    assert list(data.evaluation) == ["held_out", "b", "other"]
+    assert samples_of(data.evaluation["other"]) == [line.encode() for line in other.read_text().splitlines()]
+    assert len(data.evaluation["b"]) == 80
+    assert data.content_keys.keys() == {str(path) for path in (files[0], files[1], other)}
+
+
+def test_the_keys_tell_other_content_of_the_same_lengths(files):
+    before = open_training_data(config_of(*files)).content_keys
+    files[1].write_text(files[1].read_text().replace("b", "d"))
+    after = open_training_data(config_of(*files)).content_keys
+    assert before[str(files[0])] == after[str(files[0])]
+    assert before[str(files[1])] != after[str(files[1])]
+
+
+def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"word{i}": i for i in range(400)} | {"?": 400}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    lines = [" ".join(f"word{(i * k) % 450}" for k in range(1 + i % 5)) for i in range(200)]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(json.dumps({"body": line}) for line in lines))
+    config = config_of(path, field="body", tokenizer=tmp_path / "tokenizer.json")
+    data = open_training_data(config)
+    assert data.vocab_size == 401
+    wanted = [[words.get(word, 400) for word in line.split()] for line in lines]
+    found = [data.train[i].tolist() for i in range(len(data.train))]
+    assert sorted(
+        found + [data.evaluation["held_out"][i].tolist() for i in range(len(data.evaluation["held_out"]))]
+    ) == (sorted(wanted))
+    larger = open_training_data(config_of(path, field="body", model=TransformerConfig(vocab_size=1000)))
+    assert larger.vocab_size == 1000
+
+
+def test_data_are_given_once(tmp_path, files):
+    given = Split(*(split_held_out([np.frombuffer(b"%d" % i, np.uint8) for i in range(99)], 0.5)))
+    assert open_training_data(FitConfig(progress=False), given).train is given.train
+    with pytest.raises(ValueError, match=r"given twice.*a\.txt"):
+        open_training_data(config_of(*files), given)
+
+
+def test_a_side_without_samples_is_refused_by_the_name_of_its_file(tmp_path, files):
+    few = text_file(tmp_path / "few.txt", "c", 1)
+    with pytest.raises(ValueError, match=r"few\.txt: a held-out fraction of 0\.1 leaves one side"):
+        open_training_data(config_of(*files, few))

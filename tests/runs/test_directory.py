@@ -1,0 +1,160 @@
+"""Run directories: one run each at a time, found again under the same settings, and a link that does no harm."""
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.runs.config import FitConfig, load_config
+from jvarlen.runs.directory import is_run_dir, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.plan_config import PlanConfig
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from jvarlen.runs.directory import lock_run_dir
+with lock_run_dir(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_directory_is_held_until_the_end_of_the_block_or_an_error(tmp_path):
+    def fail_inside():
+        with lock_run_dir(tmp_path):
+            for _ in range(2):  # to be refused takes nothing away
+                with pytest.raises(ValueError, match=rf"{tmp_path} is in use .* \(process {os.getpid()} on "):
+                    lock_run_dir(tmp_path).__enter__()
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            fail_inside()
+
+
+def test_the_file_tells_the_latest_holder_alone(tmp_path):
+    (tmp_path / "lock").write_text("process 123456789 on a host of a very long name" * 9)
+    with lock_run_dir(tmp_path):
+        assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+        assert len((tmp_path / "lock").read_text().split()) == 4
+
+
+@pytest.mark.multiprocess
+def test_another_process_holds_it_until_it_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=rf"\(process {process.pid} on "):
+        lock_run_dir(tmp_path).__enter__()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    with lock_run_dir(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, code):
+    def without_locks(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with pytest.warns(UserWarning, match=f"no locks .{os.strerror(code)}"), lock_run_dir(tmp_path):
+        pass
+
+
+def test_other_errors_of_locking_are_raised(tmp_path, monkeypatch):
+    def failing(file, operation):
+        raise OSError(errno.EIO, "bad disk")
+
+    monkeypatch.setattr(fcntl, "flock", failing)
+    with pytest.raises(OSError, match="bad disk"):
+        lock_run_dir(tmp_path).__enter__()
+
+
+LENGTHS = np.arange(1, 40)
+
+
+def plan_of(config):
+    return config.plan.make_plan(LENGTHS, config.plan.make_buckets(LENGTHS), seed=config.seed, epoch=0)
+
+
+def begin(config):
+    with contextlib.ExitStack() as held:
+        return new_run_dir(config, plan_of(config), {}, held)
+
+
+def resume(config, run_dir):
+    with contextlib.ExitStack() as held:
+        return resumed_run_dir(config, run_dir, plan_of(config), {}, held)[1]
+
+
+def test_a_directory_that_holds_a_run_takes_no_other(tmp_path):
+    config = FitConfig(run_dir=tmp_path / "run")
+    assert not is_run_dir(config.run_dir)
+    assert begin(config) == config.run_dir
+    assert is_run_dir(config.run_dir)
+    with pytest.raises(ValueError, match="holds a run already"):
+        begin(dataclasses.replace(config, seed=3))
+    assert load_config(config.run_dir / "config.json").seed == 0
+
+
+def test_checkpoints_without_settings_are_not_taken_over(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "4").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        begin(FitConfig(run_dir=tmp_path / "run"))
+
+
+def test_a_directory_that_a_kill_left_without_settings_is_begun_anew(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / "plan.npz").write_bytes(b"half")
+    begin(FitConfig(run_dir=run_dir))
+    assert resume(FitConfig(), run_dir) == []
+
+
+def test_the_same_settings_with_the_same_cost_model_continue_a_run(tmp_path):
+    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
+    config = FitConfig(run_dir=tmp_path / "run", plan=PlanConfig(cost_model=tmp_path / "cost.json"))
+    begin(config)
+    assert resume(config, config.run_dir) == []
+    CostModel(1e-3, 1e-5, 2e-7).save(tmp_path / "cost.json")
+    with pytest.raises(ValueError, match=r"differ: plan\.cost_model"):
+        resume(config, config.run_dir)
+
+
+def test_a_moved_directory_is_continued(tmp_path):
+    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
+    run_dir = begin(FitConfig(run_dir=tmp_path / "run", plan=PlanConfig(cost_model=tmp_path / "cost.json")))
+    (tmp_path / "cost.json").unlink()
+    moved = run_dir.rename(tmp_path / "moved")
+    assert resume(load_config(moved / "config.json"), moved) == []
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"a": 1}', "[" * 100_000])
+def test_damaged_keys_of_the_data_are_refused_by_name(tmp_path, content):
+    run_dir = begin(FitConfig(run_dir=tmp_path / "run"))
+    (run_dir / "data.json").write_text(content)
+    with pytest.raises(ValueError, match=r"data\.json holds no keys of data"):
+        resume(FitConfig(), run_dir)
+
+
+def test_the_link_to_the_latest_run_replaces_no_file_of_the_user(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        point_latest_to(tmp_path / name)
+        assert (tmp_path / "latest").resolve() == tmp_path / name
+    monkeypatch.chdir(tmp_path / "a")
+    point_latest_to((tmp_path / "a").relative_to(tmp_path / "a"))
+    assert (tmp_path / "latest").resolve() == tmp_path / "a"
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").write_text("mine")
+    point_latest_to(tmp_path / "b")
+    assert (tmp_path / "latest").read_text() == "mine"
+    assert not list(tmp_path.glob(".latest-*"))

@@ -1,0 +1,258 @@
+"""Course: places follow each other over epochs, and what is logged is what the plan says."""
+
+import dataclasses
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import lr_sequence
+from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig
+from jvarlen.runs.epochs import Course
+
+LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
+EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
+CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PlanConfig(max_tokens=80, max_shapes=3, max_length=32))
+
+
+def places(course):
+    place = course.first_place()
+    yield place
+    for _ in range(course.num_steps):
+        place = course.next_place(place)
+        yield place
+
+
+def test_places_run_through_all_epochs():
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
+    assert course.num_steps == 3 * course.steps_per_epoch
+    walked = list(places(course))
+    assert [(p.epoch, p.step) for p in walked[:-1]] == [(e, s) for e in range(3) for s in range(course.steps_per_epoch)]
+    assert all(b.num_steps_done == a.num_steps_done + 1 for a, b in pairwise(walked))
+    assert len({p.plan_digest for p in walked[:-1]}) == 3
+    assert walked[-1].num_tokens_done == 3 * np.minimum(LENGTHS, 32).sum()
+    assert walked[-1].num_positions_done == 3 * course.plan_of_epoch(0).positions_per_step.sum()
+
+
+@pytest.mark.parametrize("max_steps", [None, 1, 40, 60])
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+def test_the_steps_left_of_each_bucket_are_those_that_follow(order, max_steps):
+    plan = dataclasses.replace(CONFIG.plan, order=order)
+    course = Course(dataclasses.replace(CONFIG, plan=plan, max_steps=max_steps), LENGTHS, EVAL_LENGTHS)
+    left = dict.fromkeys(course.buckets, 0)
+    for place in reversed(list(places(course))):
+        if place.num_steps_done < course.num_steps:
+            planned = course.plan_of_epoch(place.epoch)
+            left[planned.buckets[planned.step_bucket[place.step]]] += 1
+        assert course.steps_left(place) == left
+
+
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+def test_packed_rows_keep_their_shapes_over_all_epochs(order):
+    plan = dataclasses.replace(CONFIG.plan, pack=True, order=order, overlong="drop")
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    plans = [course.plan_of_epoch(epoch) for epoch in range(3)]
+    assert {p.num_steps for p in plans} == {course.steps_per_epoch}
+    assert len({p.digest for p in plans}) == (3 if order == "shuffle" else 1)
+    for p in (*plans, course.eval_plans["held_out"]):
+        assert p.is_packed
+    kept = np.flatnonzero(LENGTHS <= 32)
+    assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
+
+
+@pytest.mark.parametrize("pacing", ["linear", "root", "competence", "discrete"])
+def test_every_pacing_makes_another_plan_of_all_samples(pacing):
+    by_length = dataclasses.replace(CONFIG.plan, order="length")
+    paced = dataclasses.replace(by_length, pacing=pacing, pacing_steps=40, pacing_stages=4)
+    plans = [
+        Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS).plan_of_epoch(0)
+        for plan in (by_length, paced)
+    ]
+    assert plans[0].digest != plans[1].digest
+    assert plans[0].num_steps == plans[1].num_steps
+    assert (np.sort(plans[1].sample_ids) == np.arange(len(LENGTHS))).all()
+
+
+def test_a_curriculum_admits_samples_over_all_epochs():
+    plan = dataclasses.replace(CONFIG.plan, order="length", pacing="linear", pacing_steps=60, pacing_initial=0.6)
+    course = Course(dataclasses.replace(CONFIG, plan=plan), LENGTHS, EVAL_LENGTHS)
+    ascending = np.sort(np.minimum(LENGTHS, 32))
+    longest_admitted = [
+        ascending[min(int(np.ceil((0.6 + 0.4 * min(step / 60, 1)) * len(LENGTHS))), len(LENGTHS)) - 1]
+        for step in range(course.steps_per_epoch)
+    ]
+    first = course.plan_of_epoch(0)
+    samples = [np.setdiff1d(first.rows(step), [-1]) for step in range(first.num_steps)]
+    longest = [int(np.minimum(LENGTHS, 32)[ids].max()) for ids in samples]
+    early = 15  # later, the admitted samples run out before others are admitted
+    assert first.num_sequences[:early].sum() < 0.5 * len(LENGTHS)
+    assert longest_admitted[early] < 32
+    assert all(a <= b for a, b in zip(longest[:early], longest_admitted[:early], strict=True))
+    assert (np.sort(first.sample_ids) == np.arange(len(LENGTHS))).all()
+
+
+def test_records_hold_what_the_plan_says():
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
+    for place in list(places(course))[:-1]:
+        record, plan = course.record(place), course.plan_of_epoch(place.epoch)
+        assert record["num_sequences"] == plan.num_sequences[place.step]
+        assert record["num_tokens"] == plan.num_tokens[place.step]
+        assert (record["bucket_rows"], record["bucket_length"]) == plan.buckets[plan.step_bucket[place.step]]
+
+
+def test_rates_are_those_of_the_learning_rate_sequence():
+    config = dataclasses.replace(
+        CONFIG, num_epochs=1, optimizer=OptimizerConfig(batch_size_rule="linear", base_batch_size=3)
+    )
+    course = Course(config, LENGTHS, EVAL_LENGTHS)
+    rates = course.rates_of_epoch(0)
+    np.testing.assert_allclose(rates.in_force, lr_sequence(course.plan_of_epoch(0), rates.base, 3), rtol=1e-15)
+
+
+def in_units(units, max_steps=None, max_tokens=80):
+    """A course whose schedule and batch sizes count these units, decaying weights only: at the rate in force."""
+    schedule_unit, batch_size_unit = units
+    optimizer = OptimizerConfig(
+        schedule_unit=schedule_unit,
+        batch_size_unit=batch_size_unit,
+        base_batch_size={"sequences": 3, "tokens": 40}[batch_size_unit],
+        weight_decay=1.0,
+    )
+    plan = dataclasses.replace(CONFIG.plan, max_tokens=max_tokens)
+    config = dataclasses.replace(CONFIG, optimizer=optimizer, max_steps=max_steps, plan=plan)
+    return Course(config, LENGTHS, EVAL_LENGTHS)
+
+
+def base_rate(count, total, highest=3e-3, last=0.05 * 3e-3):
+    """Warm-up over a tenth of a training and a cosine over the rest."""
+    warmup = total // 10
+    rising = last + (highest - last) * count / warmup
+    falling = last + (highest - last) * (1 + np.cos(np.pi * (count - warmup) / (total - warmup))) / 2
+    return np.where(count < warmup, rising, falling)
+
+
+UNITS = [("steps", "sequences"), ("steps", "tokens"), ("sequences", "tokens"), ("tokens", "sequences")]
+
+
+@pytest.mark.parametrize("units", UNITS, ids="-".join)
+@pytest.mark.parametrize("max_steps", [None, 70])
+def test_rates_follow_what_the_schedule_and_the_batch_size_count(units, max_steps):
+    """From the records alone, over epochs; training may end within one."""
+    course = in_units(units, max_steps)
+    records = [course.record(place) for place in list(places(course))[:-1]]
+    column = {name: np.array([record[name] for record in records]) for name in records[0]}
+    sizes = {
+        "steps": np.ones(len(records), np.int64),
+        "sequences": column["num_sequences"],
+        "tokens": column["num_tokens"],
+    }
+    counted, batch_sizes = (sizes[unit] for unit in units)
+    expected_base = base_rate(np.cumsum(counted) - counted, counted.sum())
+    np.testing.assert_allclose(column["base_learning_rate"], expected_base, rtol=1e-12)
+    expected_scale = np.sqrt(batch_sizes / {"sequences": 3, "tokens": 40}[units[1]])
+    np.testing.assert_allclose(column["learning_rate_scale"], expected_scale, rtol=1e-15)
+    assert (column["base_learning_rate"] * column["learning_rate_scale"] == column["learning_rate"]).all()
+
+
+@pytest.mark.parametrize("unit", ["sequences", "tokens"])
+def test_fewer_larger_steps_decay_as_fast(unit):
+    """At every count of samples that both come to, the base rates are the same."""
+    base_at = []
+    for max_tokens in (80, 320):
+        course = in_units((unit, "sequences"), max_tokens=max_tokens)
+        records = [course.record(place) for place in list(places(course))[:-1]]
+        sizes = [record[f"num_{unit}"] for record in records]
+        seen = (np.cumsum(sizes) - sizes).tolist()
+        base_at.append(dict(zip(seen, [record["base_learning_rate"] for record in records], strict=True)))
+    assert len(base_at[0]) > 3 * len(base_at[1]) > 60
+    both = base_at[0].keys() & base_at[1].keys()
+    assert len(both) >= 3
+    assert all(base_at[0][count] == base_at[1][count] for count in both)
+
+
+@pytest.mark.parametrize("units", UNITS, ids="-".join)
+def test_the_optimizer_applies_the_rates_and_goes_on_where_it_was_resumed(units):
+    """Resumed in the second epoch by a course made anew, its state read from host arrays."""
+    course, params = in_units(units, max_steps=70), {"w": jnp.ones(())}
+    stop = course.steps_per_epoch + 3
+    assert stop < 70
+
+    def follow(course, state, place):
+        update, applied, states = jax.jit(course.optimizer.update), [], []
+        state = jax.tree.map(jnp.asarray, state)
+        while place.num_steps_done < course.num_steps:
+            states.append((jax.tree.map(np.asarray, state), place))
+            record = course.record(place)
+            sizes = {"batch_size": record["num_sequences"], "num_tokens": record["num_tokens"]}
+            no_gradient = {"w": jnp.zeros(())}
+            updates, state = update(no_gradient, state, params, **jax.tree.map(jnp.float32, sizes))
+            applied.append((-updates["w"].item(), record["learning_rate"]))
+            place = course.next_place(place)
+        assert update._cache_size() == 1
+        return applied, states
+
+    applied, states = follow(course, course.optimizer.init(params), course.first_place())
+    on_device, on_host = zip(*applied, strict=True)
+    np.testing.assert_allclose(on_device, on_host, rtol=1e-5 if units[0] == "steps" else 3e-7)
+    resumed, _ = follow(in_units(units, max_steps=70), *states[stop])
+    assert resumed == applied[stop:]
+
+
+@pytest.mark.parametrize(("unit", "num_planned"), [("steps", 1), ("sequences", 3), ("tokens", 3)])
+def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_planned):
+    assert in_units((unit, "sequences")).plan_of_epoch.cache_info().misses == num_planned
+
+
+def test_max_steps_ends_training_within_an_epoch():
+    course = Course(dataclasses.replace(CONFIG, max_steps=5), LENGTHS, EVAL_LENGTHS)
+    assert course.num_steps == 5
+    assert len(course.rates_of_epoch(0).base) == 5
+
+
+def test_held_out_samples_come_in_the_same_buckets():
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
+    assert course.eval_plans.keys() == {"held_out"}
+    plan = course.eval_plans["held_out"]
+    assert plan.buckets == course.buckets
+    assert sorted(plan.sample_ids) == list(range(9))
+    assert set(course.eval_buckets) == {course.buckets[k] for k in plan.step_bucket}
+
+
+def test_every_evaluation_has_a_plan_of_its_own():
+    sets = {"a": LENGTHS[:9], "b": LENGTHS[20:60], "c": np.array([1])}
+    course = Course(CONFIG, LENGTHS, sets)
+    assert {name: sorted(plan.sample_ids) for name, plan in course.eval_plans.items()} == {
+        name: list(range(len(lengths))) for name, lengths in sets.items()
+    }
+    used = {course.buckets[k] for plan in course.eval_plans.values() for k in plan.step_bucket}
+    assert set(course.eval_buckets) == used
+    alone = Course(CONFIG, LENGTHS, {"b": sets["b"]})
+    assert alone.eval_plans["b"].digest == course.eval_plans["b"].digest
+
+
+def test_samples_to_evaluate_on_that_fit_no_bucket_are_named():
+    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=None, overlong="error"))
+    with pytest.raises(ValueError, match=r"the evaluation held_out: .*id 1: 70"):
+        Course(config, LENGTHS, {"held_out": np.array([3, 70])})
+
+
+def test_dropped_samples_take_no_part_in_the_choice_of_buckets():
+    config = dataclasses.replace(CONFIG, plan=PlanConfig(max_tokens=80, max_length=16, overlong="drop"))
+    course = Course(config, LENGTHS, EVAL_LENGTHS)
+    plan = course.plan_of_epoch(0)
+    assert plan.num_samples == (LENGTHS <= 16).sum()
+    assert plan.num_dropped == (LENGTHS > 16).sum()
+
+
+def test_a_place_of_another_plan_is_refused():
+    course = Course(CONFIG, LENGTHS, EVAL_LENGTHS)
+    place = course.first_place()
+    course.check_place(place)
+    with pytest.raises(ValueError, match="belongs to plan abc"):
+        course.check_place(dataclasses.replace(place, plan_digest="abc"))
+    with pytest.raises(ValueError, match="of seed 3, training is of seed 0"):
+        course.check_place(dataclasses.replace(place, seed=3))
+    with pytest.raises(ValueError, match="training takes"):
+        course.check_place(dataclasses.replace(place, num_steps_done=10**6))

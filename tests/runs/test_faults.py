@@ -1,0 +1,176 @@
+"""Faults: what strikes a run, its processes or its files, and that nothing is lost, mistaken or waited for."""
+
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jvarlen import fit
+from jvarlen.cli import main
+from jvarlen.reports.report import read_metrics
+from tests import processes
+from tests.run_faults_of_processes import HEARTBEAT_S
+from tests.run_fit import make_config, make_data
+
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+
+HERE = Path(__file__).parents[1]
+NUM_KILLS = 20
+WITHIN_S = 2 * HEARTBEAT_S + 10  # of a death, others end
+OF_THE_STEPS = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
+OF_THE_WHOLE = (
+    "held_out_bits_per_byte_before", "held_out_bits_per_byte_after", "num_steps", "num_tokens", "padding",
+    "compilations_after_first_step", "interrupted",
+)  # fmt: skip
+
+
+def steps(run_dir):
+    """What is the same in every run of the same steps, by step."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+    return [[row[name] for name in OF_THE_STEPS] for row in rows]
+
+
+def whole(summary):
+    return {name: summary[name] for name in OF_THE_WHOLE}
+
+
+def run_alone(program, *args):
+    """A program on one device, with JAX's cache where it names one."""
+    env = os.environ | {
+        "XLA_FLAGS": "",
+        "OMP_NUM_THREADS": "1",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(processes.ROOT),
+    }
+    command = [sys.executable, str(program), *map(str, args)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(tmp_path):
+    """Killed while lengths are scanned, while it compiles, amid the steps, and while a checkpoint is written."""
+    ended = run_alone(HERE / "run_faults.py", tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    kills = [json.loads(line) for line in ended.stdout.splitlines()]
+    struck = collections.Counter(kill["moment"] for kill in kills if kill["struck"])
+    assert struck == dict.fromkeys(("scan", "compile", "step", "checkpoint"), NUM_KILLS // 4), kills
+    assert {kill["code"] for kill in kills} == {-9}
+
+    (left_alone,), (killed,) = (
+        [path for path in (tmp_path / name).iterdir() if not path.is_symlink()] for name in ("whole", "killed")
+    )
+    assert [row[0] for row in steps(left_alone)] == list(range(80))
+    assert steps(killed) == steps(left_alone)
+    summaries = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "killed")]
+    assert whole(summaries[0]) == whole(summaries[1])
+    with np.load(tmp_path / "whole.npz") as one, np.load(tmp_path / "killed.npz") as other:
+        assert one.files == other.files
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one.files)
+    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in left_alone.iterdir())
+    assert sorted(path.name for path in killed.glob("checkpoints/*")) == sorted(
+        path.name for path in left_alone.glob("checkpoints/*")
+    ), "nothing half-written is left"
+
+
+def wait_until(holds, running, seconds=180):
+    """Returns when a condition holds that must come before the processes end."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        printed = [running.output(rank) for rank in range(len(running.processes))]
+        assert all(process.poll() is None for process in running.processes), printed
+        time.sleep(0.02)
+
+
+def test_processes_that_lose_one_name_it_and_a_restart_goes_on(tmp_path):
+    """SIGKILL and then SIGSTOP to one: two ends of one run, which at last goes on without others."""
+    program = HERE / "run_faults_of_processes.py"
+
+    saved = -1
+    for fault, named in (
+        (signal.SIGKILL, "no word from process 1"),
+        (signal.SIGSTOP, "tasks are unhealthy (stopped sending heartbeats):\n1\n"),
+    ):
+        with processes.started(program, 2, str(tmp_path), "160") as running:
+            wait_until(lambda running=running: "hangs" in running.output(1), running)
+            running.processes[1].send_signal(fault)
+            struck = time.monotonic()
+            survivor = running.processes[0].wait(WITHIN_S)
+            assert time.monotonic() - struck < WITHIN_S
+            printed = running.output(0)
+        assert survivor not in (0, None), printed
+        assert named in printed
+        (run_dir,) = tmp_path.glob("20*")
+        before, saved = saved, max(int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit())
+        assert saved > before, "it went on from there"
+    config = dataclasses.replace(make_config(tmp_path / "alone"), checkpoint_every=4, max_steps=60)
+    config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, max_shapes=1))
+    assert fit(dataclasses.replace(config, resume=run_dir), make_data()).summary.num_steps == 60
+    alone, found = steps(fit(config, make_data()).run_dir), steps(run_dir)
+    assert [row[2:] for row in found] == [row[2:] for row in alone]
+    np.testing.assert_allclose([row[1] for row in found], [row[1] for row in alone], rtol=1e-5)
+
+
+def flip(whole):
+    return whole[: len(whole) // 2] + bytes([whole[len(whole) // 2] ^ 255]) + whole[len(whole) // 2 + 1 :]
+
+
+DAMAGES = {
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "flipped": flip,
+    "foreign": lambda whole: b"PK\x03\x04 something else altogether",
+    "empty": lambda whole: b"",
+}
+
+
+@pytest.fixture(scope="module")
+def ended_run(tmp_path_factory):
+    """A run of the command over a file of lines, as it is typed."""
+    folder = tmp_path_factory.mktemp("ended")
+    lines = [sample.tobytes() for sample in make_data().train]
+    (folder / "lines.txt").write_bytes(b"\n".join(lines))
+    assert main(["train", "--data", str(folder / "lines.txt"), "--runs-dir", str(folder / "runs"), *SMALL]) == 0
+    return (folder / "runs" / "latest").resolve()
+
+
+SMALL = [
+    "--held-out-fraction", "0.1", "--max-steps", "4", "--num-epochs", "9", "--checkpoint-every", "2", "--no-progress",
+    "--compile.cache-dir", "None", "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+    "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
+]  # fmt: skip
+
+
+def contents(run_dir):
+    return {path.relative_to(run_dir): path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [*itertools.product(["plan.npz", "config.json"], DAMAGES), ("metrics.jsonl", "flipped"), ("checkpoint", "flipped")],
+)
+def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended_run, name, damage, capsys):
+    damaged = ended_run / name
+    if name == "checkpoint":
+        damaged = max(ended_run.glob("checkpoints/4/**/d/*"), key=lambda path: path.stat().st_size)
+    whole = damaged.read_bytes()
+    # Of the log the first byte: the last line may be cut off, as by a kill, and other digits of a loss tell nothing.
+    struck = bytes([whole[0] ^ 1]) + whole[1:] if name == "metrics.jsonl" else DAMAGES[damage](whole)
+    capsys.readouterr()
+    damaged.write_bytes(struck)
+    before = contents(ended_run)
+    try:
+        assert main(["train", "--resume", str(ended_run), "--no-progress"]) == 2
+        assert contents(ended_run) == before
+    finally:
+        damaged.write_bytes(whole)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("jvarlen: ")
+    assert (str(ended_run / "checkpoints") if name == "checkpoint" else name) in line

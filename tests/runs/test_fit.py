@@ -1,0 +1,371 @@
+"""The whole line on small data: everything is left behind, nothing is compiled late, and resuming is going on."""
+
+import collections
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
+from jvarlen.models import TransformerConfig
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.reports.report import read_metrics
+from jvarlen.runs.config import OptimizerConfig, PlanConfig, load_config
+from jvarlen.runs.directory import lock_run_dir
+from tests.conftest import random_dataset
+from tests.processes import ROOT
+from tests.run_fit import Interrupting, make_data
+
+pytestmark = pytest.mark.slow
+
+
+def make_config(runs_dir, compilation_cache):
+    return FitConfig(
+        max_steps=25,
+        num_epochs=2,
+        checkpoint_every=4,
+        runs_dir=runs_dir,
+        compile=CompileOptions(cache_dir=compilation_cache),
+        progress=False,
+        plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
+        model=TransformerConfig(num_layers=1, width=16, num_heads=1),
+    )
+
+
+@pytest.fixture
+def config(tmp_path, compilation_cache):
+    return make_config(tmp_path / "runs", compilation_cache)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, compilation_cache, split):
+    """A run to its end, to compare others with; what a test changes is a copy of it."""
+    return fit(make_config(tmp_path_factory.mktemp("whole"), compilation_cache), split)
+
+
+@pytest.fixture(scope="module")
+def run_of_one_step(tmp_path_factory, compilation_cache, split):
+    """The directory of a run that others cannot be resumed as."""
+    config = make_config(tmp_path_factory.mktemp("one_step"), compilation_cache)
+    return fit(dataclasses.replace(config, max_steps=1), split).run_dir
+
+
+def step_records(run_dir):
+    return [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def same_training(one, other):
+    """The same steps with the same losses, to the last bit; times are another matter."""
+    of_time = {"time_s", "step_s", "data_wait_s", "host_memory_bytes", "device_memory_bytes"}
+    without_time = [
+        [{name: value for name, value in row.items() if name not in of_time} for row in step_records(run_dir)]
+        for run_dir in (one.run_dir, other.run_dir)
+    ]
+    same_params = jax.tree.map(lambda a, b: bool((a == b).all()), one.state.params, other.state.params)
+    return without_time[0] == without_time[1] and all(jax.tree.leaves(same_params))
+
+
+def test_a_run_leaves_everything_behind(config, split, capsys):
+    result = fit(config, split)
+    printed = capsys.readouterr().out
+    order = ["\nCorpus\n", "\nPlan\n", "\nSummary\n"]
+    assert sorted(order, key=printed.index) == order
+    assert printed.rstrip().splitlines()[-1] == str(result.run_dir)
+    assert (config.runs_dir / "latest").resolve() == result.run_dir.resolve()
+    assert {path.name for path in result.run_dir.iterdir()} == {
+        "checkpoints", "config.json", "curves.png", "data.json", "ledger.json", "ledger.png", "lock", "metrics.jsonl",
+        "plan.npz", "summary.json",
+    }  # fmt: skip
+    saved = load_config(result.run_dir / "config.json")
+    assert dataclasses.replace(saved, runs_dir=config.runs_dir, compile=config.compile) == config
+
+    summary = json.loads((result.run_dir / "summary.json").read_text())
+    assert summary == dataclasses.asdict(result.summary)
+    assert summary["compilations_after_first_step"] == 0
+    assert summary["num_steps"] == 25
+    assert summary["held_out_bits_per_byte_after"] < summary["held_out_bits_per_byte_before"]
+
+    records, plan = step_records(result.run_dir), Plan.load(result.run_dir / "plan.npz")
+    assert [row["step"] for row in records] == list(range(25))
+    first_epoch = records[: plan.num_steps]
+    assert [row["num_sequences"] for row in first_epoch] == plan.num_sequences[: len(first_epoch)].tolist()
+    positions, tokens = sum(row["num_positions"] for row in records), sum(row["num_tokens"] for row in records)
+    assert summary["padding"] == 1 - tokens / positions
+    assert summary["num_tokens"] == tokens
+
+    ledger = Ledger.load(result.run_dir / "ledger.json")
+    used = collections.Counter((row["bucket_rows"], row["bucket_length"]) for row in records)
+    assert {tuple(row.bucket): row.times_used for row in ledger if row.times_used} == used
+    assert ledger.padding == pytest.approx(plan.padding, rel=1e-12)
+    assert not any(row.is_live for row in ledger), "nothing is held for steps that will not come"
+    assert str(ledger) in printed
+
+
+def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, whole, capsys):
+    # 150 reads are some 15 steps, of which at most 8 wait in the loader: some are done by then, and some are left.
+    interrupted = fit(config, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
+    assert interrupted.summary.interrupted
+    assert 0 < interrupted.summary.num_steps < 25
+    assert interrupted.summary.held_out_bits_per_byte_after is None
+    assert f"--resume {interrupted.run_dir}" in capsys.readouterr().out
+    resumed = fit(dataclasses.replace(config, resume=interrupted.run_dir), split)
+    assert resumed.run_dir.resolve() == interrupted.run_dir.resolve()
+    assert same_training(whole, resumed)
+    assert resumed.summary.held_out_bits_per_byte_before == whole.summary.held_out_bits_per_byte_before
+    assert resumed.summary.held_out_bits_per_byte_after == whole.summary.held_out_bits_per_byte_after
+    assert resumed.summary.num_tokens == whole.summary.num_tokens
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_resuming_a_finished_run_changes_nothing(config, split, whole, tmp_path):
+    copy = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    again = fit(dataclasses.replace(config, resume=copy), split)
+    assert same_training(whole, again)
+    assert again.summary.num_steps == 25
+
+
+@pytest.mark.multiprocess
+def test_worker_processes_change_no_number(config, split):
+    short = dataclasses.replace(config, max_steps=6)
+    assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
+
+
+def test_packed_rows_train_and_resume_as_well(config, split, whole):
+    packed = dataclasses.replace(config, plan=dataclasses.replace(config.plan, pack=True), num_epochs=6)
+    result = fit(packed, split)
+    plan = Plan.load(result.run_dir / "plan.npz")
+    assert plan.is_packed
+    assert result.summary.num_steps == 25
+    records = step_records(result.run_dir)
+    assert [row["num_sequences"] for row in records[: plan.num_steps]] == plan.num_sequences.tolist()
+    assert sum(row["num_sequences"] for row in records[: plan.num_steps]) == len(split.train)
+    assert result.summary.padding < 0.1 < whole.summary.padding
+    interrupting = split._replace(train=Interrupting(split.train, after=len(split.train) + 150))
+    stopped = fit(dataclasses.replace(packed, runs_dir=config.runs_dir / "stopped"), interrupting)
+    assert stopped.summary.interrupted
+    assert 0 < stopped.summary.num_steps < 25
+    resumed = fit(dataclasses.replace(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
+    assert same_training(resumed, result)
+
+
+def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config, split):
+    counted = dataclasses.replace(
+        config,
+        optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
+        model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
+    )
+    counted_whole = fit(counted, split)
+    assert counted_whole.summary.compilations_after_first_step == 0
+    stopped = fit(counted, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
+    assert stopped.summary.interrupted
+    assert same_training(fit(dataclasses.replace(counted, resume=stopped.run_dir), split), counted_whole)
+    for row in step_records(counted_whole.run_dir):
+        assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
+        assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
+
+
+def test_a_run_keeps_its_own_cost_model(config, split, tmp_path):
+    CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
+    costly = dataclasses.replace(config, plan=dataclasses.replace(config.plan, cost_model=tmp_path / "cost.json"))
+    first = fit(dataclasses.replace(costly, max_steps=3), split)
+    CostModel(1e-3, 1e-5, 0.0).save(tmp_path / "cost.json")
+    again = dataclasses.replace(load_config(first.run_dir / "config.json"), resume=first.run_dir, max_steps=5)
+    assert fit(again, split).summary.num_steps == 5
+
+
+def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split, run_of_one_step):
+    other = dataclasses.replace(config, resume=run_of_one_step, plan=dataclasses.replace(config.plan, max_tokens=96))
+    with pytest.raises(ValueError, match=r"with its own settings; these differ: plan\.max_tokens: 128, 96"):
+        fit(other, split)
+    with pytest.raises(ValueError, match="the data differ"):
+        fit(
+            dataclasses.replace(config, max_steps=1, resume=run_of_one_step),
+            split._replace(train=random_dataset(90, 40)),
+        )
+
+
+def test_resuming_as_another_run_is_refused_by_its_settings(config, split, run_of_one_step):
+    other = dataclasses.replace(
+        config, resume=run_of_one_step, model=TransformerConfig(num_layers=1, width=32, num_heads=1)
+    )
+    with pytest.raises(ValueError, match=r"with its own settings; these differ: model\.width: 16, 32$"):
+        fit(other, split)
+    with pytest.raises(ValueError, match=r"differ: optimizer\.learning_rate: 0\.003, 0\.1$"):
+        fit(dataclasses.replace(config, resume=run_of_one_step, optimizer=OptimizerConfig(learning_rate=0.1)), split)
+
+
+def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        fit(dataclasses.replace(config, resume=tmp_path), split)
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        fit(dataclasses.replace(config, resume=tmp_path / "file" / "below"), split)
+    run_dir = shutil.copytree(run_of_one_step, tmp_path / "copy")
+    damaged = bytearray((run_dir / "plan.npz").read_bytes())
+    damaged[len(damaged) // 2] ^= 255
+    (run_dir / "plan.npz").write_bytes(damaged)
+    with pytest.raises(ValueError, match=r"plan\.npz"):
+        fit(dataclasses.replace(config, resume=run_dir), split)
+
+
+def test_a_learned_text_is_predicted(config):
+    """Training works: a corpus of one repeated word is learned to nearly nothing a byte."""
+    from jvarlen.data.split import Split
+    from jvarlen.data.tokens import TokenDataset
+
+    words = TokenDataset.from_bytes([b"abcdefgh" * (1 + i % 4) for i in range(200)])
+    fast = OptimizerConfig(learning_rate=0.02)
+    result = fit(dataclasses.replace(config, max_steps=None, num_epochs=10, optimizer=fast), Split(words, words))
+    assert result.summary.held_out_bits_per_byte_after < 0.8
+    losses = np.array([row["loss"] for row in step_records(result.run_dir)])
+    assert losses[-5:].mean() < losses[:5].mean() / 5
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split, whole, tmp_path):
+    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
+    shutil.rmtree(run_dir / "checkpoints")
+    (run_dir / "metrics.jsonl").unlink()
+    assert same_training(whole, fit(dataclasses.replace(config, resume=run_dir), split))
+
+
+def test_more_steps_can_be_asked_for_on_resuming(config, split, capsys):
+    run_dir = fit(dataclasses.replace(config, max_steps=3), split).run_dir
+    capsys.readouterr()
+    resumed = fit(dataclasses.replace(config, max_steps=7, resume=run_dir), split)
+    assert resumed.summary.num_steps == 7
+    assert "changed: max_steps: 3, 7" in capsys.readouterr().out
+    assert load_config(run_dir / "config.json").max_steps == 7
+
+
+def test_a_loss_that_is_no_number_ends_the_run(config, split):
+    with pytest.raises(FloatingPointError, match="the loss is nan at step"):
+        fit(dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30)), split)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
+    """The real thing: a process of its own, its whole group signalled, as a terminal does."""
+    command = [sys.executable, "-m", "jvarlen", "train", f"--num-workers={num_workers}", "--max-steps=100000",
+               "--num-epochs=100000", "--plan.max-shapes=1", "--plan.max-length=16", "--plan.max-tokens=64",
+               "--model.width=8", "--model.num-layers=1", "--model.num-heads=1", f"--runs-dir={tmp_path}"]  # fmt: skip
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(len(path.read_text().splitlines()) > 20 for path in tmp_path.glob("*/metrics.jsonl")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    run_dir = printed.rstrip().splitlines()[-1]
+    assert f"jvarlen train --resume {run_dir}" in printed
+    assert json.loads((tmp_path / "latest" / "summary.json").read_text())["num_steps"] > 20
+
+
+# A run of the command line with the data of `run_fit`, in which SIGTERM comes while the first bucket is compiled, or
+# whose samples take long to read, so that it can come amid the steps.
+SIGNALLED_PROGRAM = """
+import importlib, os, signal, sys, time
+from jvarlen.cli import main
+from jvarlen.runs.data import open_training_data
+from tests.run_fit import make_data
+
+class Slow:
+    def __init__(self, dataset):
+        self._dataset = dataset
+    def __len__(self):
+        return len(self._dataset)
+    def __getitem__(self, index):
+        time.sleep(0.003)
+        return self._dataset[index]
+
+def make_signalled_step(*args, **options):
+    step = make_train_step(*args, **options)
+    def signalled(*args):  # called where it is traced
+        os.kill(os.getpid(), signal.SIGTERM)
+        return step(*args)
+    return signalled
+
+fit = importlib.import_module("jvarlen.fit")
+make_train_step, data = fit.make_train_step, make_data()
+when, runs_dir, num_workers = sys.argv[1:]
+if when == "compiling":
+    fit.make_train_step = make_signalled_step
+else:
+    data = data._replace(train=Slow(data.train))
+fit.open_training_data = lambda config, given: open_training_data(config, data)
+sys.exit(main(
+    ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
+     "--no-progress", "--compile.cache-dir", "None",
+     "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+     "--plan.microbatches-per-step", "4",
+     "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+))
+"""
+
+
+@pytest.mark.multiprocess
+def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_number(tmp_path, compilation_cache, request):
+    """Amid the steps all processes get it, as from a scheduler; amid compilation the one that compiles."""
+
+    def start(when, num_workers):
+        command = [sys.executable, "-c", SIGNALLED_PROGRAM, when, str(tmp_path / when), num_workers]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
+        )
+        request.addfinalizer(process.kill)
+        return process
+
+    compiling, stepping = start("compiling", "0"), start("stepping", "1")
+    deadline = time.monotonic() + 120
+    while not any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("stepping/*/metrics.jsonl")):
+        assert stepping.poll() is None, stepping.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    latest = tmp_path / "stepping" / "latest"
+    resume_steps = dataclasses.replace(
+        load_config(latest / "config.json"),
+        resume=latest,
+        num_workers=0,
+        compile=CompileOptions(cache_dir=compilation_cache),
+    )
+    with pytest.raises(ValueError, match=rf"in use by a run that has not ended \(process {stepping.pid} on \S+\)"):
+        fit(resume_steps, make_data())
+    os.killpg(stepping.pid, signal.SIGTERM)
+    printed, errors = stepping.communicate(timeout=60)
+    assert stepping.returncode == 143, errors
+    assert f"jvarlen train --resume {tmp_path}" in printed
+    assert 5 < json.loads((latest / "summary.json").read_text())["num_steps"] < 40
+
+    _, errors = compiling.communicate(timeout=60)
+    assert compiling.returncode == 143, errors
+    assert errors.endswith("jvarlen: interrupted\n")
+    (begun,) = (tmp_path / "compiling").iterdir()
+    assert not any((begun / "checkpoints").iterdir())
+
+    whole = fit(dataclasses.replace(resume_steps, resume=None, runs_dir=tmp_path / "whole"), make_data())
+    for resume in (resume_steps, dataclasses.replace(resume_steps, runs_dir=begun.parent, resume=begun)):
+        resumed = fit(resume, make_data())
+        assert resumed.summary.num_steps == 40
+        assert same_training(whole, resumed)
+
+
+def test_a_run_that_fails_frees_its_directory(config, split):
+    failing = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30), max_steps=8)
+    with pytest.raises(FloatingPointError):
+        fit(failing, split)
+    (run_dir,) = (path for path in config.runs_dir.iterdir() if not path.is_symlink())
+    with lock_run_dir(run_dir), pytest.raises(ValueError, match=f"{run_dir} is in use"):
+        fit(dataclasses.replace(failing, resume=run_dir), split)
+    with pytest.raises(FloatingPointError):
+        fit(dataclasses.replace(failing, resume=run_dir), split)

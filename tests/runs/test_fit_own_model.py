@@ -1,0 +1,173 @@
+"""`fit` with a loss, parameters and batches of one's own: all that a run has, and the same numbers after a resume."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import CompileOptions, FitConfig, fit, scale_by_batch_size
+from jvarlen.data.split import Split
+from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_page import read_runs
+from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.training.checkpoint import open_checkpoints
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 12
+
+
+def make_samples(num_samples, seed):
+    """Pairs of features [T, 3] and a label."""
+    rng = np.random.default_rng(seed)
+    return [
+        (rng.normal(size=(length, 3)).astype(np.float32), length % 2) for length in rng.integers(1, 17, num_samples)
+    ]
+
+
+DATA = Split(train=make_samples(60, 0), held_out=make_samples(10, 1))
+
+
+def collate(step):
+    shape_MxB = step.ids.shape
+    x = np.zeros((*shape_MxB, step.bucket.length, 3))  # float64, which devices hold as float32
+    labels, is_real = np.zeros(shape_MxB, np.int64), np.zeros(shape_MxB, bool)
+    for m, microbatch in enumerate(step.samples):
+        for b, (features, label) in enumerate(microbatch):
+            x[m, b, : len(features)], labels[m, b], is_real[m, b] = features, label, True
+    return {"x": x, "labels": labels, "is_real": is_real, "num_sequences": step.num_sequences}
+
+
+def sums_of(params, scale, microbatch):
+    logits_B = jnp.sum(microbatch["x"] @ params["w"], axis=1) * scale + params["b"]
+    losses_B = optax.sigmoid_binary_cross_entropy(logits_B, microbatch["labels"])
+    correct_B = ((logits_B > 0) == microbatch["labels"]) & microbatch["is_real"]
+    return jnp.sum(losses_B * microbatch["is_real"]), jnp.sum(microbatch["is_real"]), {"accuracy": jnp.sum(correct_B)}
+
+
+def loss_fn(params, microbatch, key, extra):
+    keep = jax.random.bernoulli(key, 0.9, microbatch["x"].shape)
+    microbatch = microbatch | {"x": microbatch["x"] * keep}
+    spread = extra["spread"] * 0.9 + 0.1 * jnp.mean(microbatch["x"] ** 2)
+    return *sums_of(params, 1.0, microbatch), {"spread": spread, "calls": extra["calls"] + 1}
+
+
+def eval_loss_fn(params, microbatch, extra):
+    return *sums_of(params, 0.9, microbatch), extra
+
+
+def own(**changes):
+    return {
+        "loss_fn": loss_fn,
+        "eval_loss_fn": eval_loss_fn,
+        "params": {"w": jnp.full(3, 0.1), "b": jnp.zeros(())},
+        "extra": {"spread": jnp.ones(()), "calls": jnp.int32(0)},
+        "optimizer": optax.chain(optax.adamw(1e-2), scale_by_batch_size(8)),
+        "collate": collate,
+        "length_fn": lambda sample: len(sample[0]),
+    } | changes
+
+
+def make_config(folder, **changes):
+    return FitConfig(
+        max_steps=NUM_STEPS,
+        num_epochs=20,
+        checkpoint_every=4,
+        eval_every=5,
+        run_dir=folder / "run",
+        compile=CompileOptions(cache_dir=None),
+        progress=False,
+        plan=PlanConfig(max_tokens=64, max_shapes=2, max_length=16, microbatches_per_step=4),
+        **changes,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fit(make_config(tmp_path_factory.mktemp("whole")), DATA, **own())
+
+
+def steps_of(run_dir):
+    of_time = {"time_s", "step_s", "data_wait_s", "host_memory_bytes", "device_memory_bytes"}
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+    return [{name: value for name, value in row.items() if name not in of_time} for row in rows]
+
+
+def test_a_run_of_a_model_of_ones_own_has_all_that_a_run_has(whole, capsys):
+    assert {"checkpoints", "config.json", "metrics.jsonl", "plan.npz", "summary.json", "curves.png"} <= {
+        path.name for path in whole.run_dir.iterdir()
+    }
+    steps = steps_of(whole.run_dir)
+    assert [row["step"] for row in steps] == list(range(NUM_STEPS))
+    assert all(0 <= row["accuracy"] <= 1 for row in steps)
+    assert "learning_rate" not in steps[0], "an optimizer of one's own does not tell"
+    assert whole.summary.compilations_after_first_step == 0
+    assert whole.summary.evaluated_in == "loss"
+    assert int(whole.state.step) == NUM_STEPS
+    evaluations = [row for row in read_metrics(whole.run_dir / "metrics.jsonl") if "evaluation" in row]
+    assert [row["step"] for row in evaluations] == [0, 5, 10, NUM_STEPS]
+    assert all(row["num_tokens"] == len(DATA.held_out) for row in evaluations)
+    assert whole.summary.held_out_bits_per_byte_after == evaluations[-1]["mean_loss"]
+    assert json.loads((whole.run_dir / "summary.json").read_text())["evaluations"] == whole.summary.evaluations
+    assert "loss" in str(read_runs([whole.run_dir]))
+
+
+def test_the_evaluation_is_that_of_its_own_loss(whole):
+    batch = {
+        "x": np.stack([np.pad(x, ((0, 16 - len(x)), (0, 0))) for x, _ in DATA.held_out]),
+        "labels": np.array([label for _, label in DATA.held_out]),
+        "is_real": np.ones(len(DATA.held_out), bool),
+    }
+    loss, weight, _ = sums_of(whole.state.params, 0.9, batch)
+    np.testing.assert_allclose(whole.summary.held_out_bits_per_byte_after, float(loss / weight), rtol=1e-5)
+
+
+def test_a_resumed_run_has_the_same_steps_keys_and_extra_state(whole, tmp_path):
+    first = fit(dataclasses.replace(make_config(tmp_path), max_steps=7), DATA, **own())
+    assert first.summary.num_steps == 7
+    resumed = fit(make_config(tmp_path), DATA, **own())
+    assert steps_of(resumed.run_dir) == steps_of(whole.run_dir)
+    for one, other in zip(jax.tree.leaves(resumed.state), jax.tree.leaves(whole.state), strict=True):
+        assert bool((one == other).all())
+
+
+def test_the_losses_on_four_devices_are_those_on_one(whole, tmp_path):
+    spread = fit(make_config(tmp_path, devices=4), DATA, **own())
+    for name in ("loss", "accuracy"):
+        values = ([row[name] for row in steps_of(run.run_dir)] for run in (spread, whole))
+        np.testing.assert_allclose(*values, rtol=1e-5)
+    np.testing.assert_allclose(spread.state.extra["spread"], whole.state.extra["spread"], rtol=1e-5)
+    assert int(spread.state.extra["calls"]) == int(whole.state.extra["calls"])
+
+
+def test_a_checkpoint_has_the_keys(whole):
+    with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
+        state, _ = checkpoints.restore_latest(whole.state)
+    assert state.key.dtype == whole.state.key.dtype
+    assert (jax.random.key_data(state.key) == jax.random.key_data(whole.state.key)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": None}, "loss_fn and params go together"),
+        ({"loss_fn": None, "params": None}, "eval_loss_fn and extra go with a loss_fn of your own"),
+        ({"extra": None}, "loss_fn takes extra: init_train_state"),
+    ],
+)
+def test_what_is_missing_is_named(changes, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(make_config(tmp_path), DATA, **own(**changes))
+
+
+def test_a_sum_that_has_the_name_of_another_figure_is_refused(tmp_path):
+    def clashing(params, microbatch):
+        loss, weight, _ = sums_of(params, 1.0, microbatch)
+        return loss, weight, {"padding": weight}
+
+    with pytest.raises(ValueError, match="other names than figures of a step: padding"):
+        fit(make_config(tmp_path), DATA, **own(loss_fn=clashing, eval_loss_fn=None, extra=None))

@@ -1,0 +1,158 @@
+"""Training over devices and processes: the same losses and rates on any number, stopped and resumed on another."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jvarlen import FitConfig, data_mesh, fit
+from jvarlen.distributed.mesh import replicate
+from jvarlen.reports.report import read_metrics
+from jvarlen.runs.config import load_config
+from tests import run_fit
+from tests.processes import run, started
+
+TRAINING = Path(__file__).parents[1] / "run_training.py"
+FITTING = Path(__file__).parents[1] / "run_fit.py"
+
+
+@pytest.fixture(scope="module")
+def trajectories(tmp_path_factory):
+    """Losses of 50 steps, by (processes, devices in all, rank), dtype and the devices that were used."""
+    folder = tmp_path_factory.mktemp("trajectories")
+    for num_processes, num_devices in ((1, 8), (2, 1), (4, 1)):
+        run(TRAINING, num_processes, str(folder), num_devices=num_devices, seconds=300)
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "runs"),
+    [
+        ("float32", 1e-5, {("1-8-0", "1"), ("1-8-0", "4"), ("1-8-0", "8"), ("2-2-0", "2"), ("2-2-1", "2")}),
+        (
+            "float64",
+            1e-12,
+            {("1-8-0", size) for size in ("1", "2", "4", "8")}
+            | {("2-2-0", "2"), ("2-2-1", "2")}
+            | {(f"4-4-{rank}", "4") for rank in range(4)},
+        ),
+    ],
+)
+def test_losses_are_the_same_on_any_number_of_devices_and_processes(trajectories, dtype, tolerance, runs):
+    """Eight microbatches as 1 × 8, 2 × 4, 4 × 2 and 8 × 1 shards × accumulation."""
+    expected = trajectories["1-8-0"][dtype]["1"]
+    assert len(expected) == 50
+    assert expected[-1] < expected[0] - 1
+    compared = {
+        (run, size): losses for run, of_run in trajectories.items() for size, losses in of_run.get(dtype, {}).items()
+    }
+    assert compared.keys() == runs
+    for losses in compared.values():
+        np.testing.assert_allclose(losses, expected, rtol=tolerance)
+
+
+def records(run_dir):
+    """Of the steps."""
+    return [row for row in read_metrics(Path(run_dir) / "metrics.jsonl") if "loss" in row]
+
+
+def assert_same_course(one, other):
+    """The same steps at the same rates, bit for bit, with losses that differ by rounding alone."""
+    assert len(one) == len(other)
+    for name in one[0].keys() - {"loss", "time_s", "step_s", "data_wait_s", "host_memory_bytes"}:
+        assert [row[name] for row in one] == [row[name] for row in other]
+    np.testing.assert_allclose([row["loss"] for row in one], [row["loss"] for row in other], rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(tmp_path_factory, compilation_cache):
+    return fit(run_fit.make_config(tmp_path_factory.mktemp("one") / "runs", compilation_cache), run_fit.make_data())
+
+
+@pytest.mark.slow
+def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
+    config = dataclasses.replace(run_fit.make_config(tmp_path, compilation_cache), devices=4)
+    spread = fit(config, run_fit.make_data())
+    assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
+    assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
+    assert spread.summary.compilations_after_first_step == 0
+    np.testing.assert_allclose(
+        spread.summary.held_out_bits_per_byte_after, on_one_device.summary.held_out_bits_per_byte_after, rtol=1e-5
+    )
+    further = dataclasses.replace(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
+    assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
+    with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
+        fit(config, run_fit.make_data(), mesh=data_mesh(3))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, tmp_path):
+    run(FITTING, 2, str(tmp_path), seconds=300)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results[0] == results[1]
+    run_dir, num_steps, num_compilations = results[0]["whole"]
+    assert (num_steps, num_compilations) == (run_fit.NUM_STEPS, 0)
+    assert_same_course(records(run_dir), records(on_one_device.run_dir))
+
+    run_dir, num_steps, was_interrupted = results[0]["stopped"]
+    assert was_interrupted, "process 1 was, and process 0 stopped with it"
+    assert 0 < num_steps < run_fit.NUM_STEPS
+    saved = load_config(Path(run_dir) / "config.json")
+    assert (saved.coordinator, saved.num_processes, saved.process_id) == (None, None, None)
+    resumed = fit(dataclasses.replace(saved, resume=Path(run_dir), devices=2), run_fit.make_data())
+    assert resumed.summary.num_steps == run_fit.NUM_STEPS
+    assert_same_course(records(run_dir), records(on_one_device.run_dir))
+
+    assert results[0]["differing"] == [
+        "ValueError",
+        "processes differ in settings, in the order of processes: seed: 0, 1",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("failing", ["none", "planning", "reading"])
+def test_the_command_trains_over_processes_and_ends_on_all_when_one_fails(failing, tmp_path):
+    """No process is left waiting: within a minute all have ended, by an exit code that says so."""
+    with started(Path(__file__).parents[1] / "run_train_command.py", 2, failing, str(tmp_path)) as processes:
+        first, second = processes.wait(60)
+    if failing == "none":
+        assert (first.code, second.code) == (0, 0), first.output + second.output
+        assert "Summary" in first.output
+        assert "Summary" not in second.output
+        return
+    assert first.code
+    assert second.code
+    assert {"planning": "cost.json", "reading": "the disk of process 1 is gone"}[failing] in second.output
+    if failing == "planning":
+        assert first.code == second.code == 2
+        assert "jvarlen: could not plan the training: process 1: " in first.output
+
+
+def test_what_is_replicated_is_the_same_everywhere():
+    tree = {"a": np.arange(3.0), "b": jax.numpy.ones((), jax.numpy.int32)}
+    placed = replicate(tree, data_mesh(4))
+    for name, leaf in placed.items():
+        assert len(leaf.addressable_shards) == 4
+        assert all((np.asarray(shard.data) == tree[name]).all() for shard in leaf.addressable_shards)
+    assert replicate(placed, data_mesh(4))["a"] is placed["a"]
+
+
+def test_keys_are_replicated_as_well():
+    key = jax.random.key(3, impl="rbg")
+    placed = replicate({"key": key}, data_mesh(2))["key"]
+    assert placed.sharding.num_devices == 2
+    assert (jax.random.bits(placed) == jax.random.bits(key)).all()
+
+
+def test_processes_are_no_setting_to_keep(tmp_path):
+    assert FitConfig(coordinator="host:1").has_processes
+    assert not FitConfig(devices=2).has_processes
+    with pytest.raises(ValueError, match=r"devices \(0\)"):
+        FitConfig(devices=0)

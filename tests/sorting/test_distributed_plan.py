@@ -1,0 +1,118 @@
+"""Distributed plan: on any number of shards it is the plan that is made in one place."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
+from jvarlen.planning.plan_file import plan_digest
+from jvarlen.sorting import distributed_plan as module
+from jvarlen.testing.recompiles import assert_exactly_once, assert_same_batches
+
+
+def assert_same(plan, whole, num_samples):
+    assert_same_batches(plan, whole)
+    assert_exactly_once(plan, num_samples)
+    assert (plan.num_sequences == whole.num_sequences).all()
+    assert plan.row_ids.shape[1] == len(plan.microbatches) == whole.microbatches_per_step
+    assert plan.report() == whole.report()
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("order", ["length", "length_descending", "shuffle"])
+@pytest.mark.parametrize("num_samples", [1, 5, 700])
+def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
+    rng = np.random.default_rng(num_samples)
+    lengths = rng.integers(1, 90, num_samples)
+    buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
+    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3}
+    plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
+    assert_same(plan, make_plan(lengths, buckets, **options), num_samples)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    rows=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    accumulation=st.integers(1, 3),
+    order=st.sampled_from(["length", "length_descending", "shuffle"]),
+    shuffle_steps=st.booleans(),
+    longest_first=st.booleans(),
+    overlong=st.sampled_from(["drop", "truncate"]),
+)
+@settings(deadline=None, max_examples=12)
+def test_any_buckets_and_options(lengths, rows, accumulation, order, shuffle_steps, longest_first, overlong):
+    buckets = [(b, 3 + 9 * k) for k, b in enumerate(rows)]
+    if overlong == "drop" and min(lengths) > buckets[-1][1]:
+        overlong = "truncate"
+    options = {
+        "microbatches_per_step": 2 * accumulation, "order": order, "seed": 1, "shuffle_steps": shuffle_steps,
+        "longest_first": longest_first, "overlong": overlong,
+    }  # fmt: skip
+    plan = plan_distributed(lengths, buckets, data_mesh(2), **options)
+    whole = make_plan(lengths, buckets, **options)
+    assert_same(plan, whole, len(lengths))
+    assert (plan.num_dropped, plan.num_truncated) == (whole.num_dropped, whole.num_truncated)
+
+
+def test_chunks_combine_to_one_digest(monkeypatch):
+    lengths = np.random.default_rng(0).integers(1, 50, 1000)
+    buckets = make_buckets(lengths, 200, max_shapes=4, microbatches_per_step=4)
+    whole = make_plan(lengths, buckets, microbatches_per_step=4, order="shuffle")
+    in_one_chunk = whole.digest
+    monkeypatch.setattr(module, "DIGEST_CHUNK", 128)
+    monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", 128)
+    plan = plan_distributed(lengths, buckets, data_mesh(4), microbatches_per_step=4, order="shuffle")
+    parts = (whole.buckets, whole.step_bucket, whole.step_offsets, whole.sample_ids)
+    assert plan.digest == plan_digest(4, *parts) != in_one_chunk
+
+
+def test_buckets_from_a_histogram_are_those_from_all_lengths():
+    lengths = np.random.default_rng(1).zipf(1.3, 3000) % 500 + 1
+    distinct, counts = count_lengths(lengths)
+    assert counts.sum() == 3000
+    for strategy in ("optimal", "quantile", "equal_tokens", "geometric"):
+        for options in ({}, {"max_length": 300}, {"max_length": 300, "overlong": "drop"}, {"length_multiple": 8}):
+            given_all = make_buckets(lengths, 2048, strategy=strategy, max_shapes=5, **options)
+            assert make_buckets(distinct, 2048, counts=counts, strategy=strategy, max_shapes=5, **options) == given_all
+    with pytest.raises(ValueError, match=r"counts must be at least 1: id 1: 0"):
+        make_buckets([3, 4], 20, counts=[1, 0])
+    with pytest.raises(ValueError, match=r"one integer for each of 2 lengths, not float64\[1\]"):
+        make_buckets([3, 4], 20, counts=[1.0])
+
+
+def test_learning_rates_come_from_a_distributed_plan_too():
+    lengths = [4, 9, 2, 7, 7]
+    options = {"microbatches_per_step": 2}
+    plan = plan_distributed(lengths, [(1, 5), (1, 9)], data_mesh(2), **options)
+    whole = make_plan(lengths, [(1, 5), (1, 9)], **options)
+    for unit in ("sequences", "tokens"):
+        assert (lr_sequence(plan, 1e-3, 2, unit=unit) == lr_sequence(whole, 1e-3, 2, unit=unit)).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "options", "message"),
+    [
+        ([3, 11, 5, 12], {}, r"longer than the longest bucket .*: id 1: 11, id 3: 12 \(limit 10\)"),
+        ([11, 12], {"overlong": "drop"}, r"leaves no sample: the shortest has 11 tokens \(limit 10\)"),
+        ([3, 2**32], {"overlong": "drop"}, r"longer than a distributed plan can sort.*id 1: 4294967296"),
+        ([3, 0], {}, r"lengths must be at least 1: id 1: 0"),
+        ([], {}, "lengths are empty"),
+        ([3], {"order": "dataset"}, r"order \('dataset'\) must be one of 'length', 'length_descending', 'shuffle'"),
+        ([3], {"microbatches_per_step": 3}, "3 microbatches a step do not spread over 2 shards"),
+        ([3], {"seed": -1}, "seed"),
+        ([3], {"overlong": "cut"}, "overlong must be"),
+    ],
+)
+def test_bad_input_is_refused(lengths, options, message):
+    options = {"microbatches_per_step": 2} | options
+    with pytest.raises(ValueError, match=message):
+        plan_distributed(lengths, [(2, 10)], data_mesh(2), **options)
+    with pytest.raises(ValueError, match="not of pairs"):
+        plan_distributed([3], [(2, 10, 10)], data_mesh(2), microbatches_per_step=2)
+
+
+def test_there_is_no_step_beyond_the_last():
+    plan = plan_distributed([3, 4], [(1, 4)], data_mesh(2), microbatches_per_step=2)
+    with pytest.raises(IndexError, match="step 1 of a plan of 1 steps"):
+        plan.rows(1)

@@ -1,0 +1,369 @@
+"""Ordered files: element r is that of rank r, whatever the devices, and a failure leaves what was there."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jvarlen import data_mesh, no_recompiles, sample_sort, write_ordered
+from jvarlen.sorting import ordered_file
+from jvarlen.sorting.ordered_file import _exchange, _on_shard_mesh, _sum_parts
+from tests import processes
+from tests.run_ordered_file import CASES, OLD, shard_values, values_by_rank
+
+PROGRAM = Path(__file__).parents[1] / "run_ordered_file.py"
+WITHIN_S = 30  # of a death, as the heartbeat promises
+
+
+def sharding_over(num_shards, axis_type=AxisType.Auto):
+    devices = jax.devices()[:num_shards]
+    mesh = jax.make_mesh((num_shards,), ("data",), axis_types=(axis_type,), devices=devices)
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def write(path, values, num_shards=4, layout="interleaved", **options):
+    ordered = shard_values(values, sharding_over(num_shards), layout, num_shards=num_shards)
+    write_ordered(path, ordered, len(values), layout=layout, progress=False, **options)
+
+
+def same(path, values, dtype=np.int64):
+    """Whether the file, and nothing beside it, holds the values, bit by bit."""
+    found = np.load(path, mmap_mode="r")
+    return found.dtype == dtype and found.tobytes() == np.asarray(values).astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize("layout", ["interleaved", "block"])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+def test_element_r_is_that_of_rank_r(tmp_path, num_shards, layout, shared_disk, axis_type):
+    for num_samples in (0, 1, 4, 5, 12, 97):
+        values, path = values_by_rank(num_samples), tmp_path / "order.npy"
+        ordered = shard_values(values, sharding_over(num_shards, axis_type), layout, num_shards=num_shards)
+        write_ordered(path, ordered, num_samples, layout=layout, shared_disk=shared_disk, progress=False)
+        assert same(path, values)
+        assert os.listdir(tmp_path) == ["order.npy"]
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+def test_what_the_sort_returns_is_written_as_numpy_sorts_it(tmp_path, shared_disk):
+    keys = np.random.default_rng(0).integers(0, 50, 1001).astype(np.int32)
+    sorted_keys, indices = sample_sort(keys, data_mesh(4))
+    write_ordered(tmp_path / "ids.npy", indices, 1001, shared_disk=shared_disk, progress=False)
+    write_ordered(tmp_path / "keys.npy", sorted_keys, 1001, dtype=np.int32, shared_disk=shared_disk, progress=False)
+    order = np.argsort(keys, kind="stable")
+    assert same(tmp_path / "ids.npy", order)
+    assert same(tmp_path / "keys.npy", keys[order], np.int32)
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+def test_any_order_of_devices_and_any_repetition_gives_one_file(tmp_path, shared_disk):
+    devices = np.array(jax.devices())[[2, 0, 3, 1]]
+    square = Mesh(devices.reshape(2, 2), ("a", "b"))
+    values = values_by_rank(97)
+    specs = {("a",): 2, ("b",): 2, ("a", "b"): 4, ("b", "a"): 4}
+    for mesh, axes, num_shards in [(Mesh(devices, ("a",)), ("a",), 4), *((square, *item) for item in specs.items())]:
+        sharding = NamedSharding(mesh, PartitionSpec(axes))
+        ordered = shard_values(values, sharding, "interleaved", num_shards=num_shards)
+        with jax.set_mesh(data_mesh(2)):
+            write_ordered(tmp_path / "order.npy", ordered, 97, shared_disk=shared_disk, progress=False)
+        assert same(tmp_path / "order.npy", values)
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (np.array([0.5, -0.0, np.nan, -np.inf], np.float32), np.float32),
+        (np.array([0.5, -0.0, np.nan, -np.inf], np.float32), np.float64),
+        (np.array([0.5, -0.0, np.nan], np.float16), np.float16),
+        (np.array([1.0, -3.0], np.float32), np.int8),
+        (np.array([2**63 - 1, -(2**63), 2**40]), np.int64),
+        (np.array([2**64 - 1, 0], np.uint64), np.uint64),
+        (np.array([255, 0, 7], np.uint8), np.int16),
+        (np.array([-5, 300], np.int16), ">i4"),
+    ],
+)
+def test_values_are_kept_exactly(tmp_path, values, dtype, shared_disk):
+    with jax.enable_x64(True):
+        ordered = shard_values(values, sharding_over(2), "interleaved", num_shards=2)
+    write_ordered(tmp_path / "x.npy", ordered, len(values), dtype=dtype, shared_disk=shared_disk, progress=False)
+    assert same(tmp_path / "x.npy", values, np.dtype(dtype))
+
+
+IN_ONE_PLACE = {
+    "an array of NumPy": np.asarray,
+    "an array on a single device": lambda values: jax.device_put(values, jax.devices()[0]),
+    "a full copy on each of 4 devices": lambda values: jax.device_put(
+        values, NamedSharding(data_mesh(4), PartitionSpec())
+    ),
+}
+
+
+@pytest.mark.parametrize("place", IN_ONE_PLACE)
+def test_arrays_in_one_place_are_written_as_a_block(tmp_path, place):
+    for dtype in (np.int32, jnp.bfloat16):
+        ordered = IN_ONE_PLACE[place](np.array([3, 1, -1]).astype(dtype))
+        write_ordered(tmp_path / "order.npy", ordered, 2, layout="block", progress=False)
+        assert same(tmp_path / "order.npy", [3, 1])
+
+
+@pytest.mark.parametrize("place", IN_ONE_PLACE)
+def test_a_result_that_was_moved_to_one_place_is_not_taken_as_interleaved(tmp_path, place):
+    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
+    _, indices = sample_sort(keys, data_mesh(4))
+    with pytest.raises(ValueError, match=f'not {place}: pass layout="block" for an array in the order of its ranks, '):
+        write_ordered(tmp_path / "order.npy", IN_ONE_PLACE[place](indices), 11, progress=False)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", ["interleaved", "block"])
+def test_a_sort_over_an_axis_of_one_device_is_written_in_either_layout(tmp_path, layout, axis_type, transform):
+    keys = np.random.default_rng(0).permutation(11).astype(np.int32)
+    for num_copies in (1, 3) if transform == "shard_map" else (1,):
+        axes = {"data": 1, "model": num_copies} if num_copies > 1 else {"data": 1}
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes),
+                             devices=jax.devices()[:num_copies])  # fmt: skip
+        _, indices = sample_sort(keys, mesh, layout=layout, transform=transform)
+        write_ordered(tmp_path / "order.npy", indices, 11, layout=layout, progress=False)
+        assert same(tmp_path / "order.npy", np.argsort(keys))
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize("layout", ["interleaved", "block"])
+def test_pieces_make_the_whole(tmp_path, monkeypatch, layout, shared_disk):
+    values = values_by_rank(97)
+    for piece in (1, 8, 25, 96, 97, 98):
+        monkeypatch.setattr(ordered_file, "_PIECE", piece)
+        write(tmp_path / "order.npy", values, layout=layout, shared_disk=shared_disk)
+        assert same(tmp_path / "order.npy", values)
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+def test_more_than_a_piece_of_the_usual_size(tmp_path, shared_disk):
+    values = np.arange(2**21 + 12_345, dtype=np.int32)[::-1].copy()
+    write(tmp_path / "order.npy", values, shared_disk=shared_disk)
+    assert same(tmp_path / "order.npy", values)
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+def test_a_second_file_of_the_same_shape_compiles_nothing(tmp_path, shared_disk):
+    write(tmp_path / "order.npy", values_by_rank(97), shared_disk=shared_disk)
+    ordered = shard_values(values_by_rank(97), sharding_over(4), "interleaved", num_shards=4)
+    with no_recompiles():
+        write_ordered(tmp_path / "order.npy", ordered, 90, shared_disk=shared_disk, progress=False)
+    assert same(tmp_path / "order.npy", values_by_rank(90))
+
+
+def device_bytes(program, ordered, *args, **options):
+    """Bytes that a program takes on each device beside what it is given."""
+    array, mesh = _on_shard_mesh(ordered)
+    with jax.set_mesh(mesh), jax.enable_x64(True):
+        memory = program.lower(array, *args, mesh=mesh, **options).compile().memory_analysis()
+    return memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_a_device_holds_no_more_than_some_times_its_share(num_shards):
+    per_shard = 2**18
+    ordered = shard_values(np.arange(num_shards * per_shard, dtype=np.int32), sharding_over(num_shards), "block",
+                           num_shards=num_shards)  # fmt: skip
+    assert device_bytes(_exchange, ordered) <= 4 * 4 * per_shard
+    # What goes to process 0 takes its own size, not that of the shard.
+    assert device_bytes(_sum_parts, ordered, np.int64(0), size=1024) <= 32 * 1024 < 4 * per_shard
+
+
+def test_the_space_is_taken_before_anything_is_written(tmp_path):
+    part = ordered_file._Part(tmp_path / "part", 2**20, np.dtype(np.int64))
+    part.create()
+    assert part.path.stat().st_blocks * 512 >= 2**23
+
+
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
+def test_disks_that_take_no_space_ahead_will_do(tmp_path, monkeypatch, number):
+    def refuse(*args):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    write(tmp_path / "order.npy", values_by_rank(97))
+    assert same(tmp_path / "order.npy", values_by_rank(97))
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+def test_a_full_disk_leaves_what_was_there(tmp_path, shared_disk):
+    path = tmp_path / "order.npy"
+    path.write_text(OLD)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))  # no file can grow beyond it
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write(path, values_by_rank(97), shared_disk=shared_disk)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == OLD
+    assert os.listdir(tmp_path) == ["order.npy"]
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize("where", ["_exactly", "move_into_place", "check_place"])
+def test_an_interrupt_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, where, shared_disk):
+    path = tmp_path / "order.npy"
+    path.write_text(OLD)
+    original = getattr(ordered_file, where)
+
+    def press(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
+    monkeypatch.setattr(ordered_file, where, press)
+    with pytest.raises(KeyboardInterrupt):
+        write(path, values_by_rank(97), shared_disk=shared_disk)
+    assert os.listdir(tmp_path) == ["order.npy"]
+    if where == "move_into_place":  # too late for the old one
+        assert same(path, values_by_rank(97))
+    else:
+        assert path.read_text() == OLD
+
+
+@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize(
+    ("values", "dtype", "message"),
+    [
+        (np.int32([1, 2, 300, -200]), np.int8, "int32 values do not fit int8 exactly, .* id 2: 300, id 3: -200$"),
+        (np.int32([1, 2, 3, -1]), np.uint64, "id 3: -1$"),
+        (np.uint64([2**63, 1]), np.int64, f"id 0: {2**63}$"),
+        (np.int64([1, 2**53 + 1]), np.float64, f"id 1: {2**53 + 1}$"),
+        (np.int64([2**63 - 1]), np.float64, f"id 0: {2**63 - 1}$"),
+        (np.float32([0.5, np.nan, 2]), np.int64, "id 0: 0.5, id 1: nan$"),
+        (np.full(12, 2**20, np.int32), np.int16, "id 4: 1048576 and 7 more$"),
+    ],
+)
+def test_values_that_do_not_fit_are_listed_by_rank(tmp_path, monkeypatch, values, dtype, message, shared_disk):
+    monkeypatch.setattr(ordered_file, "_PIECE", 16)
+    with jax.enable_x64(True):
+        ordered = shard_values(values, sharding_over(1), "interleaved", num_shards=1)
+    with pytest.raises(ValueError, match=message):
+        write_ordered(tmp_path / "x.npy", ordered, len(values), dtype=dtype, shared_disk=shared_disk, progress=False)
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ordered", "num_samples", "options", "message"),
+    [
+        ([1, 2], 3, {}, "num_samples must be an integer from 0 to 2, not 3"),
+        ([1, 2], -1, {}, "from 0 to 2, not -1"),
+        ([1, 2], True, {}, "not True"),
+        ([1, 2], 1.0, {}, "not 1.0"),
+        ([[1, 2]], 1, {}, r"one axis, not int64\[1, 2\]"),
+        (["a"], 1, {}, "ordered must be integers or floats"),
+        ([True], 1, {}, "ordered must be integers or floats"),
+        ([1, 2], 1, {"layout": "blocks"}, "layout .'blocks'. must be one of 'interleaved', 'block'"),
+        ([1, 2], 1, {"dtype": "U3"}, "dtype must be integers or floats, not <U3"),
+        ([1, 2], 1, {"dtype": bool}, "dtype must be integers or floats, not bool"),
+        ([1, 2], 1, {"dtype": "foo"}, "dtype must be integers or floats, not 'foo'"),
+        ([1, 2], 1, {"dtype": "i4,("}, r"not 'i4,\('"),
+    ],
+)
+def test_arguments_are_checked(tmp_path, ordered, num_samples, options, message):
+    with pytest.raises(ValueError, match=message):
+        write_ordered(tmp_path / "order.npy", ordered, num_samples, **options)
+    assert not os.listdir(tmp_path)
+
+
+def test_places_that_cannot_be_written_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no directory \S+/nowhere to write order.npy to"):
+        write_ordered(tmp_path / "nowhere" / "order.npy", [1], 1, layout="block")
+    with pytest.raises(IsADirectoryError, match="is a directory"):
+        write_ordered(tmp_path, [1], 1, layout="block")
+
+
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 2), (4, 1)])
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_processes_write_one_file(tmp_path, num_processes, num_devices):
+    args = (str(tmp_path), "write")
+    outputs = processes.run(PROGRAM, num_processes, *args, num_devices=num_devices, seconds=120)
+    for rank, output in enumerate(outputs):
+        *raised, out_of_reach = json.loads(output.splitlines()[-1])
+        assert all(error == ["", ""] for error in raised)
+        assert out_of_reach[0] == ("ProcessesError" if rank else "ValueError")
+        assert "process 0 has none of the devices" in out_of_reach[1]
+    expected = {f"{layout} {shared} {num_samples}.npy": num_samples for layout, shared, num_samples in CASES}
+    on_own_disk = {name for name in expected if " True " not in name}
+    copies = {"copies.npy", "own copy.npy"}
+    on_disk = {*expected, *copies, "of the last.npy"}
+    repeated = {"repeated.npy", "repeated floats.npy"}
+    own_disk = tmp_path / "disk of 0"
+    assert {path.name for path in tmp_path.iterdir()} == {*on_disk, *repeated, own_disk.name}
+    assert {path.name for path in own_disk.iterdir()} == {*on_own_disk, *copies, *repeated}
+    for path in (*tmp_path.glob("*.npy"), *own_disk.iterdir()):
+        if path.name == "repeated floats.npy":
+            assert same(path, [0.5, -0.0, np.nan], np.float32)
+        else:
+            num_samples = {"repeated.npy": 31}.get(path.name, expected.get(path.name, 30))
+            assert same(path, values_by_rank(num_samples)), path
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
+    num_processes = 3
+    outputs = processes.run(PROGRAM, num_processes, str(tmp_path), "fail", seconds=120)
+    seen = [json.loads(output.splitlines()[-1]) for output in outputs]
+    last = num_processes - 1
+    # Who is to blame, the type of its error, and a part of its text; the others name all three.
+    for case, culprit, error, text in [
+        ("does not fit", last, "ValueError", "id 100: 1048576"),
+        ("does not fit, gathered", 0, "ValueError", "id 100: 1048576"),
+        ("disk full at the end", last, "OSError", "File too large"),
+        ("disk full at once", 0, "OSError", "File too large"),
+        ("interrupted", last, "KeyboardInterrupt", ""),
+        ("interrupted, gathered", 0, "KeyboardInterrupt", ""),
+        ("no name", 0, "OSError", "Read-only file system"),
+        ("no directory", 0, "FileNotFoundError", "there is no directory"),
+        ("wrong number", last, "ValueError", "num_samples must be an integer from 0 to"),
+        ("in one place", last, "ValueError", 'pass layout="block"'),
+        ("interrupted at the end", last, "KeyboardInterrupt", ""),
+    ]:
+        for rank, one in enumerate(seen):
+            raised, message = one[case]
+            assert raised == (error if rank == culprit else "ProcessesError"), (case, one)
+            assert text in message
+            assert rank == culprit or f": process {culprit}: {error}" in message
+    for one in seen:
+        assert one["not shared"][0] == "ValueError"
+        assert all(f"process {rank}: {tmp_path}/none" in one["not shared"][1] for rank in range(1, num_processes))
+        assert one["other number"][0] == "ValueError"
+        assert f"process {last}: 'order.npy: 100 of" in one["other number"][1]
+        assert one["afterwards"] == ["", ""]
+    assert same(tmp_path / "order.npy", values_by_rank(101))
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_no_file_appears_where_a_process_is_killed_and_no_other_waits_long(tmp_path, victim):
+    (tmp_path / "order.npy").write_text(OLD)
+    with processes.started(PROGRAM, 2, str(tmp_path), str(victim)) as running:
+        running.processes[victim].wait(60)
+        killed_at = time.monotonic()
+        ended = running.wait(WITHIN_S)
+        took = time.monotonic() - killed_at
+    assert ended[victim].code == -signal.SIGKILL
+    assert ended[1 - victim].code != 0
+    assert took < WITHIN_S
+    assert (tmp_path / "order.npy").read_text() == OLD
+    if victim:  # process 0 lives to say so, and to clear up
+        assert "lost the other processes at 'write in order'" in ended[0].output
+        assert os.listdir(tmp_path) == ["order.npy"]

@@ -1,0 +1,502 @@
+"""The test kit: what is right passes, and every kind of mistake that it claims to find is found and named."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import torch_ref
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    batch_by_tokens,
+    compile_buckets,
+    data_mesh,
+    load,
+    make_plan,
+    pack_samples,
+    partition_checks,
+    plan_checks,
+    plan_distributed,
+    testing,
+    token_batch_spec,
+)
+from jvarlen.testing.recompiles import (
+    Split,
+    assert_exactly_once,
+    assert_no_recompiles,
+    assert_partition_invariant,
+    assert_same_batches,
+)
+from tests.conftest import random_dataset
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+
+class Rows(NamedTuple):
+    """M×B rows of two numbers."""
+
+    x: np.ndarray
+    weights: np.ndarray
+    num_sequences: np.ndarray
+
+
+PARAMS = {"b": np.float32(0.3), "w": np.array([0.5, -1.5], np.float32)}
+
+
+def make_rows(num_microbatches=2, rows=2, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(num_microbatches, rows, 2)).astype(np.float32)
+    weights = rng.integers(1, 6, (num_microbatches, rows)).astype(np.float32)
+    return Rows(x, weights, np.float32(num_microbatches * rows))
+
+
+def losses_of(params, microbatch):
+    return jnp.sin(microbatch.x @ params["w"]) ** 2 + params["b"]
+
+
+def right(params, microbatch):
+    return jnp.sum(losses_of(params, microbatch) * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def mean_of_means(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return loss_sum / weight_sum, jnp.ones(())
+
+
+def safe_mean_of_means(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return loss_sum / jnp.maximum(weight_sum, 1), jnp.ones(())
+
+
+def normalised_over_the_batch(params, microbatch):
+    losses = losses_of(params, microbatch)
+    return jnp.sum((losses - losses.mean()) ** 2 * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def decay_once_a_microbatch(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return loss_sum + jnp.sum(params["w"] ** 2), weight_sum
+
+
+def dummies_have_weight(params, microbatch):
+    weights = jnp.maximum(microbatch.weights, 0.1)
+    return jnp.sum(losses_of(params, microbatch) * weights), jnp.sum(weights)
+
+
+def dummies_have_loss(params, microbatch):
+    is_dummy = microbatch.weights == 0
+    return jnp.sum(losses_of(params, microbatch) * (microbatch.weights + is_dummy)), jnp.sum(microbatch.weights)
+
+
+def divides_by_the_tokens_of_a_row(params, microbatch):
+    losses = losses_of(params, microbatch) * microbatch.weights / microbatch.weights
+    return jnp.sum(losses), jnp.sum(microbatch.weights)
+
+
+def root_whose_gradient_is_not_finite(params, microbatch):
+    distances = jnp.sqrt(jnp.sum((microbatch.x * params["w"]) ** 2, axis=-1)) + params["b"]
+    return jnp.sum(distances * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def divides_by_the_sequences(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return loss_sum / microbatch.num_sequences, weight_sum / microbatch.num_sequences
+
+
+def in_float32(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return jax.lax.reduce_precision(loss_sum, exponent_bits=8, mantissa_bits=23), weight_sum
+
+
+def never_finite(params, microbatch):
+    loss_sum, weight_sum = right(params, microbatch)
+    return loss_sum + jnp.log(params["b"] - params["b"]), weight_sum
+
+
+def test_a_right_loss_passes_every_split():
+    splits = assert_partition_invariant(right, PARAMS, make_rows(4, 2))
+    assert splits[0] == Split(1, 8)
+    assert set(splits) == {
+        Split(1, 8), Split(2, 4), Split(2, 4, 2), Split(4, 2), Split(4, 2, 2), Split(4, 2, 4),
+        Split(8, 1), Split(8, 1, 2), Split(8, 1, 4),
+        Split(4, 3, 1, 4), Split(8, 2, 1, 8), Split(8, 2, 2, 8), Split(1, 8, 1, 8),
+    }  # fmt: skip
+    assert len(splits) == 13
+
+
+def test_one_microbatch_is_split_into_its_rows():
+    splits = assert_partition_invariant(right, PARAMS, make_rows(1, 3), num_shards=[3])
+    assert splits == [Split(1, 3), Split(3, 1, 3), Split(1, 4, 1, 1), Split(2, 3, 1, 3), Split(1, 3, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "differs", "likely"),
+    [
+        (
+            mean_of_means,
+            r"2×2, shards 1: weight_sum is 2, not 1 \(relative error 1\.0e\+00\); loss_sum",
+            "the means of",
+        ),
+        (safe_mean_of_means, r"4×2, shards 1, dummy rows 4: weight_sum is 4, not 1 ", "the means of"),
+        (normalised_over_the_batch, r"2×2, shards 1: gradient\['w'\]\[1\] is", "the rows beside it"),
+        (decay_once_a_microbatch, r"4×1, shards 1: gradient\['w'\]\[1\] is .*; loss is", "once a microbatch"),
+        (dummies_have_weight, r"2×3, shards 1, dummy rows 2: weight_sum is 9\.2, not 9 ", "dummy rows count"),
+        (dummies_have_loss, r"4×2, shards 1, dummy rows 4: gradient\['b'\] is", "dummy rows count"),
+        (divides_by_the_tokens_of_a_row, r"3 of 5 .*dummy rows 2: .*loss is nan, not", "divides by what is 0"),
+        (root_whose_gradient_is_not_finite, r"2 of 5 .*dummy rows 2: gradient\['w'\]\[0\] is nan", "in the gradient"),
+        (
+            divides_by_the_sequences,
+            r"1 of 5 .*1×4, shards 1, dummy rows 4: .*loss is nan, not 0 ",
+            "divides by what",
+        ),
+        (in_float32, r"2×2, shards 1: .*loss_sum is .* \(relative error \d\.\de-0[678]\)", "give rtol=1e-5"),
+    ],
+)
+def test_a_wrong_loss_is_found_and_the_mistake_named(loss_fn, differs, likely):
+    with pytest.raises(AssertionError, match=rf"(?s)depends on how it is split.*{differs}.*likely: .*{likely}"):
+        assert_partition_invariant(loss_fn, PARAMS, make_rows(seed=1), num_shards=[1])
+
+
+def test_the_mean_of_means_is_found_where_all_weights_are_equal():
+    batch = make_rows()._replace(weights=np.ones((2, 2)))
+    with pytest.raises(AssertionError, match=r"rows 2×2, shards 1: .*weight_sum is 2, not 1 .*"):
+        assert_partition_invariant(safe_mean_of_means, PARAMS, batch, num_shards=[1])
+
+
+def test_what_shards_add_is_found():
+    def counts_shards(params, microbatch):
+        loss_sum, weight_sum = right(params, microbatch)
+        try:
+            return loss_sum + params["b"] * jax.lax.axis_index("data"), weight_sum
+        except NameError:  # no shards
+            return loss_sum, weight_sum
+
+    assert_partition_invariant(counts_shards, PARAMS, make_rows(), num_shards=[1])
+    with pytest.raises(AssertionError, match=r"(?s)3 of 5 splits .*rows 2×2, shards 2: .*gradient\['b'\]"):
+        assert_partition_invariant(counts_shards, PARAMS, make_rows(), num_shards=[2])
+
+
+def test_rounding_passes_where_it_is_allowed():
+    assert_partition_invariant(in_float32, PARAMS, make_rows(), num_shards=[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": np.zeros((2, 2))}, "weights of the batch add up to 0.0: there is nothing to compare"),
+        ({"weights": np.ones(2)}, r"must begin with the same axes, .*'\.weights': \(2,\)"),
+        ({"weights": np.ones((2, 3))}, r"must begin with the same axes, .*'\.x': \(2, 2\), '\.weights': \(2, 3\)"),
+    ],
+)
+def test_a_batch_that_shows_nothing_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        assert_partition_invariant(right, PARAMS, make_rows()._replace(**change), num_shards=[1])
+
+
+def test_shards_that_cannot_be_tried_are_listed():
+    with pytest.raises(ValueError, match=r"num_shards \[0, 3, 8\] must be from 1 to 4, .* and divide 2 or 4 micro"):
+        assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3, 8])
+
+
+def test_a_loss_that_is_not_finite_is_named():
+    with pytest.raises(AssertionError, match=r"the step is not finite in gradient\['b'\], loss, loss_sum"):
+        assert_partition_invariant(never_finite, PARAMS, make_rows(), num_shards=[1])
+
+
+@pytest.mark.slow
+def test_the_model_is_partition_invariant():
+    from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+
+    config = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    dataset = random_dataset(2, 6)
+    plan = make_plan(np.diff(dataset.offsets), [(1, 6)], microbatches_per_step=2)
+    (batch,) = load(plan, dataset)
+    assert_partition_invariant(make_loss_fn(config), init_params(config, seed=0), batch, num_shards=[2])
+
+
+LENGTHS = np.random.default_rng(0).integers(1, 30, 90)
+BUCKETS = [(3, 10), (2, 20), (2, 30)]
+PLAN = make_plan(LENGTHS, BUCKETS, microbatches_per_step=2, order="shuffle")
+PARTS = [
+    dataclasses.replace(part, microbatches=own, row_ids=part.row_ids[:, own])
+    for part in [plan_distributed(LENGTHS, BUCKETS, data_mesh(2), microbatches_per_step=2)]
+    for own in (np.array([1]), np.array([0]))
+]
+
+
+def changed(**arrays):
+    """The plan with entries of its arrays replaced: name=(index, value)."""
+    fields = {name: getattr(PLAN, name).copy() for name in arrays}
+    for name, (index, value) in arrays.items():
+        fields[name][index] = value
+    return dataclasses.replace(PLAN, **fields)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        PLAN,
+        make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], microbatches_per_step=2),
+        make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), [(2, 30, 30)]),
+        torch_ref.make_plan(LENGTHS, BUCKETS, order="shuffle"),
+        torch_ref.make_plan(torch_ref.pack_samples(LENGTHS, 30), [(2, 30)]),
+        PARTS,
+        batch_by_tokens(LENGTHS, 64, order="shuffle"),
+        pack_samples(LENGTHS, 30),
+        [PLAN.rows(step) for step in range(PLAN.num_steps)],
+        torch_ref.PlanBatchSampler(PLAN),
+        reversed(range(90)),
+    ],
+    ids=lambda plan: type(plan).__name__,
+)
+def test_what_holds_every_sample_once_passes(plan):
+    assert_exactly_once(plan, 90)
+
+
+def test_dropped_samples_may_be_missing_and_no_others():
+    plan = make_plan(LENGTHS, BUCKETS[:2], overlong="drop")
+    too_long = np.flatnonzero(LENGTHS > 20)
+    assert_exactly_once(plan)
+    assert_exactly_once(plan, 90, dropped=too_long)
+    listed = f"id {too_long[-1]}"
+    with pytest.raises(AssertionError, match=rf"of samples 0 to 89, 1 is missing: {listed}$"):
+        assert_exactly_once(plan, 90, dropped=too_long[:-1])
+    with pytest.raises(AssertionError, match=r"samples that come, though dropped: id 5: 1"):
+        assert_exactly_once(range(7), 7, dropped=[5])
+    few = dataclasses.replace(plan, num_dropped=2)
+    with pytest.raises(AssertionError, match=rf"{len(too_long)} are missing, not 2 as the plan says: id"):
+        assert_exactly_once(few, 90)
+    with pytest.raises(ValueError, match="dropped ids must be from 0 to 6: id 7, id -1"):
+        assert_exactly_once(range(7), 7, dropped=[7, -1, 3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_samples", "message"),
+    [
+        ([[0, 1], [3, -1]], 4, "of samples 0 to 3, 1 is missing: id 2"),
+        ([[0, 1], [2, -1]], 5, "of samples 0 to 4, 2 are missing: id 3, id 4"),
+        ([[0, 1], [1, 2], [1]], 3, "samples that come more than once: id 1: 3"),
+        ([[0, 7], [1, -3], [7]], 2, r"ids that are none of 0 to 1: id -3: 1, id 7: 2"),
+        ([[0, 0], [9, 3]], None, "of samples 0 to 3, 2 are missing: id 1, id 2; .*once: id 0: 2; .*to 3: id 9: 1"),
+        ([], 2, "2 are missing"),
+    ],
+)
+def test_samples_at_fault_are_listed(ids, num_samples, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_exactly_once(ids, num_samples)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (changed(sample_ids=(0, PLAN.sample_ids[1])), f"missing: id {PLAN.sample_ids[0]}; .* once: id"),
+        (changed(num_tokens=(3, 0)), "steps with fewer tokens than samples: id 3: 0"),
+        (changed(num_tokens=(3, 10**6)), "steps with more tokens than room: id 3: 1000000"),
+        (changed(step_bucket=(2, 3)), "steps of no bucket: id 2: 3"),
+        (changed(step_offsets=(-1, 89)), "step_offsets goes from 0 to 89, num_samples is 89, and there are 90 ids"),
+        (changed(step_offsets=(2, PLAN.step_offsets[1])), "steps without samples: id 1: 0"),
+        (
+            dataclasses.replace(PLAN, step_offsets=PLAN.step_offsets[:-1]),
+            f"step_offsets holds {PLAN.num_steps} numbers for {PLAN.num_steps} steps",
+        ),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_found(plan, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_exactly_once(plan)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (lambda rows: np.where(rows == rows[0, 0], 77, rows), r"rows\(0\) holds \[77, .*, sample_ids \["),
+        (lambda rows: np.where(rows == rows[0, 0], -1, rows), r"rows\(0\) holds \d+ samples, planned were"),
+        (lambda rows: rows[:, :1], r"rows\(0\) has \(2, 1\) microbatches and rows, planned were \(2, \d\)"),
+        (lambda rows: rows[::-1], r"rows\(\d+\) holds \["),
+    ],
+)
+def test_rows_that_are_not_the_ids_of_the_plan_are_found(rows, message, monkeypatch):
+    planned_rows = type(PLAN).rows
+    monkeypatch.setattr(type(PLAN), "rows", lambda self, step: rows(planned_rows(self, step)))
+    with pytest.raises(AssertionError, match=message):
+        assert_exactly_once(PLAN, 90)
+
+
+def test_counts_of_another_kind_of_plan_are_found(monkeypatch):
+    # It is made once, and then part of the plan.
+    wrong = np.diff(PLAN.step_offsets) + (np.arange(PLAN.num_steps) == 1)
+    monkeypatch.setitem(vars(PLAN), "num_sequences", wrong)
+    with pytest.raises(AssertionError, match="steps whose num_sequences is not that of step_offsets: id 1: "):
+        assert_exactly_once(PLAN)
+
+
+def test_parts_of_a_distributed_plan_must_be_all_and_of_one_plan():
+    with pytest.raises(AssertionError, match=r"must be in one part, .* how many have it: id 1: 0"):
+        assert_exactly_once(PARTS[1:])
+    with pytest.raises(AssertionError, match="how many have it: id 0: 2, id 1: 2"):
+        assert_exactly_once([*PARTS, *PARTS])
+    other = dataclasses.replace(PARTS[1], digest="5d41")
+    with pytest.raises(AssertionError, match=r"parts of different plans, with digests \w{64}, 5d41"):
+        assert_exactly_once([PARTS[0], other])
+    lost = dataclasses.replace(PARTS[1], row_ids=np.where(PARTS[1].row_ids == 7, -1, PARTS[1].row_ids))
+    with pytest.raises(AssertionError, match=r"rows\(\d+\) holds \d samples, planned were \d; of samples .*: id 7"):
+        assert_exactly_once([PARTS[0], lost])
+
+
+@pytest.mark.parametrize("order", ["shuffle", "length"])
+def test_plans_of_both_packages_and_from_files_are_the_same(tmp_path, order):
+    options = {"microbatches_per_step": 2, "order": order}
+    plan = make_plan(LENGTHS, BUCKETS, **options)
+    plan.save(tmp_path / "plan.npz")
+    assert_same_batches(plan, torch_ref.make_plan(LENGTHS, BUCKETS, **options))
+    assert_same_batches(torch_ref.Plan.load(tmp_path / "plan.npz"), plan)
+    assert_same_batches(plan, plan_distributed(LENGTHS, BUCKETS, data_mesh(2), **options))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (changed(sample_ids=([0, 1], PLAN.sample_ids[[1, 0]])), r"^step 0 differs: rows\[0, 0\] is \d+ and \d+, \[1"),
+        (changed(num_tokens=(5, 1)), r"^step 5 differs: num_tokens is \d+ and 1$"),
+        (
+            dataclasses.replace(PLAN, buckets=(*PLAN.buckets[:2], Bucket(3, 30))),
+            r"^step \d+ differs: bucket is 2×30 and 3×30; rows has shape \(2, 2\) and \(2, 3\)$",
+        ),
+        (make_plan(LENGTHS, BUCKETS, microbatches_per_step=4), r"step 0 differs: .*rows has shape \(2, \d\) and \(4, "),
+        (
+            make_plan(LENGTHS, [*BUCKETS, (1, 40)], microbatches_per_step=2, order="shuffle"),
+            r"are the same, but the digests differ.*\(2, 30\), and .*\(1, 40\)$",
+        ),
+        (
+            dataclasses.replace(
+                PLAN, step_bucket=PLAN.step_bucket[:-1], step_offsets=PLAN.step_offsets[:-1],
+                num_tokens=PLAN.num_tokens[:-1],
+            ),
+            f"the second ends after {PLAN.num_steps - 1} steps, which are the same in both",
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_step_that_differs_is_named(other, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_same_batches(PLAN, other)
+
+
+def test_batches_are_compared_leaf_by_leaf_across_frameworks():
+    dataset = random_dataset(30, 20)
+    plan = make_plan(np.diff(dataset.offsets), [(3, 10), (2, 20)], microbatches_per_step=2)
+    assert_same_batches(load(plan, dataset), torch_ref.load(plan, dataset))
+    batches = list(load(plan, dataset))
+    tokens = np.array(batches[2].tokens)
+    tokens[1, 0, 0] += 1
+    wrong = [*batches[:2], batches[2]._replace(tokens=tokens), *batches[3:]]
+    with pytest.raises(AssertionError, match=r"^step 2 differs: \.tokens\[1, 0, 0\] is \d+ and \d+$"):
+        assert_same_batches(batches, wrong)
+    with pytest.raises(AssertionError, match=r"\.tokens has shape \(2, 3, 10\) and \(2, 3, 9\)"):
+        assert_same_batches(batches, [batch._replace(tokens=batch.tokens[..., :-1]) for batch in batches])
+    with pytest.raises(AssertionError, match=r"\.weights is only in the first"):
+        assert_same_batches(batches, [batch._replace(weights=None) for batch in batches])
+    with pytest.raises(AssertionError, match="the first ends after 2 steps"):
+        assert_same_batches(batches[:2], iter(batches))
+    with pytest.raises(ValueError, match="a plan is compared with a plan"):
+        assert_same_batches(plan, batches)
+
+
+def test_numbers_that_are_none_are_the_same():
+    batch = {"x": np.array([1.0, np.nan])}
+    assert_same_batches([batch], [{"x": jnp.array([1.0, jnp.nan])}])
+    with pytest.raises(AssertionError, match=r"\['x'\]\[1\] is nan and 2"):
+        assert_same_batches([batch], [{"x": np.array([1.0, 2.0])}])
+
+
+SHAPES = [jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 5)]
+
+
+def minus_two(x):
+    return x - 2
+
+
+def test_a_jitted_function_compiles_each_shape_once():
+    assert_no_recompiles(jax.jit(lambda x: x - 1), SHAPES)
+    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[0\] float32\[5\]\): minus_two for fl"):
+        assert_no_recompiles(jax.jit(minus_two), SHAPES, warm_up=False)
+
+
+def test_a_function_that_is_jitted_anew_each_time_is_found():
+    def jitted_anew(x):
+        return jax.jit(lambda y: minus_two(y))(x)
+
+    with pytest.raises(AssertionError) as raised:
+        assert_no_recompiles(jitted_anew, SHAPES)
+    assert "the second call with arguments 0 ([0] float32[3]): <lambda> for float32[3]" in str(raised.value)
+    assert "first call" not in str(raised.value)
+
+
+def test_a_step_that_donates_its_state_can_be_called_again():
+    state = {"n": jnp.zeros(3), "key": jax.random.key(0)}
+    step = jax.jit(lambda state, x: ({"n": state["n"] + x.sum(), "key": state["key"]}, None), donate_argnums=0)
+    assert_no_recompiles(step, [(state, shape) for shape in SHAPES])
+    assert not state["n"].is_deleted()
+
+
+def test_an_argument_that_changes_its_type_is_found():
+    calls = []
+
+    def drifting(x):
+        calls.append(x)
+        return step(x, 1.0 if len(calls) < 3 else jnp.float32(1))
+
+    step = jax.jit(lambda x, y: x * y)
+    with pytest.raises(AssertionError, match=r"the second call with arguments 0 .*<lambda> for"):
+        assert_no_recompiles(drifting, SHAPES)
+
+
+def test_a_whole_loop_is_a_function_without_arguments():
+    double = jax.jit(lambda x: x * 2)
+
+    def epoch():
+        return [double(np.ones(n)) for n in (3, 4)]
+
+    assert_no_recompiles(epoch, [()])
+    with pytest.raises(ValueError, match="shapes are empty"):
+        assert_no_recompiles(epoch, [])
+
+
+def count_step(state, batch):
+    return state + jnp.sum(batch.weights), jnp.sum(batch.tokens)
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_compiled_buckets_may_not_compile_at_all(num_devices, monkeypatch):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    compiled = compile_buckets(
+        count_step, jnp.float32(0), [(2, 4), (1, 8)], microbatches_per_step=2, mesh=mesh, progress=False,
+        options=CompileOptions(cache_dir=None),
+    )  # fmt: skip
+    calls = [(jnp.float32(0), spec) for spec in compiled.specs.values()]
+    assert_no_recompiles(compiled, calls)
+    assert compiled.ledger.times_used == 4
+    inner = type(compiled).__call__
+    compile_for = jax.jit(lambda batch: batch.weights + 17)
+    monkeypatch.setattr(type(compiled), "__call__", lambda self, *args: (compile_for(args[1]), inner(self, *args))[1])
+    with pytest.raises(AssertionError, match=r"first call with arguments 1 \(\[1\]\.tokens int32\[2,\d,\d\], .*lambda"):
+        assert_no_recompiles(compiled, calls)
+
+
+def test_a_batch_that_nothing_was_compiled_for_is_refused():
+    compiled = compile_buckets(count_step, jnp.float32(0), [(2, 4)], progress=False)
+    with pytest.raises(ValueError, match=r"\.tokens is int32\[1,2,5\], planned was"):
+        assert_no_recompiles(compiled, [(jnp.float32(0), token_batch_spec(Bucket(2, 5), 1))])
+
+
+def test_the_kit_needs_no_test_runner():
+    for module in (partition_checks, plan_checks, testing):
+        assert "pytest" not in Path(module.__file__).read_text()
+
+
+def test_all_of_it_is_documented():
+    assert all(getattr(testing, name).__doc__ for name in testing.__all__)

@@ -1,0 +1,408 @@
+"""Checkpoints: state and place come back as they were, or an error says why not."""
+
+import contextlib
+import functools
+import itertools
+import json
+import math
+import os
+import re
+import resource
+import shutil
+import subprocess
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import data_mesh, no_recompiles
+from jvarlen.distributed.mesh import replicate
+from jvarlen.training import checkpoint
+from jvarlen.training.checkpoint import Place, open_checkpoints
+from jvarlen.training.manifest import write_manifest
+from jvarlen.training.step import TrainState
+
+STATE = TrainState({"w": jnp.arange(3.0), "b": jnp.float32(2)}, (jnp.int32(7),))
+
+
+def place(num_steps_done):
+    return Place(
+        num_steps_done=num_steps_done, epoch=1, step=2, plan_digest="ab", seed=3, num_tokens_done=5, train_s=0.5
+    )
+
+
+def test_the_latest_state_and_place_come_back(tmp_path):
+    with open_checkpoints(tmp_path) as checkpoints:
+        for step in (0, 4, 9):
+            checkpoints.save(STATE._replace(params={"w": jnp.arange(3.0) + step, "b": jnp.float32(step)}), place(step))
+            checkpoints.save(STATE, place(step))  # saved already
+    with open_checkpoints(tmp_path) as checkpoints:
+        state, restored_place = checkpoints.restore_latest(STATE)
+    assert restored_place == place(9)
+    np.testing.assert_array_equal(state.params["w"], np.arange(3.0) + 9)
+    assert int(state.opt_state[0]) == 7
+    assert isinstance(state, TrainState)
+
+
+def steps_on_disk(directory):
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+
+
+@pytest.mark.parametrize(("keep_last", "keep_best"), [(2, 0), (1, 2), (2, 1)])
+def test_the_newest_and_the_best_are_kept(tmp_path, keep_last, keep_best):
+    metrics = [None, 5.0, 2.0, 7.0, math.nan, 2.0, 3.0, None, 1.0, 9.0]
+    for start in (0, 5):  # opened anew in the midst
+        with open_checkpoints(tmp_path, keep_last=keep_last, keep_best=keep_best) as checkpoints:
+            for step in range(start, start + 5):
+                checkpoints.save({"w": jnp.float32(step)}, place(step), metric=metrics[step])
+                ranked = [
+                    (metrics[i], i) for i in range(step + 1) if metrics[i] is not None and not math.isnan(metrics[i])
+                ]
+                best = [i for _, i in sorted(ranked)[:keep_best]]
+                expected = sorted({*range(max(0, step - keep_last + 1), step + 1), *best})
+                assert checkpoints.steps == steps_on_disk(tmp_path) == expected
+                if best:
+                    assert checkpoints.best_step == best[0]
+                    assert float(checkpoints.restore_best({"w": jnp.float32(0)})[0]["w"]) == best[0]
+
+
+def test_none_is_best_where_none_has_a_metric(tmp_path):
+    with open_checkpoints(tmp_path, keep_best=2) as checkpoints:
+        checkpoints.save(STATE, place(0))
+        assert checkpoints.best_step is None
+        with pytest.raises(FileNotFoundError, match="no checkpoint with a metric"):
+            checkpoints.restore_best(STATE)
+
+
+@pytest.mark.parametrize("kept", [{"keep_last": 0}, {"keep_best": -1}])
+def test_the_newest_cannot_be_left_out(tmp_path, kept):
+    with pytest.raises(ValueError, match="at least"), open_checkpoints(tmp_path, **kept):
+        pass
+
+
+def test_a_checkpoint_tells_the_settings_of_its_run(tmp_path):
+    with open_checkpoints(tmp_path, config={"plan": {"max_tokens": 5}}) as checkpoints:
+        checkpoints.save(STATE, place(0))
+    assert json.loads((tmp_path / "0" / "about.json").read_text())["config"] == {"plan": {"max_tokens": 5}}
+
+
+def test_writing_does_not_hold_up_training(tmp_path, monkeypatch):
+    """Hashing waits in its own thread until the test lets it go; what was saved may be given away meanwhile."""
+    go_on, threads = threading.Event(), []
+
+    def write(directory):
+        threads.append(threading.current_thread())
+        assert go_on.wait(20)
+        write_manifest(directory)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", write)
+    state = {"w": jnp.arange(100_000.0)}
+    add = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, place(0))
+        for _ in range(5):
+            state = add(state)
+        jax.block_until_ready(state)
+        assert steps_on_disk(tmp_path) == []
+        go_on.set()
+        assert checkpoints.steps == steps_on_disk(tmp_path) == [0]
+        np.testing.assert_array_equal(checkpoints.restore_latest(state)[0]["w"], np.arange(100_000.0))
+    assert threads[0] is not threading.main_thread()
+
+
+def test_no_checkpoint_is_an_error(tmp_path):
+    with open_checkpoints(tmp_path) as checkpoints, pytest.raises(FileNotFoundError, match="no checkpoint"):
+        checkpoints.restore_latest(STATE)
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"w": jnp.arange(4.0), "b": jnp.float32(2)}, r"\.params\['w'\] float32\[3\], here float32\[4\]$"),
+        ({"v": jnp.ones(3), "b": jnp.int32(2)}, r"'b'\] float32\[\], here int32\[\].*'w'\].*here None.*'v'\] None"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_its_leaves(tmp_path, params, said):
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(STATE, place(3))
+    with (
+        open_checkpoints(tmp_path) as checkpoints,
+        pytest.raises(ValueError, match=rf"checkpoint 3 in \S+ cannot be resumed: it is of another model.*{said}"),
+    ):
+        checkpoints.restore_latest(STATE._replace(params=params))
+
+
+def refused(directory, said, step=3):
+    """The one line of the refusal, which begins with which checkpoint and what is wrong with it."""
+    begins = f"^checkpoint {step} in {directory} cannot be resumed: {said}"
+    with open_checkpoints(directory) as checkpoints, pytest.raises(ValueError, match=begins) as refusal:
+        checkpoints.restore_latest(STATE)
+    return str(refusal.value)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    with open_checkpoints(tmp_path / "run") as checkpoints:
+        for step in (2, 3):
+            checkpoints.save(STATE, place(step))
+    return tmp_path / "run"
+
+
+def test_a_change_of_any_file_is_refused_by_its_name(saved):
+    paths = [path for path in (saved / "3").rglob("*") if path.is_file()]
+    assert {"about.json", "manifest.json", "manifest.ocdbt", "_METADATA"} <= {path.name for path in paths}
+    for path in paths:
+        whole, name = path.read_bytes(), re.escape(str(path.relative_to(saved / "3")))
+        middle = len(whole) // 2
+        flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+        for content, said in (
+            (flipped, "other bytes|missing, or"),
+            (whole[:-1], "[0-9]+ bytes instead of|missing, or"),
+        ):
+            path.write_bytes(content)
+            refusal = refused(saved, f"{saved / '3'} is not whole: {name}: ({said})")
+            assert refusal.endswith(f"Remove {saved / '3'}, to use another checkpoint; there are: 2")
+        path.unlink()
+        refused(saved, f"{saved / '3'} is not whole: {name}: missing")
+        path.write_bytes(whole)
+    with open_checkpoints(saved) as checkpoints:
+        assert checkpoints.restore_latest(STATE)[1] == place(3)
+
+
+def test_files_that_do_not_belong_to_a_checkpoint_are_refused(saved):
+    (other,) = (saved / "2" / "state" / "d").iterdir()
+    shutil.copy(other, saved / "3" / "state" / "d")
+    refused(saved, rf"\S+ is not whole: state/d/{other.name}: not listed")
+    (saved / "3" / "state" / "d" / other.name).unlink()
+    shutil.copy(saved / "2" / "about.json", saved / "3")
+    refused(saved, r"\S+ is not whole: about.json: other bytes")
+
+
+def test_a_link_in_a_checkpoint_is_not_followed(saved):
+    (saved / "3" / "state").rename(saved / "elsewhere")
+    (saved / "3" / "state").symlink_to(saved / "elsewhere")
+    refused(saved, r"\S+ is not whole: state: neither a file nor a directory; links are not followed")
+    shutil.rmtree(saved / "3")
+    (saved / "3").symlink_to("2")
+    refused(saved, r"\S+/3 is a link")
+
+
+def test_checkpoints_under_another_name_or_of_another_run_are_refused(saved, tmp_path):
+    with open_checkpoints(tmp_path / "other") as checkpoints:
+        checkpoints.save(STATE, place(5))
+    shutil.copytree(tmp_path / "other" / "5", saved / "5")
+    refused(saved, rf"{saved}/5 is of run [0-9a-f]{{32}}, not of run [0-9a-f]{{32}} that {saved}/run.json names", 5)
+    (saved / "5").rename(saved / "6")
+    refused(saved, f"{saved}/6 is of 5 steps", 6)
+    shutil.rmtree(saved / "6")
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"run"'])
+def test_a_damaged_name_of_the_run_is_not_blamed_on_the_checkpoints(saved, content):
+    (saved / "run.json").unlink()
+    if content is not None:
+        (saved / "run.json").write_text(content)
+    with open_checkpoints(saved) as checkpoints, pytest.raises(ValueError, match=r"run\.json is missing or") as refusal:
+        checkpoints.restore_latest(STATE)
+    assert "Remove" not in str(refusal.value)
+
+
+def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch):
+    def fail(path, *args, **options):
+        raise OSError("busy")
+
+    with open_checkpoints(saved, keep_last=1) as checkpoints:
+        with monkeypatch.context() as patched:
+            patched.setattr(shutil, "rmtree", fail)
+            checkpoints.save(STATE, place(7))
+            checkpoints.wait()
+        checkpoints.save(STATE, place(8))
+        assert checkpoints.steps == [8]
+        assert checkpoints.restore_latest(STATE)[1].num_steps_done == 8
+    assert sorted(os.listdir(saved)) == ["8", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("place", {"step": 1}), ("place", {"steps": 3}), ("place", []), ("config", []), ("leaves", "x")]
+)
+def test_what_a_checkpoint_says_of_itself_must_have_its_form(saved, key, value):
+    path = saved / "3" / "about.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    write_manifest_anew(saved / "3")
+    assert f"Remove {saved / '3'}, to use another" in refused(saved, "")
+
+
+def write_manifest_anew(directory):
+    (directory / "manifest.json").unlink()
+    write_manifest(directory)
+
+
+def test_the_checkpoint_before_a_damaged_one_is_used_when_that_is_removed(saved):
+    (saved / "3" / "about.json").unlink()
+    refused(saved, "")
+    shutil.rmtree(saved / "3")
+    with open_checkpoints(saved) as checkpoints:
+        assert checkpoints.restore_latest(STATE)[1] == place(2)
+
+
+def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, tmp_path, monkeypatch):
+    """What a kill leaves behind is what the disk holds at that moment: copies of it, of several moments."""
+    moments = []
+
+    def copied_before(name, call):
+        def wrapped(*args):
+            moments.append((name, tmp_path / f"{len(moments)}"))
+            subprocess.run(["cp", "-r", saved, moments[-1][1]], capture_output=True)  # files come and go meanwhile
+            return call(*args)
+
+        return wrapped
+
+    wait = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
+    monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", copied_before("state", wait))
+    monkeypatch.setattr(checkpoint, "write_manifest", copied_before("manifest", write_manifest))
+    monkeypatch.setattr(checkpoint, "move_into_place", copied_before("name", checkpoint.move_into_place))
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", copied_before("removal", shutil.rmtree))
+    with open_checkpoints(saved) as checkpoints:
+        checkpoints.save(STATE, place(4))
+        assert checkpoints.steps == [3, 4]
+    monkeypatch.undo()
+
+    assert {name for name, _ in moments} == {"state", "manifest", "name", "removal"}
+    for name, copy in moments:
+        was_unfinished = any(path.name.startswith(".") for path in copy.iterdir())
+        with open_checkpoints(copy) as checkpoints:
+            assert not any(path.name.startswith(".") for path in copy.iterdir())
+            newest = 4 if name == "removal" or 4 in steps_on_disk(copy) else 3
+            assert checkpoints.steps == steps_on_disk(copy) == ([2, 3] if newest == 3 else [3, 4])
+            assert checkpoints.restore_latest(STATE)[1] == place(newest)
+        assert was_unfinished or name == "state"
+
+
+def test_a_run_killed_while_it_draws_its_name_leaves_nothing(tmp_path):
+    (tmp_path / ".run.json.0a1b2c3d.part").write_text('{"ru')
+    with open_checkpoints(tmp_path) as checkpoints:
+        assert not list(tmp_path.iterdir())
+        checkpoints.save(STATE, place(1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "run.json"]
+
+
+LARGE = {"w": jnp.asarray(np.random.default_rng(0).normal(size=500_000))}
+
+
+@contextlib.contextmanager
+def full_disk(path):
+    """A file system of 1 MB, where this user may mount one."""
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@contextlib.contextmanager
+def limited_files(path):
+    """No file of this process may grow beyond 1 MB."""
+    path.mkdir()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+FULL = pytest.mark.parametrize(
+    ("no_room", "reason"), [(full_disk, "No space left on device"), (limited_files, "File too large")]
+)
+
+
+def save_all(directory, *states, first=1):
+    """Saves states one after the other, each at the next step; functions among them are called."""
+    steps = itertools.count(first)
+    with open_checkpoints(directory) as checkpoints:
+        for state in states:
+            if callable(state):
+                state()
+            else:
+                checkpoints.save(state, place(next(steps)))
+
+
+@FULL
+def test_a_full_disk_ends_a_run_only_where_the_last_checkpoint_cannot_be_written(tmp_path, no_room, reason):
+    with no_room(tmp_path / "run"):
+        directory = tmp_path / "run" / "checkpoints"
+        line = f"checkpoint {{}} could not be written to {directory}: {reason}; those of {{}} steps are intact"
+        with pytest.warns(UserWarning, match=f"^{line.format(2, '1')}; training goes on, and tries again now$"):
+            save_all(directory, STATE, LARGE, STATE)
+        assert sorted(os.listdir(directory)) == ["1", "3", "run.json"]
+        with pytest.raises(OSError, match=rf"^{line.format(4, '1, 3')}$") as failure:
+            save_all(directory, LARGE, first=4)
+        assert reason.lower() in str(failure.value.__cause__).lower()
+        assert sorted(os.listdir(directory)) == ["1", "3", "run.json"]
+        with open_checkpoints(directory) as checkpoints:
+            state, restored_place = checkpoints.restore_latest(STATE)
+        assert restored_place == place(3)
+        np.testing.assert_array_equal(state.params["w"], STATE.params["w"])
+
+
+def test_what_ended_training_is_told_before_a_checkpoint_that_failed(tmp_path):
+    def fail():
+        raise FloatingPointError
+
+    with limited_files(tmp_path / "run"), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(FloatingPointError):
+            save_all(tmp_path / "run", LARGE, fail)
+    assert [str(warning.message).partition(" to ")[0] for warning in told] == ["checkpoint 1 could not be written"]
+
+
+def test_a_directory_that_is_gone_is_told_as_a_full_disk_is(tmp_path):
+    with pytest.raises(OSError, match=r"^checkpoint 1 could not be written to .*No such file or directory"):
+        save_all(tmp_path, functools.partial(shutil.rmtree, tmp_path), STATE)
+
+
+def test_saving_what_all_devices_hold_compiles_nothing_and_comes_back_on_others(tmp_path):
+    state = replicate({"w": np.arange(24.0, dtype=np.float32).reshape(4, 6), "b": np.float32(2)}, data_mesh(4))
+    with open_checkpoints(tmp_path) as checkpoints, no_recompiles():
+        checkpoints.save(state, place(1))
+    for others in (replicate(state, data_mesh(2)), jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state)):
+        given = jax.tree.map(lambda leaf: leaf * 0, others)
+        with open_checkpoints(tmp_path) as checkpoints:
+            restored, _ = checkpoints.restore_latest(given)
+        for name, leaf in restored.items():
+            np.testing.assert_array_equal(leaf, state[name])
+            assert leaf.sharding == given[name].sharding
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_state_comes_back_bit_for_bit_on_more_devices_and_on_fewer(tmp_path, is_sharded):
+    values = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    values[0, 0] = np.nan
+
+    def on(num_devices):
+        mesh = data_mesh(num_devices)
+        spec = jax.sharding.PartitionSpec("data") if is_sharded else jax.sharding.PartitionSpec()
+        return {"w": jax.device_put(values, jax.sharding.NamedSharding(mesh, spec))}
+
+    for number, (before, after) in enumerate([(1, 4), (4, 1), (4, 2)]):
+        with open_checkpoints(tmp_path / str(number)) as checkpoints:
+            checkpoints.save(on(before), place(1))
+        with open_checkpoints(tmp_path / str(number)) as checkpoints:
+            given = on(after)
+            restored, _ = checkpoints.restore_latest(given)
+        assert np.asarray(restored["w"]).tobytes() == values.tobytes()
+        assert restored["w"].sharding == given["w"].sharding
+
+
+def test_only_the_first_save_may_compile(tmp_path):
+    state = replicate({"w": np.arange(6.0, dtype=np.float32)}, data_mesh(4))
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, place(1))
+        with no_recompiles():
+            checkpoints.save(state, place(2), metric=1.0)
+            checkpoints.restore_best(state)

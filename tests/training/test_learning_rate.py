@@ -1,0 +1,321 @@
+"""Learning rate: on device the rates and scales of the host, without a retrace."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import lr_scale, lr_sequence, make_plan, scale_by_batch_size
+from jvarlen.training.learning_rate import planned_schedule
+from jvarlen.training.rates import base_rates, before_each, step_sizes
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+PLAN = make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)])
+EPOCHS = [make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)], order="shuffle", epoch=epoch) for epoch in range(3)]
+NUM_STEPS = 3 * PLAN.num_steps
+COSINE = optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 57, 0.005)  # over all samples of three epochs
+OPTIONS = {"rule": "sqrt", "counted_in": "sequences"}
+TABLE = lr_sequence(EPOCHS, COSINE, 3, **OPTIONS)
+
+
+def update_by(optimizer):
+    """One jitted update; gradients of 1, so that what `sgd` gives is the rate."""
+    params = jax.tree.map(jnp.ones_like, {"w": jnp.ones(2), "v": jnp.ones(3)})
+    return params, optimizer.init(params), jax.jit(lambda state: optimizer.update(params, state, params))
+
+
+# The table
+
+
+def test_an_optax_schedule_is_evaluated_in_float64():
+    schedule = optax.cosine_decay_schedule(0.1, 1000)
+    rates = base_rates(schedule, np.arange(1000))
+    exact = 0.1 * 0.5 * (1 + np.cos(np.pi * np.arange(1000) / 1000))
+    np.testing.assert_allclose(rates, exact, rtol=1e-12)
+
+
+def test_a_rule_written_for_jax_is_evaluated_in_float64():
+    assert lr_scale([2, 3], 1, jnp.sqrt).tolist() == np.sqrt([2, 3]).tolist()
+
+
+def test_schedules_come_as_number_array_or_function():
+    counts = np.arange(PLAN.num_steps)
+    expected = np.full(PLAN.num_steps, 0.5)
+    one_count_only = (lambda step: max(step, 0.5) * 0 + 0.5, lambda step: 0.5 if step >= 0 else 1.0)
+    for schedule in (0.5, expected, lambda step: 0.5, optax.constant_schedule(0.5), *one_count_only):
+        assert (base_rates(schedule, counts) == expected).all()
+    for schedule in ([1.0, 2.0], lambda counts: np.ones(2)):
+        with pytest.raises(ValueError, match=r"shape \(2,\)"):
+            base_rates(schedule, counts)
+
+
+def test_a_function_of_one_count_serves_a_plan_of_one_step():
+    assert base_rates(lambda step: np.cos(float(step)), np.zeros(1, np.int64)).tolist() == [1.0]
+
+
+def test_counts_stay_exact_where_float32_and_int32_end():
+    plan = dataclasses.replace(PLAN, num_tokens=np.full(PLAN.num_steps, 2**40 + 1))
+    seen = before_each(step_sizes([plan, plan])["tokens"])
+    assert seen.tolist() == [(2**40 + 1) * step for step in range(2 * PLAN.num_steps)]
+    total = int(seen[-1])
+    rates = lr_sequence([plan] * 2, optax.linear_schedule(0.0, total, total), 1, rule=None, counted_in="tokens")
+    np.testing.assert_allclose(rates, seen, rtol=1e-15)
+
+
+def test_the_plans_of_all_epochs_need_not_be_in_memory_together():
+    plans = iter(EPOCHS)
+    assert (lr_sequence(plans, COSINE, 3, **OPTIONS) == TABLE).all()
+    with pytest.raises(ValueError, match="at least one"):
+        lr_sequence(plans, COSINE, 3, **OPTIONS)
+
+
+# The table as a schedule
+
+
+def test_a_planned_schedule_is_the_table_rounded_to_float32():
+    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
+    expected = TABLE.astype(np.float32)
+    counts = np.arange(NUM_STEPS)
+    for many in (counts, counts.astype(np.int32), jnp.asarray(counts), counts.tolist()):
+        assert np.asarray(schedule(many)).dtype == np.float32
+        assert np.asarray(schedule(many)).tolist() == expected.tolist()
+    for kind in (int, np.int64, np.int32, jnp.int32):
+        assert [schedule(kind(count)).item() for count in counts[:8]] == expected[:8].tolist()
+    assert schedule(3).shape == ()
+    assert schedule(counts.reshape(3, -1)).shape == (3, PLAN.num_steps)
+
+
+def test_traced_counts_give_the_same_rates_and_one_trace():
+    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
+    traces = []
+
+    @jax.jit
+    def rate(count):
+        traces.append(count)
+        return schedule(count)
+
+    assert [rate(jnp.int32(count)).item() for count in range(NUM_STEPS)] == TABLE.astype(np.float32).tolist()
+    assert len(traces) == 1
+    assert jax.jit(jax.vmap(schedule))(jnp.arange(NUM_STEPS)).tolist() == TABLE.astype(np.float32).tolist()
+
+
+def test_with_64_bits_a_planned_schedule_is_the_table():
+    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
+    assert TABLE.tolist() != TABLE.astype(np.float32).tolist()
+    with jax.enable_x64(True):
+        assert np.asarray(jax.jit(schedule)(np.arange(NUM_STEPS))).tolist() == TABLE.tolist()
+        assert schedule(1).dtype == np.float64
+    assert schedule(1).dtype == np.float32
+
+
+def test_no_rate_is_given_where_none_is_planned():
+    schedule = planned_schedule(PLAN, 0.1, 3)
+    steps = PLAN.num_steps
+    for count, named in ((steps, steps), (-1, -1), (np.array([0, steps + 9]), steps + 9), (2**40, 2**40)):
+        with pytest.raises(ValueError, match=rf"^{steps} steps are planned.*for {named}:"):
+            schedule(count)
+    with pytest.raises(ValueError, match=rf"for {steps}, .*, {steps + 4} and 90 more"):
+        schedule(np.arange(steps, steps + 95))
+    traced = jax.jit(schedule)
+    assert np.isnan([traced(count) for count in (-1, steps, 2**31 - 1)]).all()
+    assert np.isfinite([traced(count) for count in (0, steps - 1)]).all()
+
+
+def test_the_rate_applied_on_device_is_exactly_the_planned_one():
+    _, state, update = update_by(optax.sgd(planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)))
+    applied = []
+    for _ in range(NUM_STEPS):
+        updates, state = update(state)
+        applied.append(-updates["w"][0].item())
+    assert applied == TABLE.astype(np.float32).tolist()
+    assert np.isnan(update(state)[0]["w"]).all()  # no plan says what comes after
+
+
+def test_injected_hyperparameters_hold_the_planned_rate():
+    schedule = planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)
+    _, state, update = update_by(optax.inject_hyperparams(optax.adamw)(learning_rate=schedule))
+    applied = []
+    for _ in range(NUM_STEPS):
+        _, state = update(state)
+        applied.append(state.hyperparams["learning_rate"].item())
+    assert applied == TABLE.astype(np.float32).tolist()
+
+
+@pytest.mark.parametrize("stop", [0, 1, PLAN.num_steps + 1])
+def test_a_resumed_optimizer_goes_on_with_the_rates_that_would_have_been(stop):
+    """Across epochs; the state went through host arrays, as through a checkpoint, and the schedule is made anew."""
+    applied = []
+    _, state, update = update_by(optax.adamw(planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)))
+    for step in range(NUM_STEPS):
+        if step == stop:
+            saved = jax.tree.map(np.asarray, state)
+        updates, state = update(state)
+        applied.append(updates)
+    _, _, update = update_by(optax.adamw(planned_schedule(EPOCHS, COSINE, 3, **OPTIONS)))
+    state = jax.tree.map(jnp.asarray, saved)
+    for expected in applied[stop:]:
+        updates, state = update(state)
+        assert all((updates[name] == expected[name]).all() for name in expected)
+
+
+# The scale of each step
+
+
+@pytest.mark.parametrize("unit", ["sequences", "tokens"])
+@pytest.mark.parametrize("rule", ["linear", "sqrt", None])
+@pytest.mark.parametrize("base", [1, 3, 256])
+def test_the_scale_on_device_is_within_two_ulp(unit, rule, base):
+    transform = scale_by_batch_size(base, rule=rule, unit=unit)
+    name = {"sequences": "batch_size", "tokens": "num_tokens"}[unit]
+    update = jax.jit(lambda size: transform.update(jnp.float32(1), transform.init(None), **{name: size})[0])
+    for size in (1, 2, 7, 100, 4097, 10**6):
+        exact = float(lr_scale(size, base, rule))
+        assert abs(float(update(jnp.float32(size))) - exact) <= 2 * np.spacing(np.float32(exact))
+
+
+def test_with_64_bits_the_scale_is_exact():
+    with jax.enable_x64(True):
+        transform = scale_by_batch_size(3, rule="sqrt")
+        updates, _ = transform.update(jnp.float64(1), transform.init(None), batch_size=jnp.float32(7))
+        assert updates.dtype == np.float64
+        assert float(updates) == pytest.approx(float(lr_scale(7, 3, "sqrt")), rel=1e-15)
+
+
+@pytest.mark.parametrize(("unit", "name"), [("sequences", "batch_size"), ("tokens", "num_tokens")])
+def test_another_batch_size_does_not_retrace(unit, name):
+    transform = scale_by_batch_size(2, unit=unit)
+    traces = []
+
+    @jax.jit
+    def update(size):
+        traces.append(size)
+        return transform.update({"w": jnp.ones(3)}, transform.init(None), **{name: size})[0]
+
+    assert [float(update(jnp.float32(size))["w"][0]) for size in (2, 4, 6)] == [1, 2, 3]
+    assert len(traces) == 1
+
+
+def test_each_unit_takes_its_own_extra_argument_and_ignores_the_others():
+    both = optax.chain(scale_by_batch_size(2), scale_by_batch_size(100, unit="tokens"))
+    updates, _ = both.update(jnp.ones(2), both.init(None), batch_size=6, num_tokens=500.0, loss=3.0)
+    assert updates.tolist() == [15.0, 15.0]
+
+
+@pytest.mark.parametrize(("unit", "name"), [("sequences", "batch_size"), ("tokens", "num_tokens")])
+def test_the_batch_size_cannot_be_forgotten(unit, name):
+    transform = scale_by_batch_size(1, unit=unit)
+    other = {"batch_size": "num_tokens", "num_tokens": "batch_size"}[name]
+    with pytest.raises(TypeError, match=name):
+        transform.update(jnp.ones(2), transform.init(None), **{other: 3})
+
+
+def test_dtypes_of_updates_are_kept():
+    transform = scale_by_batch_size(1)
+    updates, _ = transform.update(jnp.ones(2, jnp.bfloat16), transform.init(None), batch_size=3)
+    assert updates.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt", None, jnp.sqrt])
+def test_an_injected_base_batch_size_gives_the_same_scale(rule):
+    injected = optax.inject_hyperparams(scale_by_batch_size, static_args=("rule", "unit"))
+    transform = injected(base_batch_size=3, rule=rule, unit="tokens")
+    init, update = jax.jit(transform.init), jax.jit(transform.update)
+    gradient = jnp.ones(2)
+    state = init(gradient)
+    for size in (1, 7, 10**6):
+        updates, state = update(gradient, state, num_tokens=jnp.float32(size))
+        expected, _ = scale_by_batch_size(3, rule=rule, unit="tokens").update(gradient, None, num_tokens=size)
+        np.testing.assert_allclose(updates, expected, rtol=3e-7)
+    state.hyperparams["base_batch_size"] = jnp.float32(7)  # what injecting is for
+    updates, _ = update(gradient, state, num_tokens=28.0)
+    assert updates.tolist() == [float(lr_scale(28, 7, rule))] * 2
+
+
+@pytest.mark.parametrize("base", [0.0, -1.0, np.inf, np.nan])
+def test_a_base_batch_size_that_cannot_be_refused_while_traced_gives_nan(base):
+    update = jax.jit(lambda base: scale_by_batch_size(base).update(jnp.ones(2), None, batch_size=3)[0])
+    assert jnp.isnan(update(base)).all()
+    for concrete in (base, jnp.float32(base)):
+        with pytest.raises(ValueError, match="base_batch_size"):
+            scale_by_batch_size(concrete)
+        with pytest.raises(ValueError, match="base_batch_size"):
+            jax.jit(lambda: scale_by_batch_size(base).update(jnp.ones(2), None, batch_size=3)[0])()
+
+
+@pytest.mark.parametrize("base", [0, -1, float("nan")])
+def test_the_base_batch_size_is_positive(base):
+    for call in (lambda: lr_scale(1, base), lambda: scale_by_batch_size(base), lambda: planned_schedule(PLAN, 1, base)):
+        with pytest.raises(ValueError, match="base_batch_size"):
+            call()
+
+
+def test_unknown_rules_and_units_are_refused_at_construction():
+    for make in (scale_by_batch_size, lambda base, **options: planned_schedule(PLAN, 0.1, base, **options)):
+        with pytest.raises(ValueError, match="'cubic'"):
+            make(1, rule="cubic")
+        with pytest.raises(ValueError, match="'samples'"):
+            make(1, unit="samples")
+        with pytest.raises(ValueError, match=r"scales .* at least 0"):
+            make(1, rule=lambda ratio: -ratio)
+
+
+# Inside other optimizers
+
+
+@pytest.mark.parametrize("rule", ["linear", "sqrt"])
+def test_a_scaled_adamw_is_adamw_at_the_planned_rate(rule):
+    """Weight decay included: it is decoupled from the gradient, not from the rate."""
+    rng = np.random.default_rng(0)
+    plan = EPOCHS[0]
+    weights = {"w": jnp.asarray(rng.normal(size=5), jnp.float32)}
+    cosine = optax.cosine_decay_schedule(0.01, 9)
+    planned = optax.adamw(planned_schedule(plan, cosine, 4, rule=rule), weight_decay=0.3)
+    scaled = optax.chain(optax.adamw(cosine, weight_decay=0.3), scale_by_batch_size(4, rule=rule))
+    decay_left_unscaled = optax.chain(
+        optax.adam(cosine), scale_by_batch_size(4, rule=rule), optax.add_decayed_weights(-0.3 * 0.01)
+    )
+    results = []
+    for optimizer in map(optax.with_extra_args_support, (planned, scaled, decay_left_unscaled)):
+        params, state = weights, optimizer.init(weights)
+        gradients = np.random.default_rng(1)
+        update = jax.jit(optimizer.update)
+        for size in plan.num_sequences:
+            grads = {"w": jnp.asarray(gradients.normal(size=5), jnp.float32)}
+            updates, state = update(grads, state, params, batch_size=jnp.float32(size))
+            params = optax.apply_updates(params, updates)
+        results.append(np.asarray(params["w"]))
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
+    assert not np.allclose(results[0], results[2], rtol=1e-4)
+
+
+def test_groups_of_parameters_have_rates_and_rules_of_their_own():
+    """Scaled by their own base and rule, by tokens, by a planned table, or not at all."""
+    plan = EPOCHS[0]
+    planned = planned_schedule(plan, COSINE, 5, counted_in="tokens")
+    groups = {
+        "linear": optax.chain(optax.sgd(0.1), scale_by_batch_size(2)),
+        "sqrt": optax.chain(optax.sgd(0.2), scale_by_batch_size(8, rule="sqrt")),
+        "tokens": optax.chain(optax.sgd(0.3), scale_by_batch_size(16, unit="tokens")),
+        "planned": optax.sgd(planned),
+        "unscaled": optax.sgd(0.4),
+    }
+    optimizer = optax.partition(groups, {name: name for name in groups})
+    params = {name: jnp.ones(2) for name in groups}
+    expected = {
+        "linear": lr_sequence(plan, 0.1, 2),
+        "sqrt": lr_sequence(plan, 0.2, 8, rule="sqrt"),
+        "tokens": lr_sequence(plan, 0.3, 16, unit="tokens"),
+        "planned": lr_sequence(plan, COSINE, 5, counted_in="tokens"),
+        "unscaled": np.full(plan.num_steps, 0.4),
+    }
+    update, state = jax.jit(optimizer.update), optimizer.init(params)
+    for step in range(plan.num_steps):
+        sizes = jnp.float32(plan.num_sequences[step]), jnp.float32(plan.num_tokens[step])
+        updates, state = update(params, state, params, batch_size=sizes[0], num_tokens=sizes[1])
+        for name, rates in expected.items():
+            assert -updates[name][0].item() == pytest.approx(rates[step], rel=4e-7)
+    assert update._cache_size() == 1
