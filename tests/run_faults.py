@@ -35,7 +35,7 @@ READ_S = 0.0005  # of one sample: a scan reads 130, a step some 8
 COMPILE_S = 0.4
 WRITE_S = 0.03
 
-fit_module = importlib.import_module("jvarlen.fit")  # the module: in the package that is the name of its function
+fit_module = importlib.import_module("jvarlen.runs.fit")
 
 
 class Reporting:

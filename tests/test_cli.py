@@ -276,7 +276,7 @@ def test_a_runtime_error_of_other_commands_is_not_hidden(monkeypatch):
     def fail(*args):
         raise RuntimeError("ours")
 
-    monkeypatch.setattr(sys.modules["jvarlen.fit"], "fit", fail)  # by its name in the package it is the function
+    monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", fail)
     with pytest.raises(RuntimeError, match="ours"):
         main(["train"])
 
@@ -285,7 +285,7 @@ def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys,
     def fail(*args, **kwargs):
         raise RuntimeError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
 
-    monkeypatch.setattr("jvarlen.cli.sort_file", fail)
+    monkeypatch.setattr("jvarlen.runs.sort_command.sort_file", fail)
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
     assert capsys.readouterr().err == (
         "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
@@ -329,7 +329,7 @@ def test_a_run_that_is_continued_has_its_own_settings_as_defaults(tmp_path, monk
         called.append(config)
         raise ValueError("noted")
 
-    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", note)
+    monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     for given in ([name, str(tmp_path)], [f"{name}={tmp_path}"]):
         assert main(["train", *given, "--max-steps", "9"]) == 2
         assert (called[-1].max_steps, called[-1].seed) == (9, 3)
@@ -343,6 +343,6 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
         called.append(config)
         raise ValueError("noted")
 
-    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", note)
+    monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2
     assert called == [FitConfig(run_dir=tmp_path / "new")]

@@ -194,7 +194,7 @@ def parse(monkeypatch):
         configs.append(config)
         return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
 
-    monkeypatch.setattr(importlib.import_module("jvarlen.fit"), "fit", fit)
+    monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", fit)
 
     def parsed(command):
         assert main(shlex.split(command)[1:]) == 0

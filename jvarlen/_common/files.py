@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import platformdirs
 
-__all__ = ["check_place", "default_cache_dir", "move_into_place", "write_atomically"]
+__all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", "write_atomically"]
 
 
 def default_cache_dir() -> Path:
@@ -63,3 +64,28 @@ def move_into_place(part: Path, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def load_array(path: Path, what: str) -> np.ndarray:
+    """The array of a `.npy` file, which stays on disk until it is looked at.
+
+    Args:
+      path: the file.
+      what: of what it should be, for errors.
+
+    Returns:
+      The array, mapped from the file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it is no `.npy` file of one array.
+    """
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no {what} file {path}") from None
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is not a readable .npy file of {what}: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path} holds several arrays; a .npy file of {what} holds one")
+    return array

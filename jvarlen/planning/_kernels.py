@@ -1,12 +1,15 @@
-"""Kernels: in go arrays of samples, out comes what only a loop over the samples gives; numba compiles it where it can.
+"""Loops over samples that NumPy cannot express, compiled by numba where it is installed.
 
 A greedy batch begins where the one before it ended, so every sample waits for the one before: 10 million take seconds
-as a Python loop, tens of milliseconds compiled. Without numba the same functions run as they stand.
+as a Python loop, tens of milliseconds compiled. Few samples run as Python, which takes less time than importing numba.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import types
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -15,12 +18,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, Integer, UInt64
 
-try:
-    import numba
-except ImportError:
-    numba = None  # type: ignore[assignment]
-
 __all__ = [
+    "Kernel",
     "close_by_budget",
     "close_by_capacity",
     "in_parts",
@@ -30,13 +29,40 @@ __all__ = [
     "take_segments_with_sums",
 ]
 
-
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles on the first call, for the next process as well."""
-    return function if numba is None else numba.njit(cache=True, nogil=True)(function)
+_FEW = 2**16  # samples
 
 
-@_compiled
+class Kernel:
+    """A function of arrays that is compiled on its first call with many samples, for the next process as well.
+
+    Attributes:
+      py_func: the function as it stands.
+    """
+
+    def __init__(self, py_func: Callable[..., Any]):
+        self.py_func = py_func
+        functools.update_wrapper(self, py_func)
+
+    def __call__(self, *args: Any) -> Any:
+        if "compiled" not in self.__dict__ and len(args[0]) < _FEW:
+            return self.py_func(*args)
+        return self.compiled(*args)
+
+    @functools.cached_property
+    def compiled(self) -> Callable[..., Any]:
+        """The compiled function, calling compiled ones; the function as it stands where numba is missing."""
+        if importlib.util.find_spec("numba") is None:
+            return self.py_func
+        import numba
+
+        called = {name: globals().get(name) for name in self.py_func.__code__.co_names}
+        kernels = {name: kernel.compiled for name, kernel in called.items() if isinstance(kernel, Kernel)}
+        function = types.FunctionType(self.py_func.__code__, globals() | kernels, self.py_func.__name__)
+        function.__qualname__, function.__module__ = self.py_func.__qualname__, self.py_func.__module__
+        return numba.njit(cache=True, nogil=True)(function)
+
+
+@Kernel
 def close_by_budget(
     lengths: Int64[np.ndarray, " n"], max_tokens: int, max_sequences: int, multiple: int, is_padded: bool
 ) -> Int64[np.ndarray, " b"]:
@@ -94,7 +120,7 @@ def close_by_budget(
     return ends[:num_batches].copy()
 
 
-@_compiled
+@Kernel
 def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " b"]:
     """Where greedy batches end that take samples while their count is at most the least capacity among them.
 
@@ -120,7 +146,7 @@ def close_by_capacity(capacity: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " 
     return ends[: num_batches + 1].copy()
 
 
-@_compiled
+@Kernel
 def take_segments(
     values: Int64[np.ndarray, " n"],
     offsets: Int64[np.ndarray, " S_plus_1"],
@@ -144,7 +170,7 @@ def take_segments(
     return joined
 
 
-@_compiled
+@Kernel
 def take_segments_with_sums(
     ids: Int64[np.ndarray, " n"],
     values: Integer[np.ndarray, " N"],
@@ -171,7 +197,7 @@ def take_segments_with_sums(
         sums[i] = values[ids_of_segment].astype(np.int64).sum()
 
 
-@_compiled
+@Kernel
 def paced_arrival(
     bucket_of_rank: Integer[np.ndarray, " n"],
     samples_per_step: Int64[np.ndarray, " K"],
@@ -211,7 +237,7 @@ def paced_arrival(
     return pool
 
 
-@_compiled
+@Kernel
 def scaled_key(key: np.uint64, width: int) -> np.int64:
     """⌊key · width / 2**32⌋: an integer in [0, width) from a key below 2**32; 1 ≤ width ≤ 2**32."""
     # Unsigned, for the product can need all 64 bits, and all of one type, for numba makes a float of mixed signs.

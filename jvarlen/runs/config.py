@@ -22,11 +22,10 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.mesh import data_mesh, split_cpu
 from jvarlen.distributed.processes import initialize_processes
 from jvarlen.models import TransformerConfig
-from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 
 __all__ = [
-    "BatchSizeRule",
     "DataConfig",
     "DeviceConfig",
     "FitConfig",
@@ -39,7 +38,7 @@ __all__ = [
     "saved_settings",
 ]
 
-BatchSizeRule = Literal["linear", "sqrt", "none"]
+
 _MODELS = ("cost_model", "memory_model")  # files that a run directory has copies of
 
 

@@ -19,7 +19,7 @@ from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import choose_row_lengths
 
-__all__ = ["PlanConfig"]
+__all__ = ["BatchSizeRule", "PlanConfig"]
 
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
@@ -226,3 +226,6 @@ def _load_model(path: Path | None, unit: str) -> CostModel | None:
     if model.unit != unit:
         raise ValueError(f"{path} holds a cost model in {model.unit}, not in {unit}")
     return model
+
+
+BatchSizeRule = Literal["linear", "sqrt", "none"]

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jvarlen._common.files import load_array
 from jvarlen.distributed.processes import gather_arrays, together
 from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, exchange_volume, shard_balance
 from jvarlen.sorting.ordered_file import write_ordered
@@ -21,7 +22,7 @@ from jvarlen.sorting.sample_sort import local_sort, sample_sort
 from jvarlen.sorting.shard_sort import has_ragged
 from jvarlen.sorting.sharded_rows import shard_local_rows
 
-__all__ = ["SortedFile", "load_array", "sort_file"]
+__all__ = ["SortedFile", "sort_file"]
 
 
 class SortedFile(NamedTuple):
@@ -42,31 +43,6 @@ class SortedFile(NamedTuple):
     volume: ExchangeVolume | None
     exact: ShardBalance
     local: ShardBalance
-
-
-def load_array(path: Path, what: str) -> np.ndarray:
-    """The array of a `.npy` file, which stays on disk until it is looked at.
-
-    Args:
-      path: the file.
-      what: of what it should be, for errors.
-
-    Returns:
-      The array, mapped from the file.
-
-    Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it is no `.npy` file of one array.
-    """
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no {what} file {path}") from None
-    except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not a readable .npy file of {what}: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path} holds several arrays; a .npy file of {what} holds one")
-    return array
 
 
 def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> SortedFile:

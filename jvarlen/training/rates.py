@@ -6,11 +6,11 @@ and s the identity (linear scaling), the square root, 1 or a function. Letters: 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, get_args
 
-import jax
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
@@ -65,8 +65,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
         raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
     sizes = np.asarray(batch_size, np.float64)
     _check_not_negative("batch sizes", sizes)
-    # A function written with jax.numpy computes in float32 otherwise; and not at all while a program is traced.
-    with jax.enable_x64(True), jax.ensure_compile_time_eval():
+    with _in_float64() if callable(rule) else contextlib.nullcontext():
         scales = np.asarray(apply_rule(np, sizes / float(base_batch_size), rule), np.float64)
     if scales.shape != sizes.shape:
         raise ValueError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")
@@ -142,10 +141,10 @@ def before_each(sizes: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
 
 def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> Float64[np.ndarray, " S"]:
     """The base rate at every count, before any scaling by batch size: float64[S]; of an array, all its rates."""
-    with jax.enable_x64(True):  # Optax schedules compute in float32 otherwise
-        if not callable(base_schedule):
-            rates = np.asarray(base_schedule, np.float64)
-        else:
+    if not callable(base_schedule):
+        rates = np.asarray(base_schedule, np.float64)
+    else:
+        with _in_float64():
             try:
                 rates = np.asarray(base_schedule(counts), np.float64)
             except (TypeError, ValueError, DeprecationWarning):  # a function of one count only
@@ -153,6 +152,15 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
     if rates.shape not in ((), counts.shape):
         raise ValueError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
     return np.broadcast_to(rates, counts.shape).copy()
+
+
+@contextlib.contextmanager
+def _in_float64() -> Iterator[None]:
+    """A block in which functions of a user's, such as Optax schedules, compute in float64, and at once."""
+    import jax  # here: tables of numbers do without it
+
+    with jax.enable_x64(True), jax.ensure_compile_time_eval():
+        yield
 
 
 def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:

@@ -1,5 +1,9 @@
 """Kernels: compiled or as plain Python, they do what a transcription of the rule in Python integers does."""
 
+import importlib.util
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,22 +17,18 @@ LARGEST_KEY = 2**32 - 1
 unhurried = settings(deadline=None, max_examples=50)
 
 
-def plain(kernel):
-    return getattr(kernel, "py_func", kernel)
+HAS_NUMBA = importlib.util.find_spec("numba") is not None
+needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed: there is only the Python")
 
 
-@pytest.fixture(params=["compiled", "plain"])
-def draw(request, monkeypatch):
-    """`paced_arrival` from lists to a list, with all that it calls compiled or all of it plain."""
-    if request.param == "compiled" and kernels.numba is None:
-        pytest.skip("numba is not installed: there is only the Python")
-    if request.param == "plain":
-        for name in ("paced_arrival", "scaled_key"):
-            monkeypatch.setattr(kernels, name, plain(getattr(kernels, name)))
+@pytest.fixture(params=[pytest.param("compiled", marks=needs_numba), "py_func"])
+def draw(request):
+    """`paced_arrival` from lists to a list, compiled or plain."""
+    kernel = getattr(kernels.paced_arrival, request.param)
 
     def call(bucket_of_rank, samples_per_step, admitted, keys):
         signed = (np.array(column, np.int64) for column in (bucket_of_rank, samples_per_step, admitted))
-        return kernels.paced_arrival(*signed, np.array(keys, np.uint64)).tolist()
+        return kernel(*signed, np.array(keys, np.uint64)).tolist()
 
     return call
 
@@ -88,8 +88,27 @@ def test_a_full_step_admits_more_and_an_open_one_does_not(draw):
     assert draw([0] * 5, [2], [2, 5, 5], [LARGEST_KEY] * 5) == [1, 0, 4, 2, 3]
 
 
-@pytest.mark.parametrize("kernel", [kernels.scaled_key, plain(kernels.scaled_key)], ids=["compiled", "plain"])
+@pytest.mark.parametrize("kernel", [pytest.param("compiled", marks=needs_numba), "py_func"])
 @pytest.mark.parametrize("width", [1, 7, 2**31, 2**31 + 1, 2**32 - 1, 2**32])
 @pytest.mark.parametrize("key", [0, 1, 2**31, LARGEST_KEY])
 def test_keys_are_scaled_without_overflow(kernel, width, key):
+    kernel = getattr(kernels.scaled_key, kernel)
     assert kernel(np.uint64(key), width) == kernel(np.uint64(key), np.int64(width)) == key * width >> 32
+
+
+def test_few_samples_run_without_numba_and_many_with_it():
+    program = """
+import sys
+import numpy as np
+from jvarlen.planning import _kernels
+
+lengths = np.arange(1, 101)
+assert len(_kernels.close_by_budget(lengths, 100, 10, 1, True)) > 10
+assert "numba" not in sys.modules
+many = np.tile(lengths, 1000)
+ends = _kernels.close_by_budget(many, 100, 10, 1, True)
+assert (ends == _kernels.close_by_budget.py_func(many, 100, 10, 1, True)).all()
+print("numba" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(HAS_NUMBA)

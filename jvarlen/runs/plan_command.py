@@ -1,0 +1,100 @@
+"""`jvarlen plan`: the plan of an epoch for any file of lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import tyro
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.files import load_array
+from jvarlen.planning.compare import StrategyFigures, compare_strategies, comparison_table
+from jvarlen.planning.lengths import Overlong, check_lengths
+from jvarlen.planning.order import Order
+from jvarlen.planning.plan import Plan
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
+from jvarlen.training.rates import lr_sequence
+
+__all__ = ["PlanCommand"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlanConfig):
+    """Print the plan of an epoch for any file of lengths, and save it."""
+
+    lengths: tyro.conf.Positional[Path]
+    """A .npy file of integers, tokens a sample."""
+    max_tokens: int = dataclasses.field()
+    """Budget of one microbatch in tokens, padding included."""
+    max_shapes: int = 16
+    """The most buckets, that is compiled shapes."""
+    max_length: int | None = None
+    """Longest bucket in tokens; None for the longest sample."""
+    overlong: Overlong = "error"
+    """What becomes of samples longer than that."""
+    length_multiple: int = 1
+    """Lengths of buckets are rounded up to a multiple of it."""
+    order: Order = "length"
+    """The order in which samples come."""
+    seed: int = 0
+    """With the epoch, decides every shuffle."""
+    epoch: int = 0
+    """The epoch to plan."""
+    learning_rate: float | None = None
+    """A base rate; the rates of the steps are then shown, by base_batch_size."""
+    base_batch_size: float | None = None
+    """Sequences of the step at which the rate is the base rate."""
+    batch_size_rule: BatchSizeRule = "sqrt"
+    """How the rate grows with the sequences of a step."""
+    out: Path | None = None
+    """Where to save the plan (.npz)."""
+    compare: bool = False
+    """Also print what every strategy, packed rows and no plan at all would make of the lengths."""
+    html: Path | None = None
+    """Where to write a page that shows the plan: one file that works offline."""
+
+    def run(self) -> None:
+        """Prints the plan and what it is compared with, and writes the files that are named."""
+        lengths = check_lengths(load_array(self.lengths, "lengths"))
+        plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
+        rates = self._learning_rates(plan)
+        print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
+        print(f"digest {plan.digest}")
+        comparison = self._compare(lengths) if self.compare else None
+        if comparison is not None:
+            print(f"\n{comparison_table(comparison)}")
+        if self.out is not None:
+            plan.save(self.out)
+            print(self.out)
+        if self.html is not None:
+            from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
+
+            write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
+            print(self.html)
+
+    def _learning_rates(self, plan: Plan) -> Float64[np.ndarray, " S"] | None:
+        if self.learning_rate is None and self.base_batch_size is None:
+            return None
+        if self.learning_rate is None or self.base_batch_size is None:
+            raise ValueError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
+        rule = None if self.batch_size_rule == "none" else self.batch_size_rule
+        return lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
+
+    def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
+        return compare_strategies(
+            lengths,
+            self.max_tokens,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            microbatches_per_step=self.microbatches_per_step,
+            row_multiple=self.row_multiple,
+            length_multiple=self.length_multiple,
+            cost=self.cost,
+            compile_seconds=self.compile_seconds,
+            max_cost=self.max_cost,
+            memory=self.memory,
+            max_bytes=self.max_bytes,
+        )
