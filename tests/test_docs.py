@@ -233,3 +233,14 @@ def test_the_lines_about_how_a_plan_is_made_run(capsys):
         assert line in printed
     assert "[[16  8 13  0 22]\n [ 1  4 19 11 -1]]\n" in printed
     assert names["plan"].num_samples == len(names["corpus"])
+
+
+def test_the_architecture_names_modules_that_are_there():
+    text = (DOCS / "architecture.md").read_text()
+    packages = {path.parent.name for path in (ROOT / "jvarlen").glob("*/__init__.py")}
+    named = set(re.findall(r"`([a-z_]+)`", text.split("## Packages")[1].split("## To change")[0]))
+    assert packages <= named
+    paths = re.findall(r"`((?:\w+/)?[\w*]+\.py)`", text)
+    assert len(paths) > 40
+    missing = [path for path in paths if not list((ROOT / "jvarlen").glob(path)) and not (ROOT / path).exists()]
+    assert not missing

@@ -1,13 +1,17 @@
-"""The import graph: data flows one way, and each package stands without the other."""
+"""What importing costs, and that old names are found. The layers of packages are a contract in `make lint`."""
 
 import ast
+import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import jvarlen
+from jvarlen import _moved
 
 ROOT = Path(jvarlen.__file__).parent
 
@@ -38,66 +42,91 @@ TORCH_LAYERS = [
 ]  # fmt: skip
 
 
-def imported(path):
-    """Names of all modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports of ours are absolute"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)  # a module, where it is one
+def loaded_by(program, *args):
+    """The top-level packages that a program has imported at its end."""
+    told = "\nimport json, sys; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+    run = subprocess.run(
+        [sys.executable, "-c", program + told, *args], capture_output=True, text=True, check=True, cwd=ROOT.parent
+    )
+    return set(json.loads(run.stdout.splitlines()[-1]))
 
 
-def test_every_module_has_its_place():
-    modules = {path.stem for path in ROOT.glob("*.py")} - {"__init__", "__main__"} | {"models"}
-    assert modules == set(LAYERS)
+def test_the_package_is_a_table_of_contents():
+    assert not loaded_by("import jvarlen; dir(jvarlen); jvarlen.__version__") & (HEAVY | {"numpy"})
+    assert all(hasattr(jvarlen, name) for name in jvarlen.__all__)
+    assert set(jvarlen.__all__) <= set(dir(jvarlen))
+    undocumented = [name for name in jvarlen.__all__ if not getattr(jvarlen, name).__doc__]
+    assert not undocumented
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        jvarlen.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_module_imports_only_modules_above_it(layer):
-    paths = (ROOT / layer).glob("*.py") if (ROOT / layer).is_dir() else [ROOT / f"{layer}.py"]
-    for path in paths:
-        names = {name.split(".")[1] for name in imported(path) if name.startswith("jvarlen.")}
-        assert names - {layer, "__version__"} <= set(LAYERS[: LAYERS.index(layer)])
+def test_editors_see_the_names_that_are_imported_when_used():
+    (block,) = (node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body for alias in node.names}
+    assert seen == {name: f"jvarlen.{module}" for name, module in jvarlen._MODULE_OF.items()}
+    assert sorted(seen) == sorted(jvarlen.__all__)
 
 
-def test_the_reference_has_layers_as_well():
-    modules = {path.stem: path for path in (ROOT.parent / "torch_ref").glob("*.py") if path.stem != "__init__"}
-    assert modules.keys() == set(TORCH_LAYERS)
-    for layer, path in modules.items():
-        names = {name.split(".")[1] for name in imported(path) if name.startswith("torch_ref.")}
-        assert names <= set(TORCH_LAYERS[: TORCH_LAYERS.index(layer)]), layer
+@pytest.mark.parametrize("package", ["planning", "data"])
+def test_planning_and_data_need_no_accelerator_library(package):
+    modules = [f"jvarlen.{package}.{path.stem}" for path in (ROOT / package).glob("*.py")]
+    assert not loaded_by(f"import {', '.join(modules)}") & HEAVY
+
+
+def test_the_plan_command_imports_what_it_uses(tmp_path):
+    np.save(tmp_path / "lengths.npy", np.arange(1, 1001))
+    program = f"""
+import sys
+from jvarlen.cli import main
+assert main(["plan", {str(tmp_path / "lengths.npy")!r}, "--max-tokens", "4096"]) == 0
+"""
+    assert not loaded_by(program) & HEAVY
+
+
+@pytest.mark.multiprocess
+def test_workers_that_measure_import_no_accelerator_library(tmp_path):
+    program = tmp_path / "measuring.py"
+    program.write_text(
+        """
+import sys
+from jvarlen.data.measure import measure_lengths
+
+class Telling:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        heavy = {"jax", "flax", "optax", "orbax", "grain", "matplotlib", "torch", "numba"}
+        return [0] * (1 + len(heavy & {name.split(".")[0] for name in sys.modules}))
+
+if __name__ == "__main__":
+    print(measure_lengths(Telling(), num_workers=1, progress=False).tolist())
+"""
+    )
+    run = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert run.stdout.strip() == "[1, 1, 1, 1]"
+
+
+@pytest.mark.parametrize("old", sorted(_moved._MOVED))
+def test_a_module_by_its_old_name_has_what_it_had(old):
+    module = importlib.import_module(f"jvarlen.{old}")
+    for new in _moved._MOVED[old]:
+        found = importlib.import_module(f"jvarlen.{new}")
+        for name in found.__all__:
+            assert getattr(module, name) is not None
+    with pytest.raises(AttributeError):
+        module.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("directory", ["benchmarks", "examples"])
 def test_what_users_read_takes_public_names_only(directory):
-    ours = ("jvarlen", "torch_ref")
     private = [
-        f"{path.name}: {name}"
+        f"{path.name}: {node.module}"
         for path in (ROOT.parent / directory).rglob("*.py")
-        for name in imported(path)
-        if name.split(".")[0] in ours and any(part.startswith("_") for part in name.split("."))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").split(".")[0] in ("jvarlen", "torch_ref")
+        and any(part.startswith("_") for part in [*node.module.split("."), *(alias.name for alias in node.names)])
     ]
-    assert not private
-
-
-@pytest.mark.parametrize("layer", NUMPY_ONLY)
-def test_planning_is_numpy_only(layer):
-    assert not {"jax", "flax", "optax", "torch", "grain", "orbax", "matplotlib"} & {
-        name.split(".")[0] for name in imported(ROOT / f"{layer}.py")
-    }
-
-
-@pytest.mark.parametrize(("package", "other"), [("jvarlen", "torch"), ("torch_ref", "jax"), ("torch_ref", "jvarlen")])
-@pytest.mark.slow
-def test_each_package_stands_without_the_other(package, other):
-    program = f"import sys, {package}; sys.exit({other!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_the_top_level_is_a_table_of_contents():
-    assert len((ROOT / "__init__.py").read_text().splitlines()) < 60
-    assert all(hasattr(jvarlen, name) for name in jvarlen.__all__)
-    undocumented = [name for name in jvarlen.__all__ if not getattr(jvarlen, name).__doc__]
-    assert not undocumented
+    assert private in ([], ["compiled_loop.py: jvarlen.planning._kernels"])  # which is what it measures
