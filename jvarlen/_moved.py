@@ -159,11 +159,14 @@ class _Old(ModuleType):
     """An old module: what is asked of it is looked up where it is now."""
 
     def __getattr__(self, name: str) -> Any:
+        moved_to = _MOVED[self.__name__.removeprefix("jvarlen.")]
+        modules = (importlib.import_module(f"jvarlen.{module}") for module in moved_to)
+        if name == "__all__":
+            return [each for module in modules for each in module.__all__]
         if not name.startswith("__"):
-            for module in _MOVED[self.__name__.removeprefix("jvarlen.")]:
-                found = importlib.import_module(f"jvarlen.{module}")
-                if hasattr(found, name):
-                    return getattr(found, name)
+            for module in modules:
+                if hasattr(module, name):
+                    return getattr(module, name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 

@@ -24,14 +24,14 @@ PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [ROOT / "README.md", *PAGES]
 # Of these modules every name is public, and not only those that pages name.
 PUBLIC_MODULES = [
-    "checkpoint",
-    "datasets",
-    "html_report",
+    "data.tokens",
     "models",
-    "pipeline",
-    "run_report",
-    "sort_figures",
+    "parallel.pipeline",
+    "reports.plan_page",
+    "reports.run_page",
+    "sorting.balance",
     "testing",
+    "training.checkpoint",
 ]
 
 

@@ -24,11 +24,11 @@ __all__ = [
     "compiling_for",
     "data_mesh",
     "devices_of",
-    "split_cpu",
     "num_shards_of",
     "own_microbatches",
     "own_shards",
     "replicate",
+    "split_cpu",
     "with_auto_axes",
 ]
 
