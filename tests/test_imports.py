@@ -14,32 +14,7 @@ import jvarlen
 from jvarlen import _moved
 
 ROOT = Path(jvarlen.__file__).parent
-
-# In the order in which data flows; a module imports only modules above it.
-LAYERS = [
-    "files", "threads", "interrupts", "progress", "portable_errors", "checks", "lengths", "manifest",
-    "sample_workers", "shard_files", "measure_samples", "curriculum", "pacing", "costs", "budget", "edges",
-    "buckets", "stream_state", "streams", "pairs", "kernels", "batching", "packing", "row_lengths", "grouping",
-    "emission", "plan_file", "plan_table", "planned_steps", "plan", "compare", "leaves", "distributed", "processes",
-    "watchdog",
-    "sortable_words", "shard_sort", "sharded_rows", "sort", "sort_figures", "ordered_file", "plan_places",
-    "distributed_plan", "ids_digest", "sort_file", "collate", "masks", "attention", "plan_source", "shared_memory",
-    "read_ahead", "loader", "collectives", "compile_log", "recompiles", "compilation_cache", "compile_options",
-    "ledger", "step_clock", "unplanned", "row_search", "compiled_file", "recipe", "executables", "compiled_buckets",
-    "compile", "lr_table", "lr", "train_state", "losses", "step_sums", "train", "pipeline", "checkpoint",
-    "source_texts", "datasets", "mixtures",
-    "content_key", "length_cache", "line_files", "tokenized", "arrow_files", "data_files", "models", "measure",
-    "report", "wandb_process", "charts", "trackers", "setting_checks", "plan_config", "data_config", "config",
-    "training_data", "course", "svg_figures", "html_page", "plan_figures", "html_report", "run_records",
-    "run_lines", "run_figures", "run_report", "run_dir", "summary", "evaluation", "profiling", "task", "training_loop",
-    "fit", "plan_checks", "partition_checks", "testing", "cli",
-]  # fmt: skip
-NUMPY_ONLY = LAYERS[: LAYERS.index("compare") + 1]
-TORCH_LAYERS = [
-    "checks", "lengths", "order", "rows", "costs", "edges", "buckets", "pacing", "packing", "row_lengths", "pairs",
-    "batching", "streams", "mixtures", "plan_file", "plan_report", "assign", "emission", "plan", "lr", "loader",
-    "model", "train", "unplanned", "graphs", "compile", "sort",
-]  # fmt: skip
+HEAVY = {"jax", "flax", "optax", "orbax", "grain", "matplotlib", "torch", "numba"}
 
 
 def loaded_by(program, *args):
