@@ -16,7 +16,7 @@ import jvarlen
 import torch_ref
 from jvarlen.cli import main
 from jvarlen.data import open as data_files
-from jvarlen.data import tokens as datasets
+from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
@@ -52,7 +52,7 @@ FLAGS_OF_OTHERS = {
 def test_the_script_trains_on_every_sample(monkeypatch):
     rng = np.random.default_rng(0)
     samples = [rng.integers(32, 127, length, np.uint8).tobytes() for length in (9, 17) * 40]
-    monkeypatch.setattr(datasets, "stdlib_functions", lambda: TokenDataset.from_bytes(samples))
+    monkeypatch.setattr(stdlib_corpus, "stdlib_functions", lambda: TokenDataset.from_bytes(samples))
     (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict = {}
     exec(script, names)
@@ -251,5 +251,6 @@ def test_the_settings_that_the_pages_name_exist(page, settings):
 def test_the_commands_it_names_exist():
     text = README.read_text()
     makefile = (README.parent / "Makefile").read_text()
+    assert len(text.split()) < 620, "what a reader wants in two minutes"
     for target in re.findall(r"^make (\w+)", text, re.MULTILINE):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
