@@ -130,7 +130,9 @@ def test_what_it_names_as_ours_exists():
     """Functions and arguments of the second column; arguments that stand alone are those of any public function."""
     text = (README.parent / "docs" / "coming_from.md").read_text()
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
-    ours = types.SimpleNamespace(**vars(data_files) | vars(jvarlen) | {"torch_ref": torch_ref})
+    ours = types.SimpleNamespace(
+        **vars(data_files) | {name: getattr(jvarlen, name) for name in jvarlen.__all__} | {"torch_ref": torch_ref}
+    )
     functions = [value for name in jvarlen.__all__ if inspect.isroutine(value := getattr(jvarlen, name))]
     arguments = set().union(*(inspect.signature(function).parameters for function in functions))
 

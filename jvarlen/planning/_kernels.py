@@ -44,7 +44,7 @@ class Kernel:
         functools.update_wrapper(self, py_func)
 
     def __call__(self, *args: Any) -> Any:
-        if "compiled" not in self.__dict__ and len(args[0]) < _FEW:
+        if "compiled" not in self.__dict__ and np.size(args[0]) < _FEW:
             return self.py_func(*args)
         return self.compiled(*args)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen import attention, padding_mask
+from jvarlen import padding_mask
+from jvarlen.attention import attention
 from jvarlen.attention.attention import attend, attend_within_segments
 
 pytestmark = pytest.mark.usefixtures("optimized")

@@ -255,7 +255,7 @@ def test_each_quantity_and_function_has_a_directory_of_its_own(tmp_path):
     options = {"progress": False, "shards": tmp_path, "shard_size": 2}
     with pytest.raises(ValueError, match="quantity is 'difficulty', not 'lengths'"):
         measure_lengths(range(1, 11), identity, **options)
-    with pytest.raises(ValueError, match=r"function is 'tests\.test_measure_samples\.identity', not 'builtins\.float'"):
+    with pytest.raises(ValueError, match=r"function is 'tests\.data\.test_measure\.identity', not 'builtins\.float'"):
         measure_difficulty(range(1, 11), float, **options)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.data import tokens as datasets
+from jvarlen.data import stdlib_corpus
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
@@ -44,14 +44,14 @@ def test_every_sample_is_one_function(corpus):
 @pytest.mark.slow
 def test_the_second_call_reads_the_cache(corpus, monkeypatch):
     dataset, cache = corpus
-    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: pytest.fail("scanned again"))
+    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: pytest.fail("scanned again"))
     again = stdlib_functions(cache_dir=cache, progress=False)
     assert (again.tokens == dataset.tokens).all()
     assert (again.offsets == dataset.offsets).all()
 
 
 def test_a_damaged_cache_is_named_and_made_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
+    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: [b"def f(): ..."])
     stdlib_functions(cache_dir=tmp_path, progress=False)
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-30])
@@ -137,7 +137,7 @@ def test_known_lengths_are_checked():
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "read_functions", lambda root, progress: [b"def f(): ..."])
+    monkeypatch.setattr(stdlib_corpus, "read_functions", lambda root, progress: [b"def f(): ..."])
     (tmp_path / "file").touch()
     with pytest.warns(UserWarning, match="not kept for the next time"):
         assert len(stdlib_functions(cache_dir=tmp_path / "file" / "cache", progress=False)) == 1
