@@ -69,6 +69,8 @@ class CompiledBuckets:
         fingerprint: str,
         options: CompileOptions,
         plan: PlannedSteps | None = None,
+        *,
+        keeps_state: bool = False,
     ):
         """Made by `compile_buckets` or `load_compiled`."""
         self._recipe = recipe
@@ -78,6 +80,7 @@ class CompiledBuckets:
         self._fingerprint = fingerprint
         self._options = options
         self._plan = plan
+        self._keeps_state = keeps_state
         self.specs = {bucket: recipe.spec(bucket) for bucket in self._rows}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
@@ -145,7 +148,7 @@ class CompiledBuckets:
     def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
         constants = (self._constants[bucket],) if self._constants else ()
         outputs = executable(state, batch, *constants)
-        return (state, outputs) if self._recipe.keeps_state else outputs
+        return (state, outputs) if self._keeps_state else outputs
 
     def release(self, *buckets: tuple[int, ...]) -> None:
         """Lets the executables of buckets go; a batch of such a bucket is then refused.
@@ -310,7 +313,7 @@ class CompiledBuckets:
         is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
         executable = self._executables.any_live()
         info, shardings = executable.out_info, executable.output_shardings
-        if not self._recipe.keeps_state:
+        if not self._keeps_state:
             info, shardings = info[1], shardings[1]
         for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
             if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -318,7 +321,7 @@ class CompiledBuckets:
 
     def _without_aliases(self, state: Any) -> Any:
         """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
-        if self._recipe.keeps_state or not self._recipe.donate:
+        if self._keeps_state or not self._recipe.donate:
             return state
         seen: set[Any] = set()
         copies = 0
