@@ -8,7 +8,18 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import data_mesh, init_train_state, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
+from jvarlen import (
+    CompileOptions,
+    TrainState,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    scale_by_batch_size,
+)
 from jvarlen.distributed import batch_shardings
 from jvarlen.recompiles import no_recompiles
 from jvarlen.testing import assert_partition_invariant
@@ -183,3 +194,92 @@ def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
         assert (float(metrics.loss), float(without_weight.loss)) == (1.5, 0.0)
         assert metrics.loss.dtype == np.float32
     assert float(jax.jit(lambda metrics: metrics.loss)(metrics)) == 1.5
+
+
+def compile_for(step, state, batch, mesh=None, **kwargs):
+    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    return compile_buckets(
+        step,
+        state,
+        [(1, 1)],
+        microbatches_per_step=len(batch.x),
+        mesh=mesh,
+        batch_spec=lambda bucket, num_microbatches: spec,
+        progress=False,
+        options=CompileOptions(cache_dir=None),
+        **kwargs,
+    )
+
+
+def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
+    """Its arguments are parameters, optimizer state and batch; two states that leave the rest out give one program."""
+    batch, optimizer = split_into(*make_rows(), 4), optax.adam(0.1)
+    states = init_train_state(params(), optimizer), TrainState(params(), optimizer.init(params()), None, None, None)
+    texts = [jax.jit(make_train_step(loss_fn, optimizer)).lower(state, batch).as_text() for state in states]
+    assert texts[0] == texts[1]
+    assert not any(word in texts[0] for word in ("key", "threefry", "random", "extra", "state.step"))
+    (signature,) = (line for line in texts[0].splitlines() if "@main(" in line)
+    read = params(), optimizer.init(params()), batch.x, batch.weights
+    assert signature.count("%arg") == len(jax.tree.leaves(read))
+
+
+def test_an_evaluation_leaves_its_state_for_another():
+    batch = jax.tree.map(np.float32, split_into(*make_rows(), 4))
+    evaluate = compile_for(make_eval_step(loss_fn), params(), batch)
+    state = params()
+    losses = [float(evaluate(state, batch)[1].loss) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert evaluate(state, batch)[0] is state
+
+
+def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
+    dataset = random_dataset(30, 10)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 10)], microbatches_per_step=4)
+    optimizer = optax.adam(0.1)
+
+    def loss_of_tokens(params, microbatch):
+        losses = (params["w"][microbatch.tokens] - 1) ** 2
+        return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
+
+    def losses_on(mesh):
+        state = init_train_state({"w": jnp.linspace(-1, 1, 128)}, optimizer)
+        train_step = make_train_step(loss_of_tokens, optimizer, mesh=mesh)
+        step = compile_buckets(train_step, state, plan, mesh=mesh, progress=False)
+        losses = []
+        for batch in load(plan, dataset, mesh=mesh):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+        return losses
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    np.testing.assert_allclose(losses_on(mesh), losses_on(None), rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", [make_train_step(loss_fn, optax.sgd(0.1)), make_eval_step(loss_fn)])
+def test_a_step_without_the_mesh_that_it_is_compiled_for_is_refused(step):
+    state, batch = init_train_state(params(), optax.sgd(0.1)), split_into(*make_rows(), 4)
+    with pytest.raises(ValueError, match="the step was made without a mesh and is compiled for one of 2 shards"):
+        compile_for(step, state, batch, data_mesh(2))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_weight_that_is_no_number_shows_and_a_negative_one_divides(num_devices):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    x, weights = make_rows()
+    _, expected = take_step(split_into(x, weights, 4), mesh)
+    state, metrics = take_step(split_into(x, np.where(np.arange(24) == 5, np.nan, weights), 4), mesh)
+    assert np.isnan(metrics.loss)
+    assert np.isnan(state.params["w"]).all()
+    _, metrics = take_step(split_into(x, -weights, 4), mesh)
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-6)
+    assert metrics.weight_sum == -weights.sum()
+
+
+def test_weights_that_depend_on_parameters_are_warned_of():
+    def loss_of_gates(params, microbatch):
+        weights = microbatch.weights * jax.nn.sigmoid(microbatch.x[..., 0] * params["b"])
+        return jnp.sum(weights * (microbatch.x @ params["w"]) ** 2), jnp.sum(weights)
+
+    with pytest.warns(UserWarning, match=r"the weights depend on parameters, \['b'\]: the gradient of a step is that"):
+        assert_partition_invariant(loss_of_gates, params(), split_into(*make_rows(), 4), num_shards=[1, 2])
