@@ -58,16 +58,16 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     takes_extra = "extra" in parameters and state.extra is not None
 
     def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
-        arguments = {"key": key} if takes_key else {}
-        if takes_extra:  # made anew: NNX's variables may only be changed under the trace that made them
-            arguments["extra"] = jax.tree.map(lambda leaf: leaf, state.extra)
+        # Made anew, as it may change them in place; NNX's variables it may only under the trace that made them.
+        microbatch, extra = jax.tree.map(lambda leaf: leaf, (microbatch, state.extra))
+        arguments = ({"key": key} if takes_key else {}) | ({"extra": extra} if takes_extra else {})
         returned = loss_fn(params, microbatch, **arguments)
         form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
             raise ValueError(f"{name} must return {form}, not {got}")
         loss_sum, weight_sum, *rest = returned
-        extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
+        next_extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
             raise ValueError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
@@ -75,7 +75,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
         for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
             if value.shape:
                 raise ValueError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
-        return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), extra)
+        return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), next_extra)
 
     return loss
 

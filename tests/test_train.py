@@ -283,3 +283,20 @@ def test_weights_that_depend_on_parameters_are_warned_of():
 
     with pytest.warns(UserWarning, match=r"the weights depend on parameters, \['b'\]: the gradient of a step is that"):
         assert_partition_invariant(loss_of_gates, params(), split_into(*make_rows(), 4), num_shards=[1, 2])
+
+
+def test_a_loss_may_change_what_it_is_given_in_place():
+    def loss_in_place(params, microbatch, extra):
+        extra["count"] += 1
+        extra["mean"] = (extra["mean"] + microbatch.pop("x").mean()) / 2
+        microbatch.pop("num_tokens")
+        return params["b"] * microbatch["weights"].sum(), microbatch["weights"].sum(), extra
+
+    x, _ = make_rows(num_dummies=0)
+    batch = {"x": x.reshape(4, 6, 4), "weights": np.ones((4, 6)), "num_tokens": np.arange(4)}
+    optimizer = optax.sgd(0.1)
+    state = init_train_state(params(), optimizer, extra={"count": jnp.zeros((), int), "mean": jnp.zeros(())})
+    state, metrics = jax.jit(make_train_step(loss_in_place, optimizer))(state, batch)
+    assert state.extra["count"] == 4
+    np.testing.assert_allclose(state.extra["mean"], x.mean() / 2, rtol=1e-5)
+    assert metrics.num_tokens == 0 + 1 + 2 + 3
