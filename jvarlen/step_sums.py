@@ -30,7 +30,7 @@ class StepSums(NamedTuple):
       weight: float[].
       num_tokens: float[]; None where the batch doesn't tell.
       sums: what else the loss sums up.
-      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats, Σ change for integers.
+      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats; for integers Σ change, integers.
       grads: Σ gradients, a pytree as the parameters; None where none are asked for.
     """
 
@@ -185,8 +185,9 @@ def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
         if jnp.issubdtype(old.dtype, jnp.floating):
             added = weight * (new.astype(weight.dtype) - old.astype(weight.dtype))
         else:
-            added = (new - old).astype(jnp.int32).astype(weight.dtype)
-        return jnp.where(weight == 0, 0, added)
+            added = new - old  # which wraps around, as adding it will
+            added = added if added.dtype.itemsize >= 4 else added.astype(jnp.int32)  # that collectives have everywhere
+        return jnp.where(weight == 0, jnp.zeros_like(added), added)
 
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return tuple(change(*pair) for pair in pairs if _is_number(pair[0]))

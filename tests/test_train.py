@@ -285,6 +285,23 @@ def test_weights_that_depend_on_parameters_are_warned_of():
         assert_partition_invariant(loss_of_gates, params(), split_into(*make_rows(), 4), num_shards=[1, 2])
 
 
+@pytest.mark.parametrize("num_devices", [None, 4])
+@pytest.mark.parametrize(
+    ("dtype", "change"), [(np.uint8, 100), (np.int8, -100), (np.int32, 2**25 + 1), (np.uint32, 2**30)]
+)
+def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change):
+    def counting(params, microbatch, extra):
+        return *loss_fn(params, microbatch), {"count": extra["count"] + jnp.asarray(change).astype(dtype)}
+
+    mesh, optimizer = None if num_devices is None else data_mesh(num_devices), optax.sgd(0.1)
+    state = init_train_state(params(), optimizer, extra={"count": jnp.array(7, dtype)})
+    state, _ = jax.jit(make_train_step(counting, optimizer, mesh=mesh))(state, split_into(*make_rows(num_dummies=6), 8))
+    expected = np.array(7, dtype)
+    for _ in range(6):  # two of eight microbatches are dummies
+        expected = expected + np.array(change).astype(dtype)
+    assert state.extra["count"] == expected
+
+
 def test_a_loss_may_change_what_it_is_given_in_place():
     def loss_in_place(params, microbatch, extra):
         extra["count"] += 1
