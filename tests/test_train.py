@@ -302,6 +302,63 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
     assert state.extra["count"] == expected
 
 
+def loss_alone(params, batch):
+    loss_sum, weight_sum = loss_fn(params, batch)
+    return jax.lax.psum(loss_sum, "data"), weight_sum
+
+
+def weight_alone(params, batch):
+    loss_sum, weight_sum = loss_fn(params, batch)
+    return loss_sum, jax.lax.pmean(weight_sum, "data")
+
+
+def with_a_sum(params, batch):
+    return *loss_fn(params, batch), {"rows": jax.lax.psum(jnp.sum(batch.weights > 0), "data")}
+
+
+def loss_alone_in_jit(params, batch):
+    return jax.jit(loss_alone)(params, batch)
+
+
+def loss_alone_in_checkpoint(params, batch):
+    return jax.checkpoint(loss_alone)(params, batch)
+
+
+def loss_alone_in_scan(params, batch):
+    def add(sums, row):
+        return jax.tree.map(jnp.add, sums, loss_alone(params, row)), None
+
+    return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), batch._replace(num_sequences=None))[0]
+
+
+def loss_alone_in_a_branch(params, batch):
+    loss_sum = jax.lax.cond(
+        params["b"] > 0, lambda: loss_alone(params, batch)[0], lambda: 2 * loss_alone(params, batch)[0]
+    )
+    return loss_sum, jnp.sum(batch.weights)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "named"),
+    [
+        (loss_alone, "loss_alone reduces loss_sum over mesh axis 'data' itself"),
+        (weight_alone, "weight_alone reduces weight_sum over"),
+        (with_a_sum, r"with_a_sum reduces sums\['rows'\] over"),
+        (loss_alone_in_jit, "loss_alone_in_jit reduces loss_sum over"),
+        (loss_alone_in_checkpoint, "loss_alone_in_checkpoint reduces loss_sum over"),
+        (loss_alone_in_scan, "loss_alone_in_scan reduces loss_sum over"),
+        (loss_alone_in_a_branch, "loss_alone_in_a_branch reduces loss_sum over"),
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_loss_that_reduces_some_of_its_sums_is_refused_by_name(loss_fn, named, is_training):
+    mesh, optimizer = data_mesh(2), optax.sgd(0.1)
+    state = init_train_state(params(), optimizer)
+    step = make_train_step(loss_fn, optimizer, mesh=mesh) if is_training else make_eval_step(loss_fn, mesh=mesh)
+    with pytest.raises(ValueError, match=named):
+        jax.eval_shape(step, state, jax.tree.map(np.float32, split_into(*make_rows(), 4)))
+
+
 def test_a_loss_may_change_what_it_is_given_in_place():
     def loss_in_place(params, microbatch, extra):
         extra["count"] += 1
