@@ -16,6 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen.collate import count_tokens
 from jvarlen.distributed import auto_axes, check_compiled_for, check_shards_divide
+from jvarlen.leaves import leaves_by_name
 from jvarlen.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.train_state import TrainState, divide_once
 
@@ -66,6 +67,8 @@ def sum_step(
         )
         keys = None
         if state.key is not None and takes_argument(loss_fn, "key"):
+            if state.step is None:
+                raise ValueError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
             step_key = jax.random.fold_in(state.key, state.step)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
         if mesh is None:
@@ -104,8 +107,11 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
 
 
 def microbatches_of(batch: Any) -> int:
-    """M: the leading axis of a step's arrays."""
-    return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+    """M: the leading axis of a step's arrays; raises ValueError where they differ in it, or there are none."""
+    axes = {name: leaf.shape[0] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
+    if len(set(axes.values())) != 1:
+        raise ValueError(f"arrays of a batch must begin with the same axis, the microbatches of the step: {axes}")
+    return next(iter(axes.values()))
 
 
 def field_of(batch: Any, name: str) -> Any:

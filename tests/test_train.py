@@ -302,6 +302,26 @@ def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change)
     assert state.extra["count"] == expected
 
 
+def test_a_state_that_a_loss_cannot_take_is_refused():
+    def drawing(params, microbatch, key):
+        return loss_fn(params, microbatch)
+
+    optimizer, batch = optax.sgd(0.1), split_into(*make_rows(), 4)
+    state = init_train_state(params(), optimizer)
+    with pytest.raises(ValueError, match=r"drawing takes key: init_train_state\(params, optimizer, seed=0\) gives"):
+        jax.eval_shape(make_train_step(drawing, optimizer), state, batch)
+    with pytest.raises(ValueError, match="the state has a key and no step: init_train_state"):
+        jax.eval_shape(make_train_step(drawing, optimizer), state._replace(key=jax.random.key(0)), batch)
+
+
+def test_arrays_of_a_batch_that_begin_with_different_axes_are_listed():
+    batch = split_into(*make_rows(), 4)
+    with pytest.raises(ValueError, match=r"must begin with the same axis.*'\.x': 4, '\.weights': 3"):
+        jax.eval_shape(make_eval_step(loss_fn), params(), batch._replace(weights=batch.weights[:3]))
+    with pytest.raises(ValueError, match="must begin with the same axis"):
+        jax.eval_shape(make_eval_step(loss_fn), params(), {"num_sequences": jnp.ones(())})
+
+
 def loss_alone(params, batch):
     loss_sum, weight_sum = loss_fn(params, batch)
     return jax.lax.psum(loss_sum, "data"), weight_sum
