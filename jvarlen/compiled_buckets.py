@@ -47,6 +47,7 @@ from jvarlen.unplanned import (
 __all__ = ["CompiledBuckets"]
 
 _MAX_ROWS = 2**24  # that `suggest_rows` tries
+_MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
 _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
@@ -305,7 +306,7 @@ class CompiledBuckets:
                 state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
 
     def prepare_arithmetic(self, state: Any) -> None:
-        """Compiles what a loop does with scalar metrics, such as adding them up, so that a guard lets it.
+        """Compiles what a loop does with metrics, such as adding them up, so that a guard lets it.
 
         Args:
           state: what is committed to its devices, as results of a step will be then.
@@ -316,8 +317,10 @@ class CompiledBuckets:
         if not self._keeps_state:
             info, shardings = info[1], shardings[1]
         for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
-            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
-                _prepare_arithmetic(leaf.dtype, sharding if is_committed or self._recipe.mesh is not None else None)
+            is_summed = leaf.shape == () or (sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
+            if is_summed and jnp.issubdtype(leaf.dtype, jnp.floating):
+                is_placed = is_committed or self._recipe.mesh is not None
+                _prepare_arithmetic(leaf.shape, leaf.dtype, sharding if is_placed else None)
 
     def _without_aliases(self, state: Any) -> Any:
         """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
@@ -430,10 +433,11 @@ def _copy(leaf: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def _prepare_arithmetic(dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
-    scalar = jax.device_put(np.ones((), dtype), sharding)
-    pairs = ((scalar, scalar), (scalar, 1.0), (1.0, scalar), (scalar, 1), (1, scalar))
+def _prepare_arithmetic(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
+    """Sums of arrays; of scalars differences, products and quotients as well."""
+    array = jax.device_put(np.ones(shape, dtype), sharding)
+    operations = [operator.add] if shape else [operator.add, operator.sub, operator.mul, operator.truediv]
     with recompiles.uncounted_in_thread():
-        for calculate in (operator.add, operator.sub, operator.mul, operator.truediv):
-            for pair in pairs:
+        for calculate in operations:
+            for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
                 calculate(*pair)

@@ -223,6 +223,35 @@ def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
     assert signature.count("%arg") == len(jax.tree.leaves(read))
 
 
+@pytest.mark.parametrize("num_devices", [None, 2, 4])
+def test_metrics_are_added_up_without_compiling(num_devices):
+    def loss_with_sums(params, microbatch):
+        sums = {"by_feature": jnp.sum(microbatch.x, axis=0), "rows": jnp.sum(microbatch.weights > 0)}
+        return *loss_fn(params, microbatch), sums
+
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    batch, optimizer = split_into(*make_rows(), 4), optax.sgd(0.1)
+    batch = jax.tree.map(np.float32, batch)
+    state = init_train_state(params(), optimizer)
+    step = compile_for(make_train_step(loss_with_sums, optimizer, mesh=mesh, norms=True), state, batch, mesh)
+    steps = []
+    with no_recompiles():
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            steps.append(metrics)
+        both, total = steps[0] + steps[1], sum(steps)
+        average = (total.loss_sum - both.loss_sum) / total.weight_sum * 3
+        running = 0.9 * steps[0].loss_sum + 0.1 * steps[1].loss_sum / 2 + 1
+        by_feature = sum(metrics.sums["by_feature"] for metrics in steps)
+    np.testing.assert_allclose(average, steps[2].loss, rtol=1e-5)
+    assert running.dtype == np.float32
+    np.testing.assert_allclose(total.sums["by_feature"], by_feature)
+    np.testing.assert_allclose(by_feature, 3 * batch.x.sum(axis=(0, 1)), rtol=1e-5)
+    assert total.sums["rows"] == 3 * batch.num_sequences
+    assert both.grad_norm is None
+    assert steps[0].grad_norm > 0
+
+
 def test_an_evaluation_leaves_its_state_for_another():
     batch = jax.tree.map(np.float32, split_into(*make_rows(), 4))
     evaluate = compile_for(make_eval_step(loss_fn), params(), batch)
