@@ -54,7 +54,8 @@ _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launche
 class CompiledBuckets:
     """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: use the one that comes back. A state that holds an array twice is given a copy of it.
+    The state is donated: use the one that comes back. An array that the state holds twice, or that the step closes
+    over, is copied.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
@@ -88,6 +89,7 @@ class CompiledBuckets:
         self._times_used = dict.fromkeys(self._rows, 0)
         self._last_use: dict[AnyBucket, int] = {}
         self._is_state_checked = False
+        self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
         self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
 
     @property
@@ -128,17 +130,16 @@ class CompiledBuckets:
             executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
+        if _identity(state) != self._returned:
             state = self._without_aliases(state)
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
             outputs = self._run(executable, bucket, state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
-            without_aliases = self._without_aliases(state)
-            if without_aliases is state:
-                self._explain(state, batch, bucket, error)
-                raise
-            outputs = self._run(executable, bucket, without_aliases, batch)
+            self._explain(state, batch, bucket, error)
+            raise
+        self._returned = _identity(outputs[0])
         if self._clock is not None:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1
@@ -323,10 +324,14 @@ class CompiledBuckets:
                 _prepare_arithmetic(leaf.shape, leaf.dtype, sharding if is_placed else None)
 
     def _without_aliases(self, state: Any) -> Any:
-        """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
+        """The state with copies in place of arrays that cannot be donated.
+
+        Those that it holds a second time, and those that the step closes over. On several devices, donating an array
+        and using it as well ends the process.
+        """
         if self._keeps_state or not self._recipe.donate:
             return state
-        seen: set[Any] = set()
+        seen = {buffer for arrays in self._constants.values() for array in arrays for buffer in _buffers(array)}
         copies = 0
 
         def own(leaf: Any) -> Any:
@@ -415,19 +420,27 @@ def _canonical(batch: Any) -> Any:
     return jax.tree.map(cast, batch)
 
 
+def _identity(state: Any) -> tuple[int, ...]:
+    """Tells a state from others, without holding it; from one that lies where it lay, by what is inside."""
+    if isinstance(state, tuple | list):
+        return id(state), *map(id, state)
+    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return id(state), *map(id, inside.values())
+
+
 def _buffers(leaf: Any) -> list[Any]:
     """What tells whether two arrays share memory."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return []
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return [id(leaf)]
     return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
 
 
 def _copy(leaf: jax.Array) -> jax.Array:
-    """A copy where the array lies; nothing is compiled for it."""
+    """A copy where the array lies, as free to be placed elsewhere; nothing is compiled for it."""
+    if not leaf.committed:
+        return jax.device_put(leaf, may_alias=False)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
     shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
