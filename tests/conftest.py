@@ -1,9 +1,9 @@
-"""What all tests share: four host devices, small data, and marks that follow from the machine."""
+"""What all tests share: eight host devices, small data, and marks that follow from the machine."""
 
 import collections
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's

@@ -81,8 +81,8 @@ def test_sort_writes_the_order_and_shows_the_balance(devices, lengths_file, tmp_
     assert order.dtype == np.int64
     assert (order == np.argsort(LENGTHS, kind="stable")).all()
     printed = capsys.readouterr().out
-    assert f"1,000 keys on {2 if devices else 4} devices" in printed
-    assert ("500 to 500" if devices else "250 to 250") in printed
+    assert f"1,000 keys on {2 if devices else 8} devices" in printed
+    assert ("500 to 500" if devices else "125 to 125") in printed
     assert "each for itself" in printed
     buckets = make_buckets(LENGTHS, 4096)
     by_length = np.argsort(LENGTHS, kind="stable")
@@ -157,11 +157,11 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         pytest.param(["sort", "LONG"], "at most 64 bits, not float128[3]", marks=no_long_doubles),
         (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
         (["train", "--devices", "2"], "1 microbatches a step do not spread over 2 shards"),
-        (["train", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
+        (["train", "--devices", "9"], "num_devices must be between 1 and 8, not 9"),
         (["train", "--optimizer.schedule-unit", "epochs"], "schedule-unit"),
         (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),
-        (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 4, not 9"),
+        (["sort", "LENGTHS", "--devices", "9"], "num_devices must be between 1 and 8, not 9"),
         (["sort", "LENGTHS", "--out", "nowhere/order.npy"], "there is no directory nowhere"),
         (["train", "--plan.max-tokens", "0"], "max_tokens"),
         (["train", "--plan.max-tokens", "12"], "max_tokens 12 leaves no row for a bucket"),

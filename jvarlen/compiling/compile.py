@@ -28,7 +28,7 @@ from jvarlen.compiling.compilation_cache import use_compilation_cache, without_c
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.ledger import LedgerRow, row_of
-from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Recipe, lower_first, make_recipe
+from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.processes import agree, together
@@ -113,6 +113,7 @@ def _compile(
     executables = Executables(recipe.devices, options.max_live)
     rows: list[LedgerRow] = []
     constants: dict[AnyBucket, tuple[Any, ...]] = {}
+    keeps_state = False
     texts: list[str] = []
     ends = _first_and_last(buckets)
     pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
@@ -133,10 +134,8 @@ def _compile(
         for bucket in buckets:
             raise_if_interrupted()
             bar.set_postfix_str(str(bucket))
-            if bucket is buckets[0]:
-                recipe, lowered = lower_first(recipe, bucket)
-            else:
-                lowered = recipe.lower(bucket)
+            lowered = recipe.lower(bucket)
+            keeps_state = lowered.keeps_state
             constants[bucket] = lowered.constants
             if bucket in ends:
                 texts.append(lowered.program.as_text())  # of the lowered program itself, nothing is kept
@@ -146,7 +145,8 @@ def _compile(
                 finish_one()
         while pending:
             finish_one()
-    return CompiledBuckets(recipe, executables, rows, constants, _fingerprint(recipe, buckets, texts), options, plan)
+    fingerprint = _fingerprint(recipe, buckets, texts)
+    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan, keeps_state=keeps_state)
 
 
 def load_compiled(
@@ -209,8 +209,7 @@ def _load(
     recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options, donate=donate)
     check_environment(path, header["environment"], recipe.environment)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
-    recipe, first_lowered = lower_first(recipe, buckets[0])
-    told_apart_by = [first_lowered, *(recipe.lower(bucket) for bucket in _first_and_last(buckets)[1:])]
+    told_apart_by = [recipe.lower(bucket) for bucket in _first_and_last(buckets)]
     constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
     if any(constants.values()):  # those of each bucket are found by tracing it
         constants |= {bucket: recipe.lower(bucket).constants for bucket in buckets if bucket not in constants}
@@ -235,7 +234,8 @@ def _load(
             executables.add(bucket, executable, program)
             rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
             bar.update()
-    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan)
+    keeps_state = told_apart_by[0].keeps_state
+    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan, keeps_state=keeps_state)
 
 
 def _ready(
@@ -274,7 +274,7 @@ def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
     """Raises ValueError where steps are to be timed, and nothing that they give back can be waited for."""
-    metrics = lowered.program.out_info if recipe.keeps_state else lowered.program.out_info[1]
+    metrics = lowered.program.out_info if lowered.keeps_state else lowered.program.out_info[1]
     if options.time_steps and not jax.tree.leaves(metrics):
         raise ValueError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
 

@@ -46,13 +46,15 @@ from jvarlen.planning.steps import PlannedSteps
 __all__ = ["CompiledBuckets"]
 
 _MAX_ROWS = 2**24  # that `suggest_rows` tries
+_MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
 _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
 class CompiledBuckets:
     """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: use the one that comes back. A state that holds an array twice is given a copy of it.
+    The state is donated: use the one that comes back. An array that the state holds twice, or that the step closes
+    over, is copied.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
@@ -68,6 +70,8 @@ class CompiledBuckets:
         fingerprint: str,
         options: CompileOptions,
         plan: PlannedSteps | None = None,
+        *,
+        keeps_state: bool = False,
     ):
         """Made by `compile_buckets` or `load_compiled`."""
         self._recipe = recipe
@@ -77,12 +81,14 @@ class CompiledBuckets:
         self._fingerprint = fingerprint
         self._options = options
         self._plan = plan
+        self._keeps_state = keeps_state
         self.specs = {bucket: recipe.spec(bucket) for bucket in self._rows}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
         self._times_used = dict.fromkeys(self._rows, 0)
         self._last_use: dict[AnyBucket, int] = {}
         self._is_state_checked = False
+        self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
         self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
 
     @property
@@ -123,17 +129,16 @@ class CompiledBuckets:
             executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
+        if _identity(state) != self._returned:
             state = self._without_aliases(state)
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
             outputs = self._run(executable, bucket, state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
-            without_aliases = self._without_aliases(state)
-            if without_aliases is state:
-                self._explain(state, batch, bucket, error)
-                raise
-            outputs = self._run(executable, bucket, without_aliases, batch)
+            self._explain(state, batch, bucket, error)
+            raise
+        self._returned = _identity(outputs[0])
         if self._clock is not None:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1
@@ -144,7 +149,7 @@ class CompiledBuckets:
     def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
         constants = (self._constants[bucket],) if self._constants else ()
         outputs = executable(state, batch, *constants)
-        return (state, outputs) if self._recipe.keeps_state else outputs
+        return (state, outputs) if self._keeps_state else outputs
 
     def release(self, *buckets: tuple[int, ...]) -> None:
         """Lets the executables of buckets go; a batch of such a bucket is then refused.
@@ -301,7 +306,7 @@ class CompiledBuckets:
                 state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
 
     def prepare_arithmetic(self, state: Any) -> None:
-        """Compiles what a loop does with scalar metrics, such as adding them up, so that a guard lets it.
+        """Compiles what a loop does with metrics, such as adding them up, so that a guard lets it.
 
         Args:
           state: what is committed to its devices, as results of a step will be then.
@@ -309,17 +314,23 @@ class CompiledBuckets:
         is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
         executable = self._executables.any_live()
         info, shardings = executable.out_info, executable.output_shardings
-        if not self._recipe.keeps_state:
+        if not self._keeps_state:
             info, shardings = info[1], shardings[1]
         for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
-            if leaf.shape == () and jnp.issubdtype(leaf.dtype, jnp.floating):
-                _prepare_arithmetic(leaf.dtype, sharding if is_committed or self._recipe.mesh is not None else None)
+            is_summed = leaf.shape == () or (sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
+            if is_summed and jnp.issubdtype(leaf.dtype, jnp.floating):
+                is_placed = is_committed or self._recipe.mesh is not None
+                _prepare_arithmetic(leaf.shape, leaf.dtype, sharding if is_placed else None)
 
     def _without_aliases(self, state: Any) -> Any:
-        """The state with copies in place of arrays that it holds a second time, which cannot be donated twice."""
-        if self._recipe.keeps_state or not self._recipe.donate:
+        """The state with copies in place of arrays that cannot be donated.
+
+        Those that it holds a second time, and those that the step closes over. On several devices, donating an array
+        and using it as well ends the process.
+        """
+        if self._keeps_state or not self._recipe.donate:
             return state
-        seen: set[Any] = set()
+        seen = {buffer for arrays in self._constants.values() for array in arrays for buffer in _buffers(array)}
         copies = 0
 
         def own(leaf: Any) -> Any:
@@ -408,28 +419,37 @@ def _canonical(batch: Any) -> Any:
     return jax.tree.map(cast, batch)
 
 
+def _identity(state: Any) -> tuple[int, ...]:
+    """Tells a state from others, without holding it; from one that lies where it lay, by what is inside."""
+    if isinstance(state, tuple | list):
+        return id(state), *map(id, state)
+    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return id(state), *map(id, inside.values())
+
+
 def _buffers(leaf: Any) -> list[Any]:
     """What tells whether two arrays share memory."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return []
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return [id(leaf)]
     return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
 
 
 def _copy(leaf: jax.Array) -> jax.Array:
-    """A copy where the array lies; nothing is compiled for it."""
+    """A copy where the array lies, as free to be placed elsewhere; nothing is compiled for it."""
+    if not leaf.committed:
+        return jax.device_put(leaf, may_alias=False)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return leaf
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
     shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 @functools.cache
-def _prepare_arithmetic(dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
-    scalar = jax.device_put(np.ones((), dtype), sharding)
-    pairs = ((scalar, scalar), (scalar, 1.0), (1.0, scalar), (scalar, 1), (1, scalar))
+def _prepare_arithmetic(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
+    """Sums of arrays; of scalars differences, products and quotients as well."""
+    array = jax.device_put(np.ones(shape, dtype), sharding)
+    operations = [operator.add] if shape else [operator.add, operator.sub, operator.mul, operator.truediv]
     with recompiles.uncounted_in_thread():
-        for calculate in (operator.add, operator.sub, operator.mul, operator.truediv):
-            for pair in pairs:
+        for calculate in operations:
+            for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
                 calculate(*pair)

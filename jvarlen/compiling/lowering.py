@@ -19,7 +19,7 @@ from jvarlen.compiling.recompiles import counting_in_thread
 from jvarlen.distributed.mesh import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "lower_first", "make_recipe"]
+__all__ = ["CompiledBucket", "LoweredBucket", "Recipe", "make_recipe"]
 
 
 _HOISTED_FROM_BYTES = 2**20  # what a step closes over in all, from which on its arrays become arguments of programs
@@ -65,7 +65,6 @@ class Recipe:
       devices: those that a step runs on, those of other processes included.
       compiler_options: of XLA.
       donate: whether a step writes the next state over the one that it takes.
-      keeps_state: whether the step returns the very state that it takes, which is then neither donated nor copied.
     """
 
     step_fn: Callable[[Any, Any], tuple[Any, Any]]
@@ -76,7 +75,6 @@ class Recipe:
     devices: list[jax.Device]
     compiler_options: Mapping[str, Any]
     donate: bool = True
-    keeps_state: bool = False
     _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -130,33 +128,30 @@ class Recipe:
         keeps_state = False
 
         # A function of its own for each bucket: JAX keeps an executable as long as the function that was jitted lives.
-        def step(state: Any, batch: Any, constants: tuple[Any, ...] = ()) -> Any:
+        def step(state: Any, batch: Any) -> tuple[Any, Any]:
             nonlocal keeps_state
             outputs = self.step_fn(state, batch)
             self._check_outputs(outputs)
             pairs = zip(jax.tree.leaves(state), jax.tree.leaves(outputs[0]), strict=True)
             keeps_state = all(given is returned for given, returned in pairs)
-            return outputs[1] if self.keeps_state else outputs
+            return outputs
 
         start = time.perf_counter()
         with compiling_for(self.mesh):
             traced = self._jitted(step).trace(self.state_spec, self.spec(bucket))
-        constants = self._hoisted(traced.jaxpr)
-        if constants:
-            traced = self._jitted(_with_arguments(traced, constants)).trace(
-                self.state_spec, self.spec(bucket), tuple(constants.values())
-            )
-        return LoweredBucket(
-            bucket, traced.lower(), tuple(constants.values()), keeps_state, time.perf_counter() - start
-        )
+        hoisted = self._hoisted(traced.jaxpr)
+        constants = tuple(hoisted.values())
+        if keeps_state or constants:
+            again = self._jitted(_retraced(traced, tuple(hoisted), metrics_only=keeps_state), keeps_state=keeps_state)
+            traced = again.trace(self.state_spec, self.spec(bucket), *([constants] if constants else []))
+        return LoweredBucket(bucket, traced.lower(), constants, keeps_state, time.perf_counter() - start)
 
-    def _jitted(self, step: Callable[..., Any]) -> Any:
+    def _jitted(self, step: Callable[..., Any], *, keeps_state: bool = False) -> Any:
         step.__name__ = step.__qualname__ = self.name
         shardings: Any = None
-        if self.mesh is not None and not self.keeps_state:
+        if self.mesh is not None and not keeps_state:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state_spec), None
-        donated = 0 if self.donate and not self.keeps_state else ()
-        return jax.jit(step, donate_argnums=donated, out_shardings=shardings)
+        return jax.jit(step, donate_argnums=0 if self.donate and not keeps_state else (), out_shardings=shardings)
 
     def _hoisted(self, closed: ClosedJaxpr) -> dict[int, jax.Array]:
         """Which constants become arguments, by their place, on the devices of the step."""
@@ -226,25 +221,17 @@ def make_recipe(
     return recipe
 
 
-def lower_first(recipe: Recipe, bucket: AnyBucket) -> tuple[Recipe, LoweredBucket]:
-    """The first bucket lowered, and the recipe for all: tracing tells whether the step keeps its state."""
-    lowered = recipe.lower(bucket)
-    if not lowered.keeps_state:
-        return recipe, lowered
-    recipe = dataclasses.replace(recipe, keeps_state=True)
-    return recipe, recipe.lower(bucket)
-
-
-def _with_arguments(traced: jax.stages.Traced, constants: Mapping[int, Any]) -> Callable[..., Any]:
-    """The traced step as a function of the constants at these places as well."""
+def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_only: bool) -> Callable[..., Any]:
+    """A traced step as a function that also takes the constants at these places, and may leave the state out."""
     closed, structure = traced.jaxpr, jax.tree.structure(traced.out_info)
 
-    def step(state: Any, batch: Any, arguments: tuple[Any, ...]) -> Any:
+    def step(state: Any, batch: Any, constants: tuple[Any, ...] = ()) -> Any:
         consts = list(closed.consts)
-        for i, argument in zip(constants, arguments, strict=True):
-            consts[i] = argument
+        for place, constant in zip(hoisted, constants, strict=True):
+            consts[place] = constant
         outputs = jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*jax.tree.leaves((state, batch)))
-        return jax.tree.unflatten(structure, outputs)
+        state, metrics = jax.tree.unflatten(structure, outputs)
+        return metrics if metrics_only else (state, metrics)
 
     return step
 

@@ -164,7 +164,10 @@ def _make_step(loss_fn: LossFn, mesh: Mesh | None) -> Callable[[TrainState, Any]
         values |= {f"sums{name}": value for name, value in leaves_by_name(sums.sums).items()}
         grads = leaves_by_name(sums.grads)
         values |= {f"gradient{name}": divide_once(grad, sums.weight) for name, grad in grads.items()}
-        changes = [divide_once(change, sums.weight) for change in sums.extra]
+        changes = [
+            divide_once(change, sums.weight) if jnp.issubdtype(change.dtype, jnp.floating) else change.astype(float)
+            for change in sums.extra
+        ]
         return values | {f"change of extra[{i}]": change for i, change in enumerate(changes)}
 
     return step

@@ -1,7 +1,4 @@
-"""Testing: in go a loss, plans, batches or functions of yours, out comes nothing, or an AssertionError that says why.
-
-Four checks for a user's own tests, with any test runner.
-"""
+"""Does a function compile nothing once it has seen its shapes?"""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from jvarlen._common.checks import list_first
 from jvarlen._common.pytree import describe, leaves_by_name, zeros_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import Recompilation, no_recompiles
-from jvarlen.testing.partition import Split, assert_partition_invariant
-from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
 
-__all__ = ["Split", "assert_exactly_once", "assert_no_recompiles", "assert_partition_invariant", "assert_same_batches"]
+__all__ = ["assert_no_recompiles"]
 
 
 def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_up: bool = True) -> None:

@@ -147,7 +147,12 @@ def scale_by_batch_size(
             raise TypeError(f"scale_by_batch_size(unit={unit!r}) needs the extra argument {name} of update")
         ratio = jnp.asarray(extra_args[name], float) / base
         scale = apply_rule(jnp, ratio, rule)
-        return jax.tree.map(lambda update: (update * scale).astype(update.dtype), updates), state
+
+        def scaled(update):
+            wide = np.promote_types(update.dtype, scale.dtype)  # said, as strict promotion wants it
+            return (update.astype(wide) * scale.astype(wide)).astype(update.dtype)
+
+        return jax.tree.map(scaled, updates), state
 
     return optax.GradientTransformationExtraArgs(optax.init_empty_state, update_fn)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jvarlen._common.checks import list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
@@ -58,16 +58,16 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     takes_extra = "extra" in parameters and state.extra is not None
 
     def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
-        arguments = {"key": key} if takes_key else {}
-        if takes_extra:  # made anew: NNX's variables may only be changed under the trace that made them
-            arguments["extra"] = jax.tree.map(lambda leaf: leaf, state.extra)
+        # Made anew, as it may change them in place; NNX's variables it may only under the trace that made them.
+        microbatch, extra = jax.tree.map(lambda leaf: leaf, (microbatch, state.extra))
+        arguments = ({"key": key} if takes_key else {}) | ({"extra": extra} if takes_extra else {})
         returned = loss_fn(params, microbatch, **arguments)
         form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
             raise ValueError(f"{name} must return {form}, not {got}")
         loss_sum, weight_sum, *rest = returned
-        extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
+        next_extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
             raise ValueError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
@@ -75,7 +75,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
         for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
             if value.shape:
                 raise ValueError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
-        return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), extra)
+        return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), next_extra)
 
     return loss
 
@@ -106,13 +106,11 @@ def _checked_extra(name: str, returned: Any, given: Any) -> Any:
 def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
     """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself.
 
-    An output that a loop or a branch makes of values that differ counts as different.
-
     Args:
       closed: the traced function; its arguments differ from shard to shard, what it closes over doesn't.
       axis_name: the mesh axis.
     """
-    differs, same, reduced = 0, 1, 2
+    same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
 
     def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
         kind_of = dict(zip(jaxpr.invars, kinds, strict=True))
@@ -121,24 +119,31 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
             return same if hasattr(atom, "val") else kind_of.get(atom, same)
 
         for eqn in jaxpr.eqns:
-            given = [kind(atom) for atom in eqn.invars]
-            inner = next((p for p in eqn.params.values() if isinstance(p, ClosedJaxpr)), None)
-            axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-            if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
-                made = [reduced] * len(eqn.outvars)
-            elif eqn.primitive.name == "axis_index":
-                made = [differs]
-            elif (
-                inner is not None
-                and len(inner.jaxpr.invars) == len(given)
-                and len(inner.jaxpr.outvars) == len(eqn.outvars)
-                and eqn.primitive.name not in ("scan", "while")
-            ):
-                made = walk(inner.jaxpr, given)
-            else:
-                known = [kind for kind in given if kind != same]
-                made = [min(known, default=same)] * len(eqn.outvars)
-            kind_of.update(zip(eqn.outvars, made, strict=True))
+            kind_of.update(zip(eqn.outvars, made_by(eqn, [kind(atom) for atom in eqn.invars]), strict=True))
         return [kind(atom) for atom in jaxpr.outvars]
+
+    def made_by(eqn: JaxprEqn, given: list[int]) -> list[int]:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
+        if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
+            return [reduced] * len(eqn.outvars)
+        if eqn.primitive.name == "axis_index":
+            return [differs]
+        if eqn.primitive.name == "scan":
+            num_fixed, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+            fixed, carry, xs = given[:num_fixed], given[num_fixed:][:num_carry], given[num_fixed + num_carry :]
+            while True:
+                made = walk(eqn.params["jaxpr"].jaxpr, fixed + carry + xs)
+                if all(old >= new for old, new in zip(carry, made[:num_carry], strict=True)):
+                    return carry + made[num_carry:]
+                carry = list(map(max, carry, made[:num_carry]))
+        if eqn.primitive.name == "cond":
+            branches = [walk(branch.jaxpr, given[1:]) for branch in eqn.params["branches"]]
+            return [max(given[0], *kinds) for kinds in zip(*branches, strict=True)]
+        called = [value for value in eqn.params.values() if isinstance(value, ClosedJaxpr | Jaxpr)]
+        if called and eqn.primitive.name != "while":
+            inner = called[0].jaxpr if isinstance(called[0], ClosedJaxpr) else called[0]
+            if (len(inner.invars), len(inner.outvars)) == (len(given), len(eqn.outvars)):
+                return walk(inner, given)
+        return [max(given, default=same)] * len(eqn.outvars)
 
     return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]

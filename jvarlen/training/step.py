@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -37,7 +38,7 @@ StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
 
 def make_train_step(
     loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     *,
     mesh: Mesh | None = None,
     axis_name: str = "data",
@@ -63,7 +64,8 @@ def make_train_step(
         The two sums are scalars, of the rows that it is given: what the step's other shards have is added by the step.
       optimizer: any Optax optimizer. Its update is told what it takes by name, or all where it takes any:
         `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, `value`, the loss of the step,
-        `grad`, its gradient, and `value_fn(params)`, the loss of the same step for other parameters.
+        `grad`, its gradient, and, for other parameters, the loss of the same step, `value_fn(params)`, and its
+        gradient, `grad_fn(params)`.
       mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. Other axes of the mesh
         are left to the compiler: parameters may be sharded over them. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
@@ -79,24 +81,14 @@ def make_train_step(
       ValueError: when it is traced: shards that do not divide M; a loss that takes what the state doesn't hold, returns
         something else, or reduces its sums over the mesh itself; a mesh that is not the one it is compiled for.
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
+    if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     optimizer = optax.with_extra_args_support(optimizer)
     sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
     values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        @jax.custom_vjp  # its gradient is that of the step: accumulated and reduced as the step's own
-        def value_fn(params: Any) -> jax.Array:
-            return _loss_of(values_of(state._replace(params=params), batch))
-
-        def value_and_grad(params: Any) -> tuple[jax.Array, Any]:
-            sums = sums_of(state._replace(params=params), batch)
-            return _loss_of(sums), _mean_grads(sums, params)
-
-        value_fn.defvjp(
-            value_and_grad, lambda grads, by: (jax.tree.map(lambda grad: (by * grad).astype(grad.dtype), grads),)
-        )
+        value_fn = _value_fn(sums_of, values_of, state, batch)
         return update_state(optimizer, state, batch, sums_of(state, batch), value_fn=value_fn, norms=norms)
 
     return train_step
@@ -154,6 +146,7 @@ def update_state(
         "value": metrics.loss,
         "grad": grads,
         "value_fn": value_fn,
+        "grad_fn": None if value_fn is None else lambda params, _turn=None: jax.grad(value_fn)(params),
     }
     parameters = inspect.signature(optimizer.update).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -170,6 +163,41 @@ def update_state(
         ),
         metrics,
     )
+
+
+def _value_fn(
+    sums_of: Callable[[TrainState, Any], StepSums],
+    values_of: Callable[[TrainState, Any], StepSums],
+    state: TrainState,
+    batch: Any,
+) -> Callable[..., jax.Array]:
+    """The loss of a step for other parameters.
+
+    Its derivative, forward or backward, is the gradient of the step: accumulated and reduced as the step's own.
+    """
+
+    @jax.custom_jvp
+    def loss_at(params: Any) -> jax.Array:
+        return _loss_of(values_of(state._replace(params=params), batch))
+
+    @loss_at.defjvp
+    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+        (params,), (changes,) = primals, tangents
+        sums = sums_of(state._replace(params=params), batch)
+        loss = _loss_of(sums)
+
+        def product(grad: jax.Array, change: jax.Array) -> jax.Array:
+            wide = np.promote_types(grad.dtype, loss.dtype)
+            return jnp.sum(grad.astype(wide) * change.astype(wide)).real.astype(loss.dtype)
+
+        products = jax.tree.leaves(jax.tree.map(product, _mean_grads(sums, params), changes))
+        return loss, sum(products, jnp.zeros_like(loss))
+
+    def value_fn(params: Any, batch_size: Any = None, num_tokens: Any = None, grad_fn: Any = None) -> jax.Array:
+        del batch_size, num_tokens, grad_fn  # line searches of Optax hand on all that they are told, or refuse it
+        return loss_at(params)
+
+    return value_fn
 
 
 def _mean_grads(sums: StepSums, params: Any) -> Any:

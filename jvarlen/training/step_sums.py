@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards_divide
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
@@ -30,7 +31,7 @@ class StepSums(NamedTuple):
       weight: float[].
       num_tokens: float[]; None where the batch doesn't tell.
       sums: what else the loss sums up.
-      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats, Σ change for integers.
+      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats; for integers Σ change, integers.
       grads: Σ gradients, a pytree as the parameters; None where none are asked for.
     """
 
@@ -66,6 +67,8 @@ def sum_step(
         )
         keys = None
         if state.key is not None and takes_argument(loss_fn, "key"):
+            if state.step is None:
+                raise ValueError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
             step_key = jax.random.fold_in(state.key, state.step)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
         if mesh is None:
@@ -104,8 +107,11 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
 
 
 def microbatches_of(batch: Any) -> int:
-    """M: the leading axis of a step's arrays."""
-    return max(leaf.shape[0] for leaf in jax.tree.leaves(batch) if leaf.ndim)
+    """M: the leading axis of a step's arrays; raises ValueError where they differ in it, or there are none."""
+    axes = {name: leaf.shape[0] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
+    if len(set(axes.values())) != 1:
+        raise ValueError(f"arrays of a batch must begin with the same axis, the microbatches of the step: {axes}")
+    return next(iter(axes.values()))
 
 
 def field_of(batch: Any, name: str) -> Any:
@@ -185,8 +191,9 @@ def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
         if jnp.issubdtype(old.dtype, jnp.floating):
             added = weight * (new.astype(weight.dtype) - old.astype(weight.dtype))
         else:
-            added = (new - old).astype(jnp.int32).astype(weight.dtype)
-        return jnp.where(weight == 0, 0, added)
+            added = new - old  # which wraps around, as adding it will
+            added = added if added.dtype.itemsize >= 4 else added.astype(jnp.int32)  # that collectives have everywhere
+        return jnp.where(weight == 0, jnp.zeros_like(added), added)
 
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     return tuple(change(*pair) for pair in pairs if _is_number(pair[0]))

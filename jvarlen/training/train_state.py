@@ -79,7 +79,11 @@ class Metrics(NamedTuple):
 
 
 def init_train_state(
-    params: Any, optimizer: optax.GradientTransformation, *, extra: Any = None, seed: int | None = None
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    extra: Any = None,
+    seed: int | None = None,
 ) -> TrainState:
     """The state before the first step.
 

@@ -23,12 +23,13 @@ from jvarlen import (
     make_buckets,
     make_plan,
     no_recompiles,
+    replicate,
     token_batch_spec,
 )
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.lowering import Recipe, make_recipe
 from jvarlen.distributed.mesh import batch_shardings
-from jvarlen.testing.recompiles import assert_no_recompiles
+from jvarlen.testing import assert_no_recompiles
 from tests import processes
 
 BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24)]
@@ -180,6 +181,127 @@ def test_the_state_is_donated(compiled):
     state = jnp.float32(0)
     compiled(state, make_batch(4, 8))
     assert state.is_deleted()
+
+
+def test_a_state_that_was_donated_is_named():
+    compiled = compile_buckets(
+        lambda state, batch: (jax.tree.map(jnp.negative, state), None), {"w": jnp.ones(3)}, BUCKETS[:1], progress=False
+    )
+    state = {"w": jnp.ones(3)}
+    compiled(state, make_batch(4, 8, 1))
+    with pytest.raises(ValueError, match=r"state\['w'\] of the arguments was donated: .* Use the state that the step"):
+        compiled(state, make_batch(4, 8, 1))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_state_that_is_not_donated_can_be_used_again(num_devices):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    state = jnp.float32(1)
+    compiled = compile_buckets(
+        count_step, state, BUCKETS[:1], microbatches_per_step=2, mesh=mesh, progress=False, donate=False
+    )
+    totals = [float(compiled(state, make_batch(4, 8))[0]) for _ in range(3)]
+    assert totals == [1 + 2 * 4 * 8] * 3
+
+
+def aliased(kind, mesh):
+    """An array, a committed one, or a key, that a state may hold twice."""
+    leaf = jax.random.key(0) if kind == "key" else jnp.arange(3.0)
+    if kind == "uncommitted":
+        return leaf
+    return jax.device_put(leaf, jax.devices()[0]) if mesh is None else replicate(leaf, mesh)
+
+
+@pytest.mark.parametrize("num_devices", [None, 2, 8])
+@pytest.mark.parametrize("kind", ["uncommitted", "committed", "key"])
+def test_a_state_may_hold_an_array_twice_in_any_step(kind, num_devices):
+    """Such as a teacher that is set to the parameters every so many steps."""
+    mesh = None if num_devices is None else data_mesh(num_devices)
+
+    def step(state, batch):
+        if kind == "key":
+            return tuple(map(jax.random.fold_in, state, (1, 2))), None
+        return (state[0] + 1, state[1] + 2), None
+
+    leaf = aliased(kind, mesh)
+    expected = jax.device_get(jax.tree.map(as_numbers, step((leaf, leaf), None)[0]))
+    compiled = compile_buckets(
+        step, (leaf, leaf), BUCKETS[:1], microbatches_per_step=8, mesh=mesh, progress=False,
+        options=CompileOptions(cache_dir=None),
+    )  # fmt: skip
+    batch = make_batch(4, 8, 8)
+    del leaf
+
+    def train():
+        leaf = aliased(kind, mesh)
+        state, _ = compiled((leaf, leaf), batch)
+        numbers = jax.device_get(jax.tree.map(as_numbers, state))
+        compiled(state, batch)
+        return numbers
+
+    for _ in range(3):  # the state of one training may lie where the last of the one before lay
+        with no_recompiles():
+            np.testing.assert_array_equal(train(), expected)
+
+
+def as_numbers(leaf):
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def closing_over(table_NxD):
+    """A step over 4 MiB of frozen weights, and a small constant."""
+    small_D = np.arange(table_NxD.shape[1], dtype=np.float32)
+
+    def step(state, batch):
+        outputs = jnp.asarray(table_NxD)[batch.tokens] @ (state + small_D)
+        return state + 1, {"sum": jnp.sum(outputs * batch.weights[..., 0, None])}
+
+    return step
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_share(as_array, num_devices, tmp_path):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    step = closing_over(as_array(np.random.default_rng(0).normal(size=(1024, 1024)).astype(np.float32)))
+    kwargs = {"mesh": mesh, "progress": False, "options": CompileOptions(cache_dir=None)}
+    compiled = compile_buckets(step, jnp.zeros(1024), BUCKETS, microbatches_per_step=2, **kwargs)
+    assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.ledger)
+    assert [len(arguments) for arguments in compiled._constants.values()] == [1, 1, 1]
+    assert len({id(argument) for (argument,) in compiled._constants.values()}) == 1
+    recipe = make_recipe(step, jnp.zeros(1024), 2, mesh, token_batch_spec, CompileOptions(cache_dir=None))
+    assert len(recipe.lower(BUCKETS[0]).program.as_text()) < 2**16
+    compiled.save(tmp_path / "set")
+    loaded = load_compiled(tmp_path / "set", step, jnp.zeros(1024), **kwargs)
+    state, other = jnp.zeros(1024), jnp.zeros(1024)
+    for bucket in BUCKETS:
+        (state, metrics), (other, others) = compiled(state, make_batch(*bucket)), loaded(other, make_batch(*bucket))
+        np.testing.assert_array_equal(metrics["sum"], others["sum"])
+        assert metrics["sum"] != 0
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_what_a_step_closes_over_may_be_what_training_begins_with(num_devices):
+    """As the reference of a fine-tuning, which stays when the state is donated."""
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    reference = jnp.ones((1024, 1024))
+    if mesh is not None:
+        reference = replicate(reference, mesh)
+
+    def step(state, batch):
+        return state + 1, jnp.sum((state - reference)[0])
+
+    compiled = compile_buckets(
+        step, reference, BUCKETS[:1], microbatches_per_step=2, mesh=mesh, progress=False,
+        options=CompileOptions(cache_dir=None),
+    )  # fmt: skip
+    for _ in range(2):  # trainings, each from the beginning
+        state = reference
+        distances = []
+        for _ in range(3):
+            state, distance = compiled(state, make_batch(4, 8))
+            distances.append(float(distance))
+        assert distances == [0, 1024, 2048]
 
 
 def test_the_state_can_be_numbers_or_of_another_precision():

@@ -25,7 +25,7 @@ from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.loading.ids_digest import IdsDigest, planned_ids_digest
 from jvarlen.loading.loader import PlanSource
-from jvarlen.testing.recompiles import assert_exactly_once, assert_same_batches
+from jvarlen.testing import assert_exactly_once, assert_same_batches
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(60, 20)

@@ -14,7 +14,7 @@ from jvarlen import data_mesh, init_train_state, make_train_step
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
-from jvarlen.testing.recompiles import assert_partition_invariant
+from jvarlen.testing import assert_partition_invariant
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

@@ -366,10 +366,10 @@ def test_what_does_not_fit_the_mesh_is_refused():
         jax.eval_shape(loss_fn, make_params(2), make_rows(3))
     with pytest.raises(ValueError, match="no 'stage'"):
         make_pipeline_loss_fn(STAGES, mesh=data_mesh(2))
-    with pytest.raises(ValueError, match="must divide the 4 devices, and 3 does not"):
+    with pytest.raises(ValueError, match="must divide the 8 devices, and 3 does not"):
         pipeline_mesh(3)
-    with pytest.raises(ValueError, match="num_devices must be between 1 and 4, not 8"):
-        pipeline_mesh(2, 8)
+    with pytest.raises(ValueError, match="num_devices must be between 1 and 8, not 16"):
+        pipeline_mesh(2, 16)
 
 
 def test_a_stage_that_gives_something_else_than_it_takes_is_refused():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen.testing.recompiles import assert_exactly_once
+from jvarlen.testing import assert_exactly_once
 
 from . import slow
 from .inputs import ORDERS, make_plan, moderate, offenders, plan_arguments, steps_of

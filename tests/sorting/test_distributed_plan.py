@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jvarlen import count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
 from jvarlen.planning.plan_file import plan_digest
 from jvarlen.sorting import distributed_plan as module
-from jvarlen.testing.recompiles import assert_exactly_once, assert_same_batches
+from jvarlen.testing import assert_exactly_once, assert_same_batches
 
 
 def assert_same(plan, whole, num_samples):

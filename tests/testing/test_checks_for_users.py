@@ -23,7 +23,7 @@ from jvarlen import (
     testing,
     token_batch_spec,
 )
-from jvarlen.testing.recompiles import (
+from jvarlen.testing import (
     Split,
     assert_exactly_once,
     assert_no_recompiles,
@@ -121,10 +121,10 @@ def test_a_right_loss_passes_every_split():
     assert splits[0] == Split(1, 8)
     assert set(splits) == {
         Split(1, 8), Split(2, 4), Split(2, 4, 2), Split(4, 2), Split(4, 2, 2), Split(4, 2, 4),
-        Split(8, 1), Split(8, 1, 2), Split(8, 1, 4),
+        Split(8, 1), Split(8, 1, 2), Split(8, 1, 4), Split(8, 1, 8),
         Split(4, 3, 1, 4), Split(8, 2, 1, 8), Split(8, 2, 2, 8), Split(1, 8, 1, 8),
     }  # fmt: skip
-    assert len(splits) == 13
+    assert len(splits) == 14
 
 
 def test_one_microbatch_is_split_into_its_rows():
@@ -197,8 +197,8 @@ def test_a_batch_that_shows_nothing_is_refused(change, message):
 
 
 def test_shards_that_cannot_be_tried_are_listed():
-    with pytest.raises(ValueError, match=r"num_shards \[0, 3, 8\] must be from 1 to 4, .* and divide 2 or 4 micro"):
-        assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3, 8])
+    with pytest.raises(ValueError, match=r"num_shards \[0, 3, 9\] must be from 1 to 8, .* and divide 2 or 4 micro"):
+        assert_partition_invariant(right, PARAMS, make_rows(), num_shards=[0, 2, 3, 9])
 
 
 def test_a_loss_that_is_not_finite_is_named():

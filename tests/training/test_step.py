@@ -8,11 +8,22 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import data_mesh, init_train_state, load, make_eval_step, make_plan, make_train_step, scale_by_batch_size
+from jvarlen import (
+    CompileOptions,
+    TrainState,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    scale_by_batch_size,
+)
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import batch_shardings
-from jvarlen.testing.recompiles import assert_partition_invariant
-from jvarlen.training.step import Metrics
+from jvarlen.testing import assert_partition_invariant
+from jvarlen.training.train_state import Metrics
 from tests.conftest import random_dataset
 
 
@@ -182,3 +193,232 @@ def test_the_loss_of_a_step_is_read_without_compiling_and_may_be_traced():
         assert (float(metrics.loss), float(without_weight.loss)) == (1.5, 0.0)
         assert metrics.loss.dtype == np.float32
     assert float(jax.jit(lambda metrics: metrics.loss)(metrics)) == 1.5
+
+
+def compile_for(step, state, batch, mesh=None, **kwargs):
+    spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch)
+    return compile_buckets(
+        step,
+        state,
+        [(1, 1)],
+        microbatches_per_step=len(batch.x),
+        mesh=mesh,
+        batch_spec=lambda bucket, num_microbatches: spec,
+        progress=False,
+        options=CompileOptions(cache_dir=None),
+        **kwargs,
+    )
+
+
+def test_the_program_of_a_plain_loss_holds_no_keys_and_no_extra_state():
+    """Its arguments are parameters, optimizer state and batch; two states that leave the rest out give one program."""
+    batch, optimizer = split_into(*make_rows(), 4), optax.adam(0.1)
+    states = init_train_state(params(), optimizer), TrainState(params(), optimizer.init(params()), None, None, None)
+    texts = [jax.jit(make_train_step(loss_fn, optimizer)).lower(state, batch).as_text() for state in states]
+    assert texts[0] == texts[1]
+    assert not any(word in texts[0] for word in ("key", "threefry", "random", "extra", "state.step"))
+    (signature,) = (line for line in texts[0].splitlines() if "@main(" in line)
+    read = params(), optimizer.init(params()), batch.x, batch.weights
+    assert signature.count("%arg") == len(jax.tree.leaves(read))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2, 4])
+def test_metrics_are_added_up_without_compiling(num_devices):
+    def loss_with_sums(params, microbatch):
+        sums = {"by_feature": jnp.sum(microbatch.x, axis=0), "rows": jnp.sum(microbatch.weights > 0)}
+        return *loss_fn(params, microbatch), sums
+
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    batch, optimizer = split_into(*make_rows(), 4), optax.sgd(0.1)
+    batch = jax.tree.map(np.float32, batch)
+    state = init_train_state(params(), optimizer)
+    step = compile_for(make_train_step(loss_with_sums, optimizer, mesh=mesh, norms=True), state, batch, mesh)
+    steps = []
+    with no_recompiles():
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            steps.append(metrics)
+        both, total = steps[0] + steps[1], sum(steps)
+        average = (total.loss_sum - both.loss_sum) / total.weight_sum * 3
+        running = 0.9 * steps[0].loss_sum + 0.1 * steps[1].loss_sum / 2 + 1
+        by_feature = sum(metrics.sums["by_feature"] for metrics in steps)
+    np.testing.assert_allclose(average, steps[2].loss, rtol=1e-5)
+    assert running.dtype == np.float32
+    np.testing.assert_allclose(total.sums["by_feature"], by_feature)
+    np.testing.assert_allclose(by_feature, 3 * batch.x.sum(axis=(0, 1)), rtol=1e-5)
+    assert total.sums["rows"] == 3 * batch.num_sequences
+    assert both.grad_norm is None
+    assert steps[0].grad_norm > 0
+
+
+def test_an_evaluation_leaves_its_state_for_another():
+    batch = jax.tree.map(np.float32, split_into(*make_rows(), 4))
+    evaluate = compile_for(make_eval_step(loss_fn), params(), batch)
+    state = params()
+    losses = [float(evaluate(state, batch)[1].loss) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert evaluate(state, batch)[0] is state
+
+
+def test_a_mesh_with_explicit_axes_trains_as_one_device_does():
+    dataset = random_dataset(30, 10)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 10)], microbatches_per_step=4)
+    optimizer = optax.adam(0.1)
+
+    def loss_of_tokens(params, microbatch):
+        losses = (params["w"][microbatch.tokens] - 1) ** 2
+        return jnp.sum(losses * microbatch.weights), jnp.sum(microbatch.weights)
+
+    def losses_on(mesh):
+        state = init_train_state({"w": jnp.linspace(-1, 1, 128)}, optimizer)
+        train_step = make_train_step(loss_of_tokens, optimizer, mesh=mesh)
+        step = compile_buckets(train_step, state, plan, mesh=mesh, progress=False)
+        losses = []
+        for batch in load(plan, dataset, mesh=mesh):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+        return losses
+
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    np.testing.assert_allclose(losses_on(mesh), losses_on(None), rtol=1e-5)
+
+
+@pytest.mark.parametrize("step", [make_train_step(loss_fn, optax.sgd(0.1)), make_eval_step(loss_fn)])
+def test_a_step_without_the_mesh_that_it_is_compiled_for_is_refused(step):
+    state, batch = init_train_state(params(), optax.sgd(0.1)), split_into(*make_rows(), 4)
+    with pytest.raises(ValueError, match="the step was made without a mesh and is compiled for one of 2 shards"):
+        compile_for(step, state, batch, data_mesh(2))
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_weight_that_is_no_number_shows_and_a_negative_one_divides(num_devices):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    x, weights = make_rows()
+    _, expected = take_step(split_into(x, weights, 4), mesh)
+    state, metrics = take_step(split_into(x, np.where(np.arange(24) == 5, np.nan, weights), 4), mesh)
+    assert np.isnan(metrics.loss)
+    assert np.isnan(state.params["w"]).all()
+    _, metrics = take_step(split_into(x, -weights, 4), mesh)
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-6)
+    assert metrics.weight_sum == -weights.sum()
+
+
+def test_weights_that_depend_on_parameters_are_warned_of():
+    def loss_of_gates(params, microbatch):
+        weights = microbatch.weights * jax.nn.sigmoid(microbatch.x[..., 0] * params["b"])
+        return jnp.sum(weights * (microbatch.x @ params["w"]) ** 2), jnp.sum(weights)
+
+    with pytest.warns(UserWarning, match=r"the weights depend on parameters, \['b'\]: the gradient of a step is that"):
+        assert_partition_invariant(loss_of_gates, params(), split_into(*make_rows(), 4), num_shards=[1, 2])
+
+
+@pytest.mark.parametrize("num_devices", [None, 4])
+@pytest.mark.parametrize(
+    ("dtype", "change"), [(np.uint8, 100), (np.int8, -100), (np.int32, 2**25 + 1), (np.uint32, 2**30)]
+)
+def test_integers_of_extra_state_are_counted_exactly(num_devices, dtype, change):
+    def counting(params, microbatch, extra):
+        return *loss_fn(params, microbatch), {"count": extra["count"] + jnp.asarray(change).astype(dtype)}
+
+    mesh, optimizer = None if num_devices is None else data_mesh(num_devices), optax.sgd(0.1)
+    state = init_train_state(params(), optimizer, extra={"count": jnp.array(7, dtype)})
+    state, _ = jax.jit(make_train_step(counting, optimizer, mesh=mesh))(state, split_into(*make_rows(num_dummies=6), 8))
+    expected = np.array(7, dtype)
+    for _ in range(6):  # two of eight microbatches are dummies
+        expected = expected + np.array(change).astype(dtype)
+    assert state.extra["count"] == expected
+
+
+def test_a_state_that_a_loss_cannot_take_is_refused():
+    def drawing(params, microbatch, key):
+        return loss_fn(params, microbatch)
+
+    optimizer, batch = optax.sgd(0.1), split_into(*make_rows(), 4)
+    state = init_train_state(params(), optimizer)
+    with pytest.raises(ValueError, match=r"drawing takes key: init_train_state\(params, optimizer, seed=0\) gives"):
+        jax.eval_shape(make_train_step(drawing, optimizer), state, batch)
+    with pytest.raises(ValueError, match="the state has a key and no step: init_train_state"):
+        jax.eval_shape(make_train_step(drawing, optimizer), state._replace(key=jax.random.key(0)), batch)
+
+
+def test_arrays_of_a_batch_that_begin_with_different_axes_are_listed():
+    batch = split_into(*make_rows(), 4)
+    with pytest.raises(ValueError, match=r"must begin with the same axis.*'\.x': 4, '\.weights': 3"):
+        jax.eval_shape(make_eval_step(loss_fn), params(), batch._replace(weights=batch.weights[:3]))
+    with pytest.raises(ValueError, match="must begin with the same axis"):
+        jax.eval_shape(make_eval_step(loss_fn), params(), {"num_sequences": jnp.ones(())})
+
+
+def loss_alone(params, batch):
+    loss_sum, weight_sum = loss_fn(params, batch)
+    return jax.lax.psum(loss_sum, "data"), weight_sum
+
+
+def weight_alone(params, batch):
+    loss_sum, weight_sum = loss_fn(params, batch)
+    return loss_sum, jax.lax.pmean(weight_sum, "data")
+
+
+def with_a_sum(params, batch):
+    return *loss_fn(params, batch), {"rows": jax.lax.psum(jnp.sum(batch.weights > 0), "data")}
+
+
+def loss_alone_in_jit(params, batch):
+    return jax.jit(loss_alone)(params, batch)
+
+
+def loss_alone_in_checkpoint(params, batch):
+    return jax.checkpoint(loss_alone)(params, batch)
+
+
+def loss_alone_in_scan(params, batch):
+    def add(sums, row):
+        return jax.tree.map(jnp.add, sums, loss_alone(params, row)), None
+
+    return jax.lax.scan(add, (jnp.zeros(()), jnp.zeros(())), batch._replace(num_sequences=None))[0]
+
+
+def loss_alone_in_a_branch(params, batch):
+    loss_sum = jax.lax.cond(
+        params["b"] > 0, lambda: loss_alone(params, batch)[0], lambda: 2 * loss_alone(params, batch)[0]
+    )
+    return loss_sum, jnp.sum(batch.weights)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "named"),
+    [
+        (loss_alone, "loss_alone reduces loss_sum over mesh axis 'data' itself"),
+        (weight_alone, "weight_alone reduces weight_sum over"),
+        (with_a_sum, r"with_a_sum reduces sums\['rows'\] over"),
+        (loss_alone_in_jit, "loss_alone_in_jit reduces loss_sum over"),
+        (loss_alone_in_checkpoint, "loss_alone_in_checkpoint reduces loss_sum over"),
+        (loss_alone_in_scan, "loss_alone_in_scan reduces loss_sum over"),
+        (loss_alone_in_a_branch, "loss_alone_in_a_branch reduces loss_sum over"),
+    ],
+)
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_loss_that_reduces_some_of_its_sums_is_refused_by_name(loss_fn, named, is_training):
+    mesh, optimizer = data_mesh(2), optax.sgd(0.1)
+    state = init_train_state(params(), optimizer)
+    step = make_train_step(loss_fn, optimizer, mesh=mesh) if is_training else make_eval_step(loss_fn, mesh=mesh)
+    with pytest.raises(ValueError, match=named):
+        jax.eval_shape(step, state, jax.tree.map(np.float32, split_into(*make_rows(), 4)))
+
+
+def test_a_loss_may_change_what_it_is_given_in_place():
+    def loss_in_place(params, microbatch, extra):
+        extra["count"] += 1
+        extra["mean"] = (extra["mean"] + microbatch.pop("x").mean()) / 2
+        microbatch.pop("num_tokens")
+        return params["b"] * microbatch["weights"].sum(), microbatch["weights"].sum(), extra
+
+    x, _ = make_rows(num_dummies=0)
+    batch = {"x": x.reshape(4, 6, 4), "weights": np.ones((4, 6)), "num_tokens": np.arange(4)}
+    optimizer = optax.sgd(0.1)
+    state = init_train_state(params(), optimizer, extra={"count": jnp.zeros((), int), "mean": jnp.zeros(())})
+    state, metrics = jax.jit(make_train_step(loss_in_place, optimizer))(state, batch)
+    assert state.extra["count"] == 4
+    np.testing.assert_allclose(state.extra["mean"], x.mean() / 2, rtol=1e-5)
+    assert metrics.num_tokens == 0 + 1 + 2 + 3

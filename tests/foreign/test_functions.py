@@ -1,0 +1,168 @@
+"""Losses with derivatives, kernels and transformations of their own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas
+
+from .harness import B, M, Model, assert_trains_as_a_plain_loop, on_devices, random_params, random_rows, unequal_weights
+
+T, D = 6, 4
+
+
+def rows_batch(**more):
+    return {"x": random_rows(T, D), "y": random_rows(D, seed=1), "weights": unequal_weights(), **more}
+
+
+def squared(outputs_BxD, batch):
+    losses = jnp.mean((outputs_BxD - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def derivative_that_is_zero():
+    """A straight-through rounding, and a function whose cotangent is a constant."""
+
+    @jax.custom_vjp
+    def without_gradient(x):
+        return jnp.round(x)
+
+    without_gradient.defvjp(lambda x: (jnp.round(x), x.shape), lambda shape, _: (jnp.zeros(shape),))
+
+    @jax.custom_vjp
+    def straight_through(x):
+        return jnp.round(x)
+
+    straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, cotangent: (cotangent,))
+
+    def loss_fn(params, batch):
+        x_BxD = batch["x"][:, 0]
+        return squared(straight_through(x_BxD @ params["w"]) + without_gradient(x_BxD @ params["u"]), batch)
+
+    return Model(loss_fn, random_params(w=(D, D), u=(D, D)), rows_batch())
+
+
+def derivative_by_custom_jvp():
+    @jax.custom_jvp
+    def log1pexp(x):
+        return jnp.log1p(jnp.exp(x))
+
+    @log1pexp.defjvp
+    def _(primals, tangents):
+        (x,), (x_dot,) = primals, tangents
+        return log1pexp(x), jax.nn.sigmoid(x) * x_dot
+
+    def loss_fn(params, batch):
+        return squared(log1pexp(batch["x"][:, 0] @ params["w"]), batch)
+
+    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
+
+
+def pallas_kernel():
+    def scale_kernel(x_ref, w_ref, out_ref):
+        out_ref[...] = x_ref[...] * w_ref[...]
+
+    @jax.custom_vjp
+    def scaled(x_BxD, w_BxD):
+        shape = jax.ShapeDtypeStruct(x_BxD.shape, x_BxD.dtype)
+        return pallas.pallas_call(scale_kernel, out_shape=shape, interpret=True)(x_BxD, w_BxD)
+
+    scaled.defvjp(lambda x, w: (scaled(x, w), (x, w)), lambda kept, by: (scaled(by, kept[1]), scaled(by, kept[0])))
+
+    def loss_fn(params, batch):
+        return squared(scaled(batch["x"][:, 0], jnp.broadcast_to(params["w"], batch["y"].shape)), batch)
+
+    return Model(loss_fn, random_params(w=(D,)), rows_batch())
+
+
+def recomputed_activations():
+    def loss_fn(params, batch):
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
+        def block(x_BxD, w_DxD):
+            return jnp.tanh(x_BxD @ w_DxD), None
+
+        return squared(jax.lax.scan(jax.checkpoint(block), batch["x"][:, 0], params["layers"])[0], batch)
+
+    return Model(loss_fn, random_params(layers=(3, D, D)), rows_batch())
+
+
+def jit_within():
+    """With a static argument, a donated one and a default."""
+
+    @functools.partial(jax.jit, static_argnames="power")
+    def losses_of(params, batch, power=2):
+        return jnp.mean(jnp.abs(batch["x"][:, 0] @ params["w"] - batch["y"]) ** power, axis=-1)
+
+    @jax.jit
+    def loss_fn(params, batch):
+        losses_B = losses_of(params, batch) + losses_of(params, batch, power=3)
+        return jnp.sum(losses_B * batch["weights"]), jnp.sum(batch["weights"])
+
+    return Model(loss_fn, random_params(w=(D, D)), rows_batch())
+
+
+def vmap_over_rows():
+    def loss_fn(params, batch):
+        def loss_of_row(x_TxD, y_D, weight):
+            scores_T = x_TxD @ params["query"]
+            return weight * jnp.sum((jax.nn.softmax(scores_T) @ x_TxD - y_D) ** 2)
+
+        return jnp.sum(jax.vmap(loss_of_row)(batch["x"], batch["y"], batch["weights"])), batch["weights"].sum()
+
+    return Model(loss_fn, random_params(query=(D,)), rows_batch())
+
+
+def mean_over_segments():
+    """Nodes of graphs, B graphs a microbatch."""
+
+    def loss_fn(params, batch):
+        nodes_NxD = jnp.tanh(batch["nodes"] @ params["w"])
+        totals_BxD = jax.ops.segment_sum(nodes_NxD, batch["graph"], num_segments=B)
+        counts_B = jax.ops.segment_sum(jnp.ones(T), batch["graph"], num_segments=B)
+        return squared(totals_BxD / jnp.maximum(counts_B, 1)[:, None], batch)
+
+    rng = np.random.default_rng(0)
+    batch = {
+        "nodes": rng.normal(size=(M, T, D)),
+        "graph": np.sort(rng.integers(0, B, (M, T)), axis=1).astype(np.int32),
+        "y": random_rows(D, seed=1),
+        "weights": unequal_weights(),
+    }
+    return Model(loss_fn, random_params(w=(D, D)), batch)
+
+
+def convolution_by_fourier_transform():
+    def loss_fn(params, batch):
+        spectrum = jnp.fft.rfft(batch["x"], 2 * T, axis=1) * jnp.fft.rfft(params["filter"], 2 * T, axis=0)
+        return squared(jnp.fft.irfft(spectrum, 2 * T, axis=1)[:, :T].mean(axis=1), batch)
+
+    return Model(loss_fn, random_params(filter=(T, D)), rows_batch())
+
+
+def convolution_in_time():
+    def loss_fn(params, batch):
+        outputs_BxTxD = jax.lax.conv_general_dilated(
+            batch["x"], params["kernel"], window_strides=(1,), padding="SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        return squared(jax.nn.relu(outputs_BxTxD).mean(axis=1), batch)
+
+    return Model(loss_fn, random_params(kernel=(3, D, D)), rows_batch())
+
+
+MODELS = [
+    derivative_that_is_zero,
+    derivative_by_custom_jvp,
+    pallas_kernel,
+    recomputed_activations,
+    jit_within,
+    vmap_over_rows,
+    mean_over_segments,
+    convolution_by_fourier_transform,
+    convolution_in_time,
+]
+
+
+@on_devices(MODELS)
+def test_it_trains_as_in_a_plain_loop(model, num_devices):
+    assert_trains_as_a_plain_loop(model, num_devices)

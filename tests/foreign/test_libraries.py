@@ -1,0 +1,240 @@
+"""Models of other libraries: Flax Linen, Flax NNX, Equinox, Haiku; and losses of Optax."""
+
+from collections.abc import Callable
+
+import equinox as eqx
+import flax.linen as nn
+import haiku
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from .harness import Model, assert_trains_as_a_plain_loop, on_devices, random_rows, unequal_weights
+
+T, D, HIDDEN = 4, 3, 5
+
+
+def rows_batch(**more):
+    return {"x": random_rows(T, D), "y": random_rows(HIDDEN, seed=1), "weights": unequal_weights(), **more}
+
+
+X_BxTxD = random_rows(T, D)[0]
+
+
+def in_float64(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(float) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)
+
+
+def squared(outputs_BxH, batch):
+    losses = jnp.mean((outputs_BxH - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def linen_recurrent(make_cell):
+    module = nn.RNN(make_cell(HIDDEN, param_dtype=jnp.float64))
+
+    def loss_fn(params, batch):
+        return squared(module.apply(params, batch["x"])[:, -1], batch)
+
+    return Model(loss_fn, module.init(jax.random.key(0), X_BxTxD), rows_batch())
+
+
+def linen_rnn():
+    return linen_recurrent(nn.SimpleCell)
+
+
+def linen_lstm():
+    return linen_recurrent(nn.OptimizedLSTMCell)
+
+
+def linen_gru():
+    return linen_recurrent(nn.GRUCell)
+
+
+class Normalised(nn.Module):
+    """With running statistics."""
+
+    @nn.compact
+    def __call__(self, x, is_training):
+        x = nn.Dense(HIDDEN, param_dtype=jnp.float64)(x[:, 0])
+        return nn.BatchNorm(not is_training, momentum=0.9, param_dtype=jnp.float64)(x)
+
+
+def linen_batch_normalisation():
+    module = Normalised()
+    variables = in_float64(module.init(jax.random.key(0), X_BxTxD, True))
+
+    def loss_fn(params, batch, extra):
+        outputs_BxH, updated = module.apply(
+            {"params": params, "batch_stats": extra}, batch["x"], True, mutable=["batch_stats"]
+        )
+        return *squared(outputs_BxH, batch), updated["batch_stats"]
+
+    return Model(loss_fn, variables["params"], rows_batch(), extra=variables["batch_stats"])
+
+
+def linen_dropout():
+    module = nn.Sequential([nn.Dense(HIDDEN, param_dtype=jnp.float64), nn.Dropout(0.4, deterministic=False)])
+
+    def loss_fn(params, batch, key):
+        return squared(module.apply(params, batch["x"][:, 0], rngs={"dropout": key}), batch)
+
+    params = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X_BxTxD[:, 0])
+    return Model(loss_fn, params, rows_batch(), seed=3)
+
+
+def nnx_recurrent(make_cell):
+    in_float64 = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    cell = make_cell(in_features=D, hidden_features=HIDDEN, **in_float64, rngs=nnx.Rngs(0))
+    graphdef, params, rest = nnx.split(nnx.RNN(cell), nnx.Param, ...)
+
+    def loss_fn(params, batch):
+        return squared(nnx.merge(graphdef, params, rest, copy=True)(batch["x"])[:, -1], batch)
+
+    return Model(loss_fn, params, rows_batch())
+
+
+def nnx_rnn():
+    return nnx_recurrent(nnx.SimpleCell)
+
+
+def nnx_lstm():
+    return nnx_recurrent(nnx.OptimizedLSTMCell)
+
+
+def nnx_gru():
+    return nnx_recurrent(nnx.GRUCell)
+
+
+class NNXModel(nnx.Module):
+    """A layer, running statistics, dropout."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(D, HIDDEN, param_dtype=jnp.float64, rngs=rngs)
+        self.norm = nnx.BatchNorm(HIDDEN, momentum=0.9, param_dtype=jnp.float64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.4)
+
+    def __call__(self, x, key):
+        return self.dropout(self.norm(self.layer(x)), rngs=nnx.Rngs(dropout=key))
+
+
+def nnx_batch_normalisation_and_dropout():
+    graphdef, params, statistics = nnx.split(NNXModel(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss_fn(params, batch, key, extra):
+        model = nnx.merge(graphdef, params, extra)
+        sums = squared(model(batch["x"][:, 0], key), batch)
+        return *sums, nnx.state(model, nnx.BatchStat)
+
+    return Model(loss_fn, params, rows_batch(), extra=in_float64(statistics), seed=3)
+
+
+class Recurrent(eqx.Module):
+    """A GRU scanned over time."""
+
+    cell: eqx.nn.GRUCell
+    head: eqx.nn.Linear
+    activation: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+
+    def __init__(self, key):
+        keys = jax.random.split(key)
+        self.cell = eqx.nn.GRUCell(D, HIDDEN, dtype=jnp.float64, key=keys[0])
+        self.head = eqx.nn.Linear(HIDDEN, HIDDEN, dtype=jnp.float64, key=keys[1])
+        self.activation = jnp.tanh
+
+    def __call__(self, x_TxD):
+        hidden, _ = jax.lax.scan(lambda hidden, x: (self.cell(x, hidden), None), jnp.zeros(HIDDEN), x_TxD)
+        return self.activation(self.head(hidden))
+
+
+def equinox_gru():
+    """The module itself is the pytree of parameters."""
+
+    def loss_fn(model, batch):
+        return squared(jax.vmap(model)(batch["x"]), batch)
+
+    return Model(loss_fn, Recurrent(jax.random.key(0)), rows_batch())
+
+
+def equinox_partition():
+    """Of a module with functions and numbers among its leaves, the arrays of one layer are trained."""
+    mlp = eqx.nn.MLP(D, HIDDEN, width_size=4, depth=1, dtype=jnp.float64, key=jax.random.key(0))
+    is_trained = jax.tree.map(lambda _: False, mlp)
+    is_trained = eqx.tree_at(lambda mlp: mlp.layers[-1].weight, is_trained, replace=True)
+    params, rest = eqx.partition(mlp, is_trained)
+
+    @eqx.filter_jit
+    def loss_fn(params, batch):
+        return squared(jax.vmap(eqx.combine(params, rest))(batch["x"][:, 0]), batch)
+
+    return Model(loss_fn, params, rows_batch())
+
+
+def haiku_mlp():
+    forward = haiku.without_apply_rng(haiku.transform(lambda x: haiku.nets.MLP([4, HIDDEN])(x)))
+
+    def loss_fn(params, batch):
+        return squared(forward.apply(params, batch["x"][:, 0]), batch)
+
+    return Model(loss_fn, in_float64(forward.init(jax.random.key(0), X_BxTxD[:, 0])), rows_batch())
+
+
+def haiku_lstm():
+    def unroll(x_BxTxD):
+        core = haiku.LSTM(HIDDEN)
+        state = jax.tree.map(lambda leaf: leaf.astype(x_BxTxD.dtype), core.initial_state(x_BxTxD.shape[0]))
+        return haiku.dynamic_unroll(core, x_BxTxD, state, time_major=False)[0][:, -1]
+
+    forward = haiku.transform(unroll)
+
+    def loss_fn(params, batch, key):
+        return squared(forward.apply(params, key, batch["x"]), batch)
+
+    return Model(loss_fn, in_float64(forward.init(jax.random.key(0), X_BxTxD)), rows_batch(), seed=0)
+
+
+def connectionist_temporal_classification():
+    """Speech as it is often trained: an LSTM under CTC, frames and labels padded."""
+    module = nn.RNN(nn.OptimizedLSTMCell(HIDDEN, param_dtype=jnp.float64))
+
+    def loss_fn(params, batch):
+        frames = jnp.arange(T) >= batch["num_frames"][:, None]
+        labels = jnp.arange(2) >= batch["num_labels"][:, None]
+        losses_B = optax.ctc_loss(module.apply(params, batch["x"]), frames * 1.0, batch["labels"], labels * 1.0)
+        is_real_B = batch["num_frames"] > 0
+        return jnp.sum(jnp.where(is_real_B, losses_B, 0)), jnp.sum(is_real_B)
+
+    rng = np.random.default_rng(0)
+    is_real = unequal_weights() > 0
+    batch = {
+        "x": random_rows(T, D),
+        "num_frames": rng.integers(T - 1, T + 1, is_real.shape) * is_real,
+        "labels": rng.integers(1, HIDDEN, (*is_real.shape, 2)).astype(np.int32),
+        "num_labels": rng.integers(1, 3, is_real.shape) * is_real,
+    }
+    return Model(loss_fn, module.init(jax.random.key(0), X_BxTxD), batch)
+
+
+MODELS = [
+    linen_rnn,
+    linen_lstm,
+    linen_gru,
+    linen_batch_normalisation,
+    linen_dropout,
+    nnx_rnn,
+    nnx_lstm,
+    nnx_gru,
+    nnx_batch_normalisation_and_dropout,
+    equinox_gru,
+    equinox_partition,
+    haiku_mlp,
+    haiku_lstm,
+    connectionist_temporal_classification,
+]
+
+
+@on_devices(MODELS)
+def test_it_trains_as_in_a_plain_loop(model, num_devices):
+    assert_trains_as_a_plain_loop(model, num_devices)

@@ -1,0 +1,92 @@
+"""Parameters sharded over a second mesh axis, as Megatron shards them: the compiler has it, or the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jvarlen.compiling.hlo import Collectives
+
+from .harness import Model, assert_same_course, random_params, random_rows, train, train_plainly, unequal_weights
+
+D, HIDDEN = 8, 64
+SPECS = {"column": PartitionSpec(None, "model"), "row": PartitionSpec("model", None), "bias": PartitionSpec()}
+
+
+def squared(outputs_BxD, batch):
+    losses = jnp.mean((outputs_BxD - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+
+def left_to_the_compiler(params, batch):
+    return squared(jnp.tanh(batch["x"] @ params["column"]) @ params["row"] + params["bias"], batch)
+
+
+def with_a_constraint(params, batch):
+    hidden_BxH = jnp.tanh(batch["x"] @ params["column"])
+    hidden_BxH = jax.lax.with_sharding_constraint(hidden_BxH, PartitionSpec(None, "model"))
+    return squared(hidden_BxH @ params["row"] + params["bias"], batch)
+
+
+def by_a_nested_shard_map(params, batch):
+    """Over "model" alone; the mesh is the one around it."""
+    outputs_BxD = jax.shard_map(
+        lambda x_BxD, column, row: jax.lax.psum(jnp.tanh(x_BxD @ column) @ row, "model"),
+        in_specs=(PartitionSpec(), SPECS["column"], SPECS["row"]),
+        out_specs=PartitionSpec(),
+        axis_names={"model"},
+    )(batch["x"], params["column"], params["row"])
+    return squared(outputs_BxD + params["bias"], batch)
+
+
+def make_mesh(num_shards, axis_type):
+    devices = jax.devices()[: 2 * num_shards]
+    return jax.make_mesh((num_shards, 2), ("data", "model"), axis_types=(axis_type,) * 2, devices=devices)
+
+
+def make_model(loss_fn, mesh=None):
+    batch = {"x": random_rows(D), "y": random_rows(D, seed=1), "weights": unequal_weights()}
+    params = random_params(column=(D, HIDDEN), row=(HIDDEN, D), bias=(D,))
+    if mesh is not None:
+        params = {name: jax.device_put(leaf, NamedSharding(mesh, SPECS[name])) for name, leaf in params.items()}
+    return Model(loss_fn, params, batch)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+@pytest.mark.parametrize("loss_fn", [left_to_the_compiler, with_a_constraint, by_a_nested_shard_map])
+def test_sharded_parameters_train_as_in_a_plain_loop_and_halve_the_operations(loss_fn, num_shards):
+    with jax.enable_x64(True):
+        expected = train_plainly(make_model(left_to_the_compiler))
+        whole = train(make_model(left_to_the_compiler), num_shards)
+        for axis_type in (AxisType.Auto, AxisType.Explicit)[: 1 + (num_shards == 2)]:
+            mesh = make_mesh(num_shards, axis_type)
+            trained = train(make_model(loss_fn, mesh), mesh)
+            assert_same_course(trained.course, expected)
+            for name, leaf in trained.course.params.items():
+                assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, SPECS[name]), leaf.ndim)
+            assert trained.flops == pytest.approx(whole.flops / 2, rel=0.05)
+            # Over "model" once a microbatch, over "data" once a step.
+            assert trained.collectives == {"all-reduce": Collectives(1, 1)}
+
+
+@pytest.mark.parametrize("spec", [None, PartitionSpec(), PartitionSpec(None, "model"), PartitionSpec("data")])
+def test_frozen_weights_stay_where_they_were_put(spec):
+    """Those of a teacher that the loss closes over, large enough to become an argument of the program."""
+    mesh = make_mesh(2, AxisType.Auto)
+    teacher_DxK = np.random.default_rng(0).normal(size=(D, 2**15)) / 100
+
+    def make_distillation(teacher_DxK):
+        def loss_fn(params, batch):
+            outputs_BxK = batch["x"] @ params["column"] @ params["row"][:, :1] + params["bias"][0]
+            losses = jnp.mean((outputs_BxK - batch["x"] @ teacher_DxK) ** 2, axis=-1)
+            return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
+
+        return make_model(loss_fn)
+
+    with jax.enable_x64(True):
+        placed = teacher_DxK if spec is None else jax.device_put(teacher_DxK, NamedSharding(mesh, spec))
+        trained = train(make_distillation(placed), mesh)
+        assert_same_course(trained.course, train_plainly(make_distillation(teacher_DxK)))
+        of_device = teacher_DxK.nbytes // (2 if spec else 1)
+        assert of_device <= trained.argument_bytes < of_device + 2**16

@@ -1,0 +1,116 @@
+"""Settings of JAX that users' tests make: a step compiles, loads and trains under each."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import (
+    CompileOptions,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    replicate,
+    scale_by_batch_size,
+)
+from tests.conftest import random_dataset
+
+DATASET = random_dataset(24, 10)
+PLAN = make_plan(np.diff(DATASET.offsets), [(2, 5), (2, 10)], microbatches_per_step=2)
+
+
+def loss_fn(params, microbatch):
+    logits_BxT = jnp.tanh(params["embed"][microbatch.tokens]) @ params["w"]
+    targets_BxT = (microbatch.tokens % 2).astype(logits_BxT.dtype)
+    losses_BxT = optax.sigmoid_binary_cross_entropy(logits_BxT, targets_BxT)
+    weights_BxT = microbatch.weights.astype(losses_BxT.dtype)
+    return jnp.sum(losses_BxT * weights_BxT), jnp.sum(weights_BxT)
+
+
+def dropout_loss_fn(params, microbatch, key, extra):
+    kept = jax.random.bernoulli(key, 0.8, params["w"].shape)
+    dropped = params | {"w": params["w"] * kept.astype(params["w"].dtype)}
+    return *loss_fn(dropped, microbatch), {"mean": extra["mean"] / 2 + jnp.mean(params["w"]) / 2}
+
+
+def train(
+    num_devices,
+    loss_fn=loss_fn,
+    dtype=np.float32,
+    epochs=2,
+    around=contextlib.nullcontext,
+    make_optimizer=optax.adamw,
+    **state,
+):
+    """Losses of some epochs."""
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    rng = np.random.default_rng(0)
+    params = {"embed": jnp.asarray(rng.normal(size=(128, 4)), dtype), "w": jnp.asarray(rng.normal(size=4), dtype)}
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), make_optimizer(0.02), scale_by_batch_size(4))
+    state = init_train_state(params, optimizer, **state)
+    state = state if mesh is None else replicate(state, mesh)
+    train_step = make_train_step(loss_fn, optimizer, mesh=mesh, norms=True)
+    options = CompileOptions(cache_dir=None, warm_up=True)
+    step = compile_buckets(train_step, state, PLAN, mesh=mesh, progress=False, options=options)
+    losses = []
+    for _ in range(epochs):
+        for batch in load(PLAN, DATASET, mesh=mesh):
+            with no_recompiles(), around():
+                state, metrics = step(state, batch)
+                losses.append(float(metrics.loss))
+    return losses
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(None)
+
+
+with_devices = pytest.mark.parametrize("num_devices", [None, 2])
+
+
+@with_devices
+def test_nans_are_looked_for(num_devices, expected):
+    with jax.debug_nans(True):
+        np.testing.assert_allclose(train(num_devices), expected, rtol=1e-5)
+
+
+@with_devices
+@pytest.mark.parametrize("setting", [jax.checking_leaks, lambda: jax.check_tracer_leaks(True)])
+def test_tracers_do_not_leak(num_devices, setting, expected):
+    with setting():
+        np.testing.assert_allclose(train(num_devices), expected, rtol=1e-5)
+        train(num_devices, dropout_loss_fn, epochs=1, seed=0, extra={"mean": jnp.zeros(())})
+
+
+@with_devices
+def test_ranks_are_not_promoted(num_devices, expected):
+    with jax.numpy_rank_promotion("raise"):
+        np.testing.assert_allclose(train(num_devices), expected, rtol=1e-5)
+
+
+@with_devices
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_types_are_not_promoted(num_devices, dtype):
+    """Adam of Optax doesn't take this setting: it raises a float to the power of an integer."""
+    momentum = functools.partial(optax.sgd, momentum=0.5)
+    expected = train(None, make_optimizer=momentum)
+    with jax.numpy_dtype_promotion("strict"):
+        losses = train(num_devices, dtype=dtype, make_optimizer=momentum)
+        statistics = {"mean": jnp.zeros((), dtype)}
+        train(num_devices, dropout_loss_fn, dtype, 1, make_optimizer=momentum, seed=0, extra=statistics)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5 if dtype == np.float32 else 0.02)
+
+
+@with_devices
+def test_nothing_is_transferred_in_the_loop_but_the_loss_that_is_read(num_devices, expected):
+    losses = train(num_devices, around=lambda: jax.transfer_guard("disallow"))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
