@@ -481,6 +481,34 @@ def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch
         compiled.warm_up(jax.ShapeDtypeStruct((), np.float32))
 
 
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_typed_keys_in_a_batch_are_warmed_up_and_dispatched(num_devices):
+    def step(state, batch):
+        noise = jax.vmap(jax.vmap(jax.random.uniform))(batch["keys"])
+        return state + jnp.sum(noise), {"noise": jnp.sum(noise)}
+
+    def batch_spec(bucket, num_microbatches):
+        return {"keys": jax.ShapeDtypeStruct((num_microbatches, bucket.rows), jax.random.key(0).dtype)}
+
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    compiled = compile_buckets(
+        step,
+        jnp.float32(0),
+        [(3, 4)],
+        microbatches_per_step=2,
+        mesh=mesh,
+        batch_spec=batch_spec,
+        progress=False,
+        options=CompileOptions(warm_up=True, cache_dir=None),
+    )
+    keys = jax.random.split(jax.random.key(1), (2, 3))
+    batch = {"keys": keys if mesh is None else jax.device_put(keys, batch_shardings(keys, mesh))}
+    with no_recompiles():
+        state, metrics = compiled(jnp.float32(0), batch)
+    expected = float(jnp.sum(jax.vmap(jax.vmap(jax.random.uniform))(keys)))
+    np.testing.assert_allclose([float(state), float(metrics["noise"])], expected, rtol=1e-6)
+
+
 def test_by_default_nothing_is_padded_up():
     with pytest.raises(UnplannedShapeError):
         compile_count()(jnp.float32(0), make_batch(3, 7))

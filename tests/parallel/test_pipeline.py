@@ -110,6 +110,34 @@ def test_a_pipelined_step_is_the_unsplit_step(num_shards, num_stages, num_microb
         assert (moved > 1e-3).all()
 
 
+def test_a_stage_may_loop_from_a_constant_and_branch_to_one():
+    """What a recurrent network does: a carry of zeros, and a branch that doesn't depend on the input."""
+
+    def recurrent(own, x, microbatch):
+        def cell(h, row):
+            h = jnp.tanh(h + row @ own["k"])
+            return h, h
+
+        rows = jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x)[1]
+        return x + jax.lax.cond(jnp.sum(rows) > 0, lambda: rows, lambda: jnp.zeros_like(rows))
+
+    looping = STAGES._replace(stage=recurrent)
+    mesh, optimizer = mesh_of(2, 2), optax.sgd(0.1)
+    with jax.enable_x64(True):
+        params, batch = make_params(2), make_rows(4, num_dummies=3)
+        step = jax.jit(make_pipeline_train_step(looping, optimizer, mesh=mesh))
+        found = step(init_train_state(place_stages(params, mesh), optimizer), batch)
+
+        def unsplit(params, microbatch):
+            x = looping.embed(params.ends, microbatch)
+            for s in range(2):
+                x = looping.stage({"k": params.stages["k"][s]}, x, microbatch)
+            return looping.loss(params.ends, x, microbatch)
+
+        expected = jax.jit(make_train_step(unsplit, optimizer))(init_train_state(params, optimizer), batch)
+        assert_equal_trees(found, expected, 1e-12)
+
+
 def batches_of_model(bucket, num_microbatches, *, packed=False):
     dataset = random_dataset(num_microbatches * bucket.rows * (2 if packed else 1) - 1, bucket.length)
     lengths = np.diff(dataset.offsets)
