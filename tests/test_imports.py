@@ -83,15 +83,23 @@ if __name__ == "__main__":
     assert run.stdout.strip() == "[1, 1, 1, 1]"
 
 
-@pytest.mark.parametrize("old", sorted(_moved._MOVED))
+@pytest.mark.parametrize(
+    "old", [*sorted(_moved._NOW), "arrow_files", "batching", "checkpoint", "config", "plan", "recompiles"]
+)
 def test_a_module_by_its_old_name_has_what_it_had(old):
     module = importlib.import_module(f"jvarlen.{old}")
-    for new in _moved._MOVED[old]:
+    for new in _moved._modules_now(old):
         found = importlib.import_module(f"jvarlen.{new}")
         for name in found.__all__:
             assert getattr(module, name) is not None
     with pytest.raises(AttributeError):
         module.nothing  # noqa: B018
+
+
+def test_a_function_that_has_the_name_of_an_old_module_can_still_be_called():
+    program = "import jvarlen.fit, jvarlen; jvarlen.fit(None)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT.parent)
+    assert "'NoneType' object has no attribute 'devices'" in run.stderr
 
 
 @pytest.mark.parametrize("directory", ["benchmarks", "examples"])
