@@ -69,7 +69,7 @@ def test_ten_line_plan_pads_much_less_than_padding_to_the_longest(run):
     assert num_samples == 50_000
 
 
-def test_own_state_learns_with_dropout_and_running_statistics(run):
+def test_own_state_nnx_learns_with_dropout_and_running_statistics(run):
     printed = run(EXAMPLES / "own_state_nnx.py")
     epochs = re.findall(r"^epoch \d: 2,000 samples, loss ([\d.]+), accuracy ([\d.]+)$", printed, re.MULTILINE)
     assert len(epochs) == 3

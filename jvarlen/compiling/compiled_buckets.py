@@ -409,10 +409,10 @@ class CompiledBuckets:
 
 
 def _canonical(batch: Any) -> Any:
-    """The batch with its NumPy arrays in the types that they have on a device, such as float32 for float64."""
+    """The batch with counts on the host in the types that they have on a device, such as float32 for float64."""
 
     def cast(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray | np.generic):
+        if not isinstance(leaf, np.ndarray | np.generic) or leaf.ndim:
             return leaf
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 

@@ -36,6 +36,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
       ValueError: there are no shapes.
 
     Example:
+      >>> import numpy as np
       >>> halve = jax.jit(lambda x: x / 2)
       >>> shapes = [jax.ShapeDtypeStruct((n,), np.float32) for n in (3, 4)]
       >>> assert_no_recompiles(halve, shapes)
