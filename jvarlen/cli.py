@@ -1,6 +1,6 @@
-"""The command `jvarlen`: it parses its arguments and calls `plan`, `sort`, `train`, `report` or `measure`.
+"""The `jvarlen` command. It parses the arguments and calls `plan`, `sort`, `train`, `report` or `measure`.
 
-Settings are the fields of dataclasses. Only the command that was typed is imported: `jvarlen plan` does without JAX.
+Settings are dataclass fields. Only the subcommand that was typed is imported: `jvarlen plan` does not load JAX.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Checks: in go arguments of any function, out comes nothing, or a ValueError that lists which of them are wrong.
+"""Argument checks. Each raises one ValueError that lists the offending values.
 
-NumPy only. What an error lists are the first few offenders, and how many more there are.
+NumPy only. An error shows the first few offenders and counts the rest.
 """
 
 from __future__ import annotations

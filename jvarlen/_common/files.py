@@ -1,4 +1,4 @@
-"""Files: in goes a path, out comes a file that appears under that name whole, or not at all."""
+"""Atomic writes: a file appears under its name when it is complete, or not at all."""
 
 from __future__ import annotations
 

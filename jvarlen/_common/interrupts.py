@@ -1,4 +1,4 @@
-"""Interrupts: in goes Ctrl-C or SIGTERM, out comes an end at a place where nothing is cut in two."""
+"""Ctrl-C and SIGTERM, deferred to a point where the program can stop safely."""
 
 from __future__ import annotations
 

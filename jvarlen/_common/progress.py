@@ -1,4 +1,4 @@
-"""Progress: in goes how far work has come, out comes a bar on a terminal, and a few plain lines in a log."""
+"""Progress: a bar on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The leaves of a pytree: by name, in words, and as zeros."""
+"""Names, shapes and zeros of pytree leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Portable errors: in goes an exception of a worker process, out comes one that reaches whoever waits for it."""
+"""Exceptions of worker processes, in a form that survives pickling."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Attention: in go queries, keys, values and the lengths or segments of rows, out comes what each position attends to.
+"""Attention within the samples of padded or packed rows.
 
-`jax.nn.dot_product_attention`, told of padding and of packed samples in ways that build no B×T×T mask where that can be
-had. Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
+Built on `jax.nn.dot_product_attention`. Where possible it is given lengths or segments instead of a B×T×T mask.
+Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
 """
 
 from __future__ import annotations

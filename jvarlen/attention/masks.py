@@ -1,6 +1,6 @@
-"""Masks: in go the lengths of rows or the segments in them, out come boolean masks; True marks what takes part.
+"""Boolean attention masks from row lengths or segment ids; True marks what takes part.
 
-The B×T×T mask costs memory that grows with T²; `jvarlen.attention` does without. Letters: B rows, T positions.
+A B×T×T mask takes memory that grows with T²; `jvarlen.attention` avoids it. Letters: B rows, T positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The types of a step's arrays, their shapes for a bucket, and the tokens that they hold.
+"""Batch types, their shapes for a bucket, and their token counts.
 
 Letters: M microbatches, B rows, T positions, S and U positions of source and target.
 """

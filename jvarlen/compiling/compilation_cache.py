@@ -1,6 +1,6 @@
-"""Compilation cache: in goes a directory, out comes that JAX keeps compiled programs there and takes them from there.
+"""Persistent compilation cache.
 
-This is the one setting of JAX that compiling changes for the whole process, and only where the user has not made it.
+This is the only JAX setting that compiling changes for the whole process, and only where the user has not set it.
 """
 
 from __future__ import annotations

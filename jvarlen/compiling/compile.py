@@ -1,7 +1,7 @@
-"""Compilation: in go a step function and buckets, out comes a callable that has every bucket's executable, and no more.
+"""Ahead-of-time compilation of a step for every bucket.
 
-Everything is compiled before the first step; what was not planned is refused, and `no_recompiles` proves that nothing
-is compiled afterwards.
+Everything is compiled before the first step. Batches that were not planned are rejected, and `no_recompiles` proves
+that nothing is compiled afterwards.
 """
 
 from __future__ import annotations

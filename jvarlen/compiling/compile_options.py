@@ -1,4 +1,4 @@
-"""Options of compiling: in go settings, out come what the compiler is told, checked against the installed jaxlib."""
+"""Compiler options, checked against the installed jaxlib."""
 
 from __future__ import annotations
 

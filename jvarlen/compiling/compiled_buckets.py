@@ -1,6 +1,6 @@
-"""Compiled buckets: in go a state and a batch, out come the next state and metrics, by the executable of its bucket.
+"""The callable that `compile_buckets` returns: it runs each batch with the executable of its bucket.
 
-What was not planned is refused. `compile_buckets` makes them.
+Batches that were not planned are rejected.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Collectives: in goes a compiled program, out comes how often its devices talk to each other in a step.
+"""Counts the collectives of a compiled program.
 
-Accumulation must communicate once a step, not once a microbatch: no all-reduce lies in a loop.
+Accumulation must communicate once a step, not once a microbatch: no all-reduce may be inside a loop.
 """
 
 from __future__ import annotations

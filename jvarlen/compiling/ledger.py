@@ -1,6 +1,6 @@
-"""Ledger: in goes what compiling and running each bucket took, out come a table, a JSON file and what was never used.
+"""The ledger: what compiling and running each bucket cost, as a table and as JSON.
 
-NumPy only: a ledger that was saved can be read where there is no device. Letters: K buckets.
+NumPy only: a saved ledger can be read on a machine without devices. Letters: K buckets.
 """
 
 from __future__ import annotations

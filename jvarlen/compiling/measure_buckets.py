@@ -1,4 +1,4 @@
-"""Measuring: in go compiled buckets, or a model and some shapes, out come seconds, bytes and cost models of them.
+"""Measures the seconds and bytes of compiled buckets, for cost models.
 
 Letters: K buckets.
 """

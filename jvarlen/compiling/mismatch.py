@@ -1,4 +1,4 @@
-"""The unplanned: in go a batch and what buckets were compiled for, out come the leaf that differs, or the batch padded.
+"""Explains how a batch differs from the compiled buckets, and pads it to a larger one.
 
 Letters: K buckets.
 """

@@ -1,7 +1,7 @@
-"""Recompilations: in go a region of code, out comes every program that was compiled in it, why, and near which bucket.
+"""The guard against recompiling: it reports what was compiled in a region, why, and after which bucket.
 
-That something was compiled, and whether it came from the persistent cache, is what JAX reports to listeners; types and
-differences are what `compile_log` reads.
+JAX's event listeners tell that something was compiled and whether it came from the persistent cache. Types and
+differences come from `jax_log`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Row search: in goes what rows need, found by trying, out comes the largest number of them that fits."""
+"""Finds the largest number of rows that fits into memory, in a few tries."""
 
 from __future__ import annotations
 

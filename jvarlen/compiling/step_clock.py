@@ -1,4 +1,4 @@
-"""Step clock: in go steps as they are dispatched, out come the seconds that each took, and nothing waits for them."""
+"""Times every step in a thread of its own, so that the training loop never waits."""
 
 from __future__ import annotations
 

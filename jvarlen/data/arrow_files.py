@@ -1,6 +1,6 @@
-"""Arrow files: in goes a column of Parquet or Arrow files, out comes a data source of its rows' tokens.
+"""Datasets in a column of Parquet or Arrow files.
 
-A directory that Hugging Face datasets were saved to is such files. Needs pyarrow, the extra `data`.
+Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in the extra `data`.
 """
 
 from __future__ import annotations

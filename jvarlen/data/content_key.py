@@ -1,6 +1,6 @@
-"""Content keys: in go files, out comes a name for what is in them, whatever they are called.
+"""Keys of file contents, whatever the files are called.
 
-Files are hashed in parts, by several threads: hashing releases the interpreter.
+Files are hashed in parts by several threads; hashing releases the GIL.
 """
 
 from __future__ import annotations

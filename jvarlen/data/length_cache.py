@@ -1,4 +1,4 @@
-"""Length cache: in go samples and the key of their content, out come lengths and hashes, kept from the first time.
+"""Cache of sample lengths and hashes, keyed by the content of the data.
 
 NumPy only.
 """

@@ -1,6 +1,6 @@
-"""Line files: in goes a file of text or JSON lines, out comes a data source of the bytes of every line's text.
+"""Datasets of text lines or JSON lines.
 
-Files are untrusted: what is no text is a ValueError that says why.
+Files are untrusted: a line without text is a ValueError that gives the reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Measured samples: in goes a dataset and a function of a sample, out comes a number a sample, int64[N] or float64[N].
+"""Measures the length, or any other number, of every sample of a dataset.
 
-NumPy only. Long measurings leave shard files behind, and go on from there when they are called again.
+NumPy only. Long measurements write shard files and resume from them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures: in go several datasets and their weights, out comes one data source that holds exact counts of each.
+"""Mixtures: several datasets as one, with exact counts of each.
 
 NumPy only. Letters: D datasets, c samples that one of them gives to an epoch, N samples of the mixture.
 """

@@ -1,7 +1,7 @@
-"""Data files: in goes a file or directory of text or tokens, out comes a data source with known lengths and a key.
+"""Opens files or directories of text or tokens as datasets with known lengths and a content key.
 
-Files are untrusted: nothing in them is unpickled or evaluated, and what they should not hold is a `ValueError` that
-says where it is. Nothing is left out in silence: an empty sample is an error.
+Files are untrusted: nothing in them is unpickled or evaluated, and bad content is a `ValueError` that says where it is.
+Nothing is skipped silently: an empty sample is an error.
 """
 
 from __future__ import annotations

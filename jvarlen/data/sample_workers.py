@@ -1,6 +1,6 @@
-"""Sample workers: in go ranges of samples and a function of a sample, out come its values, by any number of processes.
+"""Applies a function to ranges of samples in worker processes.
 
-NumPy only. What the values mean, and where they are kept, is for the caller.
+NumPy only. The caller decides what the values mean and where they are kept.
 """
 
 from __future__ import annotations

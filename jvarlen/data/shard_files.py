@@ -1,4 +1,4 @@
-"""Shard files: in go the values of samples, range by range, out comes a directory from which a measuring goes on.
+"""Shard files of a measurement, from which it resumes.
 
 NumPy only.
 """

@@ -1,4 +1,4 @@
-"""Samples to hold out, chosen by the hash of their content."""
+"""Held-out samples, chosen by the hash of their content."""
 
 from __future__ import annotations
 

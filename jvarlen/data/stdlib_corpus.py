@@ -1,4 +1,7 @@
-"""The built-in corpus: functions of Python's standard library."""
+"""The built-in corpus: the source of every outermost function and method of Python's standard library.
+
+It has a realistic long-tailed distribution of lengths and is on every machine, so nothing is downloaded.
+"""
 
 from __future__ import annotations
 

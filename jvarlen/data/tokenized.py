@@ -1,6 +1,7 @@
-"""Tokenized text: in go samples of text and the file of a tokenizer, out come samples of token ids.
+"""Datasets of text, tokenized by a tokenizer file when a sample is read.
 
-Needs the package tokenizers, the extra `data`. The file is untrusted: what is wrong with it is a ValueError naming it.
+Needs the package tokenizers, in the extra `data`. The tokenizer file is untrusted: a bad one is a ValueError with its
+path.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Datasets in memory: in goes the running interpreter's standard library or any data source, out come data sources.
-
-The built-in corpus holds the source text of every outermost function or method of the standard library: a real
-long-tailed distribution of lengths that is present on every machine, so nothing is downloaded.
-"""
+"""Datasets of tokens in memory, subsets of datasets, and the tokens of any sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices: in goes how many, out come a mesh and the shardings of a step's arrays over it."""
+"""Device meshes, and the shardings of a step's arrays."""
 
 from __future__ import annotations
 

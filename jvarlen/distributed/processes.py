@@ -1,7 +1,7 @@
-"""Processes: in goes what one of several JAX processes has, out comes the same decision, or an error, on all of them.
+"""Several JAX processes that start together, take the same decisions, and fail together.
 
-A process that raises where the others wait for it makes them hang. So a step that may fail runs inside `together`, and
-what must be equal goes through `agree`; both are collective: every process calls them, in the same order.
+A process that raises while the others wait for it makes them hang. So a step that may fail runs inside `together`, and
+values that must be equal go through `agree`. Both are collective: every process calls them, in the same order.
 """
 
 from __future__ import annotations

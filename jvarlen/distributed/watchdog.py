@@ -1,7 +1,7 @@
-"""Watchdog: in go the ticks of several processes at work, out comes their end when none of them ticks any more.
+"""Ends all processes when one of them stalls.
 
-A process whose disk hangs lives on, and the others wait for it in the next collective: for ever, as far as JAX is
-concerned. Waiting in the runtime they cannot raise an error; so the process ends, from a thread that says why.
+A process whose disk hangs stays alive, and the others would wait for it in the next collective for ever. They cannot
+raise an error from inside the runtime, so a thread prints the reason and ends the process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collation: in go the samples of one step, out comes a batch of host arrays in the shape of a bucket.
+"""Collate functions: the samples of one step as host arrays of a bucket's shape.
 
 Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
 """

@@ -1,4 +1,4 @@
-"""Ids digest: in go the samples of one step after the other, out comes a hash of which came, in which order.
+"""A hash of the ids of the samples that were read, in order.
 
 Letters: n samples of a step, m microbatches of a process.
 """

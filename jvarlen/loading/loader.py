@@ -1,6 +1,6 @@
-"""Loader: in go a plan and a dataset, out comes an iterator of device arrays, one step at a time.
+"""The data loader: an iterator over the steps of a plan, as device arrays.
 
-The only module that moves data to devices. Collation and transfer run ahead of the step that is computed.
+The only module that moves data to devices. Collation and transfer run ahead of the computation.
 """
 
 from __future__ import annotations

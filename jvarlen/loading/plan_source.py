@@ -1,7 +1,7 @@
-"""Plan source: in go a plan and a dataset, out come its steps: read, compared with what was planned, collated.
+"""Reads the steps of a plan, compares the samples with the plan, and collates them.
 
-All of it runs where samples are read: in a thread, or in a worker process. Letters: N samples of the dataset, n of a
-step, m microbatches of a process.
+It runs wherever samples are read: in a thread or in a worker process. Letters: N samples of the dataset, n of a step, m
+microbatches of a process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Read ahead: in go the steps of an epoch as Grain reads them, out come those steps, while the next ones are read.
+"""Reads steps ahead in a thread, from a Grain iterator.
 
-One thread owns the Grain iterator: it starts its threads and worker processes, takes from it, and ends it. Whoever
-waits for a step looks now and then whether the workers still live.
+One thread owns the Grain iterator: it starts it with its threads and worker processes, takes steps from it, and ends
+it. A consumer that waits for a step regularly checks that the workers are alive.
 """
 
 from __future__ import annotations

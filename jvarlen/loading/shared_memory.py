@@ -1,4 +1,4 @@
-"""Shared memory: in goes a step that a worker hands over in /dev/shm, out comes the same, or an error without room."""
+"""Checks that a worker's step fits into /dev/shm."""
 
 from __future__ import annotations
 

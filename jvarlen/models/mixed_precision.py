@@ -1,6 +1,6 @@
-"""Mixed precision: in go activations and a float32 kernel, out comes their product, of bfloat16 factors.
+"""bfloat16 matrix products of layers with float32 parameters.
 
-All sums are float32. bfloat16 has the exponents of float32, so gradients need no loss scale.
+All sums are float32. bfloat16 has the exponent range of float32, so gradients need no loss scale.
 
 Letters: D inputs, F outputs of a layer.
 """

@@ -1,4 +1,4 @@
-"""The transformer in stages: in go its parameters, out come those of every stage, and the functions that a stage runs.
+"""The demo transformer, cut into pipeline stages.
 
 Letters: S stages, L layers, B rows, T positions, D width.
 """

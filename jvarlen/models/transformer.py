@@ -1,4 +1,4 @@
-"""A small byte-level decoder in Flax NNX: in go tokens and lengths, out come logits, or the sums of a loss.
+"""The demo transformer: a small byte-level decoder in Flax NNX.
 
 Letters: B rows, T positions, D width, H heads, K head size, V = 256 byte values.
 """

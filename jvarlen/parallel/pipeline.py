@@ -1,6 +1,6 @@
-"""Pipeline: in go a model cut into stages and an optimizer, out comes a train step whose stages lie on many devices.
+"""Pipeline parallelism: a train step for a model cut into stages.
 
-All microbatches of a step have one shape, so they can follow each other through the stages: in tick t stage s works on
+All microbatches of a step have one shape, so they can follow each other through the stages: in tick t, stage s works on
 microbatch t − s. Letters: M microbatches of a step, m those of a data shard, S stages.
 """
 

@@ -1,7 +1,7 @@
-"""Batching: in go lengths, an order and a token budget, out come the batches of a greedy walk over the order.
+"""Greedy token batches over a given order.
 
-NumPy only. Here batches have as many shapes as they like, or fixed ones; `make_plan` is for few, optimal ones. Letters:
-N samples, n of them in the order, b batches.
+NumPy only. Batches have any number of shapes here, or fixed ones; `make_plan` is for few, optimal shapes. Letters: N
+samples, n of them in the order, b batches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Buckets: in go lengths and a token budget, out comes a small tuple of static shapes (rows, length).
+"""Token-budget buckets, chosen by dynamic programming.
 
 NumPy only. Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a step, B rows, T length, n
 samples of a bucket, s its steps.

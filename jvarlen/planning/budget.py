@@ -1,4 +1,4 @@
-"""Budget: in go what a microbatch may hold, cost and occupy, out comes how many rows of a length it gets.
+"""The budget of a microbatch, in tokens, cost and bytes, and how many rows of a length it allows.
 
 NumPy only. Letters: M microbatches a step, B rows, T length.
 """

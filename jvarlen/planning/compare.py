@@ -1,4 +1,4 @@
-"""Comparison: in go lengths and a token budget, out comes what every strategy, and no plan at all, would make of them.
+"""Compares bucketing strategies, and unplanned batching, on the same lengths.
 
 NumPy only. Letters: N samples, S steps, K buckets, M microbatches a step, b batches.
 """

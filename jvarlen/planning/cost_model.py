@@ -1,6 +1,6 @@
-"""Costs: in go a few measured shapes, out comes a function that predicts the seconds, or the bytes, of any shape.
+"""Cost models: seconds or bytes of any shape, fitted to a few measured shapes.
 
-NumPy and SciPy only; `jvarlen.measure_buckets` measures. Letters: B rows, T length.
+NumPy and SciPy only; `jvarlen.measure_buckets` does the measuring. Letters: B rows, T length.
 """
 
 from __future__ import annotations

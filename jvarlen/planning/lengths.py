@@ -1,6 +1,6 @@
-"""Lengths: in goes an array, out comes a checked int64[N] of tokens a sample.
+"""Checked sample lengths, int64[N] in tokens.
 
-NumPy only. Nothing here knows of buckets or batches.
+NumPy only. This module knows nothing of buckets or batches.
 """
 
 from __future__ import annotations

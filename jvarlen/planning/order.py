@@ -1,7 +1,7 @@
-"""Order: in go lengths or difficulties and a seed, out comes the order in which samples come, int64[N].
+"""The order of samples: by length or difficulty, shuffled, or as in the dataset.
 
 NumPy only. Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
-device or the clock, so that the order is the same everywhere.
+device or the clock, so the order is the same everywhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pacing: in go a number of steps and a starting share, out comes which share of the samples each step may draw from.
+"""Curriculum pacing: the share of samples that each step may draw from.
 
 NumPy only. A pacing is a function of the step; samples are admitted in their order, the easiest first.
 """

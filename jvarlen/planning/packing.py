@@ -1,8 +1,8 @@
-"""Packing: in go lengths and the lengths that rows may have, out come rows that hold several samples each.
+"""Packs several samples into each row.
 
 NumPy only. Best fit, longest samples first, on the histogram: samples of one length are placed together, and rows with
-equally much space are kept together, so that the time depends on the distinct lengths and hardly on the samples.
-Letters: N samples, n of them packed, R rows, D distinct lengths.
+the same free space are kept together, so the time depends on the number of distinct lengths and hardly on the number of
+samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
 """
 
 from __future__ import annotations

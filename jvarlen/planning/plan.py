@@ -1,4 +1,4 @@
-"""Plan: in go lengths and buckets, out comes every step of an epoch, fixed before training.
+"""The plan: every step of an epoch, fixed before training.
 
 NumPy only. Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
 microbatch, P samples of a row.

@@ -1,4 +1,4 @@
-"""Digest and file of a plan: in go its arrays, out comes a hash or an `.npz`, and the same arrays back, verified.
+"""The digest of a plan, and its `.npz` file, verified when it is loaded.
 
 NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n samples.
 """

@@ -1,6 +1,6 @@
-"""Row lengths: in go lengths and a token budget, out come the lengths of packed rows whose plan costs least.
+"""Chooses the lengths of packed rows so that their plan costs least.
 
-NumPy only. Packing by histogram takes milliseconds, so that many sets of row lengths can be tried. Letters: V distinct
+NumPy only. Packing by histogram takes milliseconds, so many sets of row lengths can be tried. Letters: V distinct
 lengths, D distinct rounded lengths, K lengths of rows.
 """
 

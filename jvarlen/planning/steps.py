@@ -1,7 +1,7 @@
-"""Planned steps: in go buckets and the sizes of steps, out come the shape, size and padding of every step of an epoch.
+"""Shape, size and padding of every step of an epoch.
 
-Which samples are in a step is for `Plan` and `DistributedPlan` to add. NumPy only. Letters: n samples in the plan, S
-steps, K buckets, M microbatches a step.
+`Plan` and `DistributedPlan` add which samples are in each step. NumPy only. Letters: n samples in the plan, S steps, K
+buckets, M microbatches a step.
 """
 
 from __future__ import annotations

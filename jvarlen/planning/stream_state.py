@@ -1,4 +1,4 @@
-"""State of a stream: in go plain values, as JSON has them, out comes a checked place from which a stream goes on."""
+"""The state of a stream: plain JSON values, checked before the stream resumes from them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Streams: in go lengths one by one, out come steps in the same few static shapes, where no plan can be made ahead.
+"""Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-A stream is read once, from its beginning, and need not end. Its steps depend on the lengths and on nothing else, so
-every process that reads the same lengths gets the same steps. Each then loads the samples of its own microbatches only.
-Of four microbatches a step, the second of two processes takes the last two, and reads what these ids name:
+A stream is read once, from its beginning, and need not end. Its steps depend only on the lengths, so every process that
+reads the same lengths gets the same steps. Each process then loads only the samples of its own microbatches. With four
+microbatches a step, the second of two processes takes the last two, and reads the samples with these ids:
 
     >>> lengths = [3, 1, 4, 2, 8, 2, 7, 6, 5, 1]
     >>> process, num_processes, microbatches_per_step = 1, 2, 4

@@ -1,6 +1,6 @@
-"""Page: in go texts, pictures and tables, out comes one HTML file that loads nothing and works offline.
+"""One HTML file of texts, pictures and tables that loads nothing and works offline.
 
-All text that comes from elsewhere goes through `text`.
+Text from elsewhere is escaped by `text`.
 """
 
 from __future__ import annotations

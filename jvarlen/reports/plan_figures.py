@@ -1,7 +1,7 @@
-"""Figures of a plan: in go a plan and its lengths, out come pictures as SVG that take their colours from the page.
+"""SVG figures of a plan, in the colours of the page around them.
 
-Everything is counted before it is drawn, so that the size of a picture does not depend on samples or steps. Letters: N
-samples, n of them in the plan, S steps, K buckets, R rows.
+Everything is counted before it is drawn, so the size of a picture does not depend on the number of samples or steps.
+Letters: N samples, n of them in the plan, S steps, K buckets, R rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Page of a plan: in go a plan and its lengths, out comes one HTML file that loads nothing and works offline."""
+"""A plan as one HTML file that loads nothing and works offline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: in go lengths, the metrics of a run or its ledger, out come text and pictures."""
+"""Histograms of lengths, curves of a run and ledgers, as text and pictures."""
 
 from __future__ import annotations
 

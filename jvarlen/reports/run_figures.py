@@ -1,6 +1,6 @@
-"""Figures of runs: in go records of one or several runs, out come pictures in which they lie over each other.
+"""Figures of one or several runs, overlaid.
 
-How a run is drawn is for `run_lines`. Letters: S steps of one run.
+`run_lines` decides how a run is drawn. Letters: S steps of one run.
 """
 
 from __future__ import annotations

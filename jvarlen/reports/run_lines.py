@@ -1,7 +1,7 @@
-"""Lines of runs: in go axes and values of steps, out come points or ranges on them, each run in a look of its own.
+"""Draws the steps of runs as points or ranges, each run in its own style.
 
-Of a long run, neighbouring steps are drawn together, so that the size of a picture does not depend on their number.
-Letters: S steps of one run.
+Neighbouring steps of a long run are drawn together, so the size of a picture does not depend on their number. Letters:
+S steps of one run.
 """
 
 from __future__ import annotations

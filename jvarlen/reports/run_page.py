@@ -1,6 +1,6 @@
-"""Report of runs: in go their directories, out come a table as text and one HTML page that loads nothing.
+"""Reports of runs: a table as text, and one HTML page that loads nothing.
 
-Runs that go on, that were interrupted, or that an older version wrote are shown as far as they are known.
+Runs that are still going, were interrupted, or were written by an older version are shown as far as they are known.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs on disk: in goes the directory of a run, out come its records as arrays, its ledger, summary and settings.
+"""Reads a run directory: its records as arrays, its ledger, summary and settings.
 
-Nothing in the files is trusted: what is no number where one belongs is an error that names the file and the line. What
-an older version did not write is unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
+The files are untrusted: a value of the wrong type is an error with the file and the line. Values that an older version
+did not write are unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
 """
 
 from __future__ import annotations

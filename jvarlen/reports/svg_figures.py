@@ -1,4 +1,4 @@
-"""SVG figures: in goes what Matplotlib has drawn, out come pictures that take their colours from the page."""
+"""Turns Matplotlib figures into SVG that takes its colours from the page."""
 
 from __future__ import annotations
 

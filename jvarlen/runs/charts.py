@@ -1,6 +1,6 @@
-"""Charts: in go the records of a run, out come event files of TensorBoard, or an offline run of Weights & Biases.
+"""Trackers for TensorBoard and for offline runs of Weights & Biases.
 
-Their packages are extras, and are imported when a tracker is made.
+Their packages are extras, imported when a tracker is made.
 """
 
 from __future__ import annotations

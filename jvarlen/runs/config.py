@@ -1,4 +1,4 @@
-"""Configuration: in go settings, out come frozen dataclasses, checked where they are made, and their JSON form.
+"""Settings as frozen dataclasses, checked when they are made, and their JSON form.
 
 The fields are the settings of `jvarlen train`; their docstrings are its help.
 """

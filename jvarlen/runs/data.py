@@ -1,4 +1,4 @@
-"""Training data: in go settings, out come what is trained on, what is evaluated on, and what tells them from others."""
+"""Opens the data to train and evaluate on, with content keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run directory: in go settings and a plan, out comes the directory of a run, held by a lock."""
+"""The directory of a run, held by a lock."""
 
 from __future__ import annotations
 

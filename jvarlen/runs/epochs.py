@@ -1,6 +1,6 @@
-"""Course: in go settings and lengths, out comes what is known of every step of a training before it is taken.
+"""The course of a training: what is known of every step before it is taken.
 
-A plan is one epoch; a course is epoch after epoch, with the learning rates. Letters: S steps of an epoch.
+A plan is one epoch; a course is all epochs, with the learning rates. Letters: S steps of an epoch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluation of a state on planned sets of samples."""
+"""Evaluates a state on planned sets of samples."""
 
 from __future__ import annotations
 

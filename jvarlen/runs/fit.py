@@ -1,6 +1,6 @@
-"""A whole training, from a configuration to a run directory.
+"""`fit`: a whole training, from a configuration to a run directory.
 
-The whole line around one pure step, from the data to the summary, in the order in which a run shows it.
+It goes in the order in which a run shows it: data, plan, compilation, the loop around one pure step, the summary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The training loop, from a place in the course to the last step.
+"""The training loop: one host loop around one pure step.
 
-One host loop around one pure step. Metrics are read a step late, so that no step waits for them.
+Metrics are read a step late, so that no step waits for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`jvarlen measure`: what a training step of the built-in model takes."""
+"""`jvarlen measure`: what a training step of the built-in model costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps of the built-in model cost, measured and fitted."""
+"""Measures the steps of the built-in model and fits cost models to them."""
 
 from __future__ import annotations
 

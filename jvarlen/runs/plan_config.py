@@ -1,4 +1,4 @@
-"""Plan configuration: in go settings of planning, out come buckets and plans by them."""
+"""Planning settings, and the buckets and plans made from them."""
 
 from __future__ import annotations
 

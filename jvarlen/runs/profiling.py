@@ -1,4 +1,4 @@
-"""Profiling: in goes the loop around the steps, out come seconds and bytes of each, and a trace of some of them."""
+"""Seconds and bytes of every step, and a profiler trace of some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jvarlen report`: what runs did, as a table and a page."""
+"""`jvarlen report`: a table and a page of runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How training goes, on a terminal or in a log."""
+"""Shows the progress of training, on a terminal or in a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of a run: its table, and the files that a run leaves behind."""
+"""The summary of a run, and the files written at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fit` trains: the built-in language model, or a loss, parameters and batches of one's own."""
+"""What `fit` trains: the built-in language model, or your own loss, parameters and batches."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Trackers: in go the records of a run, one a step or an evaluation, out come `metrics.jsonl` and what charts read.
+"""Trackers: `metrics.jsonl`, and whatever else receives the records of a run.
 
-`metrics.jsonl` is written always; `charts` and a user's own trackers get the same records beside it.
+`metrics.jsonl` is always written; `charts` and a user's own trackers get the same records.
 """
 
 from __future__ import annotations

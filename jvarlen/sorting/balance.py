@@ -1,4 +1,4 @@
-"""Figures of a sort: in goes its size or its result, out come what it sends and how evenly it lies on the shards.
+"""How evenly a sort spreads its rows over the shards, and how much it sends.
 
 Letters: N rows, p shards, n rows a shard, k samples.
 """

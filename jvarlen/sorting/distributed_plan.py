@@ -1,4 +1,4 @@
-"""Distributed plan: in go the lengths that each process has, out come its own rows of a plan that nobody holds whole.
+"""A plan that no process holds whole: each makes its own rows from the lengths that it has.
 
 The histogram of all lengths tells every process the steps; the distributed sort brings each sample to the device that
 trains on it. Letters: N samples, n of this process, p shards, M microbatches a step, m of them on this process, S

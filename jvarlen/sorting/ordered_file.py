@@ -1,10 +1,10 @@
-"""Ordered file: in goes an array that lies on devices in the order of its ranks, out comes one `.npy` file of it.
+"""Writes a sorted array that is spread over devices to one `.npy` file.
 
 Letters: N samples, p shards (devices along one axis), n places a shard, d a shard.
 
-The shards are first made *blocks* of consecutive ranks, by one all-to-all. Where all processes see one disk, each then
-writes its blocks, ranges of bytes of the same file; where they do not, process 0 is sent one piece after the other.
-Either way the file is written under another name, which it loses for its own when all of it is on disk.
+One all-to-all first turns the shards into *blocks* of consecutive ranks. Where all processes see one disk, each then
+writes its blocks, which are byte ranges of the same file. Where they do not, process 0 receives one piece after the
+other. Either way the file gets its name only when all of it is on disk.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Places of a distributed plan: in go the rows of each shard, out come the samples of its microbatches in every step.
+"""Which samples go to which microbatch of a distributed plan.
 
 Letters: N samples, p shards, M microbatches a step, A = M / p of them on a shard, m on this process, B rows of a
 microbatch, S steps, K buckets, U rows of a microbatch in all steps together.
 
-Dummy rows counted, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard
-(v mod M) // A. Of bucket k, which begins at place P_k and at rank R_k and has n_k samples, place v holds the sample of
-rank R_k + (v − P_k) if v − P_k < n_k, and else a dummy row. So each shard sorts the ranks of one block of places, moves
+Counting dummy rows, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard (v
+mod M) // A. Bucket k begins at place P_k and at rank R_k and has n_k samples; its place v holds the sample of rank R_k
++ (v − P_k) if v − P_k < n_k, and otherwise a dummy row. So each shard sorts the ranks of one block of places, moves
 them to their places, and deals these out, A to each shard in turn.
 """
 

@@ -1,6 +1,6 @@
-"""Distributed sort: in go keys spread over devices, out come the same keys in order, spread as evenly as it goes.
+"""Distributed sample sort: sorts keys over the devices of a mesh axis, exactly balanced.
 
-Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. How it works: `shard_sort`.
+Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. `shard_sort` explains how it works.
 """
 
 from __future__ import annotations

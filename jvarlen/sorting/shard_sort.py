@@ -1,10 +1,10 @@
-"""Sort across shards: in go the rows of one shard, out comes its block of the sorted whole; runs in `shard_map`.
+"""The sort of one shard: takes its rows, returns its block of the sorted whole. Runs in `shard_map`.
 
 Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r runs, g ranks.
 
-Shapes are static and the same for any keys:
+All shapes are static and do not depend on the keys:
 
-1. *Local sort.* Every shard sorts its rows into a run. All rows differ, if only by their index, so the order is unique.
+1. *Local sort.* Every shard sorts its rows into a run. All rows differ, at least by index, so the order is unique.
 2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
    every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
    shrinks to what lies between two neighbouring samples of its own, at most 1/(k+1) of it. After

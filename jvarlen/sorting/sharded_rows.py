@@ -1,4 +1,4 @@
-"""Sharded rows: in go arrays from anywhere, out come the same rows spread over the devices of a mesh axis.
+"""Spreads rows from anywhere over the devices of a mesh axis.
 
 Letters: N rows, p shards (devices along the axis), n places of a shard, of which the first ones hold its rows.
 """

@@ -1,4 +1,4 @@
-"""Sort of a file: in goes a `.npy` of lengths or any keys, out comes a `.npy` of the order, by all devices there are.
+"""Sorts a `.npy` of lengths or other keys on all devices, and writes the order as a `.npy`.
 
 Letters: N keys, p devices.
 """

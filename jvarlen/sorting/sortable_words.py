@@ -1,8 +1,8 @@
-"""Sortable words: in go keys and the index of each row, out come unsigned integers that sort as the rows do, and back.
+"""Keys and row indices as unsigned integers that sort like the rows, and back.
 
 Rows are ordered as `np.lexsort` orders them: by key, ties by index; −0.0 ties with 0.0, NaN is last. Unsigned integers
-sort several times faster than pairs, and in them a row of a 32-bit key is one number. Only bits are handled, so that no
-backend can flush a subnormal number to zero. To be called where 64-bit types are enabled.
+sort several times faster than pairs, and a row with a 32-bit key fits into one of them. Only bits are handled, so no
+backend can flush a subnormal number to zero. Call these functions where 64-bit types are enabled.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Partition checks: in go a loss and a step's batch, out come the splits of the step that give the same gradient.
+"""Checks that a loss has the same gradient for every split of a step.
 
-`jvarlen.testing` gives this to users. Letters: M microbatches, B rows of each.
+`jvarlen.testing` exports this. Letters: M microbatches, B rows of each.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Plan checks: in go plans, or the ids or batches of a loader, out comes nothing, or an error that says what is wrong.
+"""Checks of plans, loaders and their batches.
 
-`jvarlen.testing` gives them to users. Letters: M microbatches, B rows of each, N samples, S steps.
+`jvarlen.testing` exports them. Letters: M microbatches, B rows of each, N samples, S steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Does a function compile nothing once it has seen its shapes?"""
+"""Checks that a function compiles nothing once it has seen its shapes."""
 
 from __future__ import annotations
 

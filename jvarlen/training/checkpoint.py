@@ -1,8 +1,8 @@
-"""Checkpoints: in goes the state and the place in the plan, out comes a directory, and the same two back.
+"""Checkpoints of the state and of the place in the plan.
 
-The only module that writes checkpoints. Orbax writes the state, in the background. Around it lies a directory that gets
-its name, the number of steps done, when all of it is written and listed with its hashes: a checkpoint is there whole,
-or not at all.
+The only module that writes checkpoints. Orbax writes the state, in the background. A checkpoint is a directory that
+gets its name, the number of steps done, only when all of it is written and listed with its hashes. So it is there
+whole, or not at all.
 """
 
 from __future__ import annotations

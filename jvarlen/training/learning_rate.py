@@ -1,7 +1,7 @@
-"""Learning rate: in goes a rule for the batch size, out come Optax pieces that put the scaled rate in force on device.
+"""Learning rates that follow the batch size, as Optax pieces on the device.
 
-`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from what each
-step holds. Letters: S steps of all plans.
+`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from the size of
+each step. Letters: S steps of all plans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loss functions as users write them, in one form: what they take by name, and what they return.
+"""Brings users' loss functions into one form.
 
 Letters: M microbatches.
 """

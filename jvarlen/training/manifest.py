@@ -1,6 +1,6 @@
-"""Manifest: in goes a directory, out comes a list of its files by size and SHA-256, and later whether it still holds.
+"""A list of the files of a directory, with size and SHA-256, and its check.
 
-The list lies in the directory itself, and vouches for itself as well: a changed byte in it shows.
+The list is a file in the directory itself and carries a hash of itself: a changed byte in it is noticed.
 """
 
 from __future__ import annotations

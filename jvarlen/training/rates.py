@@ -1,7 +1,7 @@
-"""Learning-rate table: in go a schedule and the sizes of every step, out come the rates in force, in float64.
+"""Learning rates of every step, in float64 on the host.
 
-The rate of step t is base(x_t) × s(n_t / n_ref): x_t is how far training has come, n_t the batch size of the step,
-and s the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
+The rate of step t is base(x_t) × s(n_t / n_ref). x_t is how far training has come, n_t is the batch size of the step,
+and s is the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
 """
 
 from __future__ import annotations

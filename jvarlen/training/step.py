@@ -1,7 +1,7 @@
 """The training step, a pure function (state, batch) -> (state, metrics): accumulate, reduce, update.
 
-The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so that every split of a step over
-shards and accumulation gives the same gradient. Letters: M microbatches.
+The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so every split of a step over shards
+and accumulation gives the same gradient. Letters: M microbatches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sums of a step: accumulated over the microbatches of a shard, then reduced over the shards, once.
 
-Nothing is divided here, so that every split of a step over shards and accumulation has the same sums. Letters: M
+Nothing is divided here, so every split of a step over shards and accumulation has the same sums. Letters: M
 microbatches of a step, m those of a shard.
 """
 

@@ -1,4 +1,4 @@
-"""What a training step changes, and what it measures.
+"""The state and the metrics of a training step.
 
 Letters: M microbatches.
 """
