@@ -76,7 +76,7 @@ def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
 
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
-    """Writes a signed file that only its owner can read, in one piece or not at all.
+    """Writes a signed file that only its owner can read, atomically.
 
     Args:
       path: where.

@@ -106,17 +106,17 @@ details .scroll { margin-top: 0.5rem; }
 def write_page(
     path: str | os.PathLike[str], *, title: str, summary: str, sections: Iterable[str], footer: Sequence[str] = ()
 ) -> None:
-    """Writes a page, in one piece or not at all.
+    """Writes a page, atomically.
 
     Args:
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
       title: plain text.
       summary: plain text under the title.
       sections: HTML, as the other functions here make it.
       footer: HTML of its paragraphs; the version follows them.
 
     Raises:
-      OSError: the file cannot be written; what was there stays.
+      OSError: the file cannot be written; an existing file stays.
     """
     page = _PAGE.format(
         title=text(title),

@@ -37,7 +37,7 @@ def write_html_report(
     counted before it is drawn.
 
     Args:
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
       plan: the plan.
       lengths: integers[N], the tokens of every sample that it was made for, before any is cut or packed; integers[N, 2]
         of pairs.
@@ -48,7 +48,7 @@ def write_html_report(
     Raises:
       ValueError: lengths that are not those of the plan, learning rates that are not one a step, or a comparison
         without a plan that can be made.
-      OSError: the file cannot be written; what was there stays.
+      OSError: the file cannot be written; an existing file stays.
     """
     checked = _checked_lengths(plan, lengths)
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)

@@ -83,7 +83,7 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
 
     Args:
       metrics: records of steps, as `read_metrics` gives them.
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
     """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 
@@ -118,7 +118,7 @@ def plot_ledger(ledger: Ledger, path: Path) -> None:
 
     Args:
       ledger: of compiled buckets.
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
     """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 

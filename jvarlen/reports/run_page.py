@@ -77,10 +77,10 @@ class RunReport(NamedTuple):
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          OSError: the file cannot be written; what was there stays.
+          OSError: the file cannot be written; an existing file stays.
         """
         is_one = len(self.runs) == 1
         figures = []
