@@ -421,7 +421,7 @@ def _canonical(batch: Any) -> Any:
 
 
 def _identity(state: Any) -> tuple[int, ...]:
-    """An identity of a state that does not keep it alive and differs from that of a later state at the same address."""
+    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
     if isinstance(state, tuple | list):
         return id(state), *map(id, state)
     inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})

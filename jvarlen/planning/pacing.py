@@ -30,8 +30,8 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
       initial: the share at step 0, above 0 and at most 1.
 
     Returns:
-      A function from the step, an integer or integers[...] of at least 0, to the admitted share, float64[...] in [0,
-      1], which never falls.
+      A function from the step, an integer or integers[...] of at least 0, to the admitted share, float64[...] in
+      [0, 1], which never falls.
 
     Raises:
       ValueError: options that are not as described; from the function, steps that are not.
