@@ -63,8 +63,8 @@ class CompileOptions:
     num_threads: int | None = None
     """Threads that compile; None for one per core, or a single one if several processes train."""
     max_live: int | None = None
-    """The most executables held at once; the least recently used is evicted first. None for all. On CPUs such programs
-    bypass the persistent cache, because executables read from it cannot be stored again."""
+    """The most executables held at once; the least recently used is evicted first. None for all.
+    On CPUs such programs bypass the persistent cache: executables read from it cannot be stored again."""
     warm_up: bool = False
     """Run each executable on dummy data before the first step. Needs memory for a second state."""
     fallback: Fallback = "error"

@@ -57,14 +57,14 @@ class TransformerConfig:
     num_heads: int = 2
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
     attention: AttentionImplementation | None = None
-    """Causal attention in rows of one sample: by row lengths (xla, cudnn), with a mask of all pairs of positions
-    (mask), or some queries at a time (chunked). None chooses by the length of the rows.
+    """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
+    None chooses by the length of the rows.
     """
     packed_attention: SegmentAttentionImplementation | None = None
     """Attention in packed rows. None chooses by the length of the rows."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32. None uses
-    the type of the parameters."""
+    """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
+    None uses the type of the parameters."""
 
     def __post_init__(self):
         if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
