@@ -125,7 +125,7 @@ class DeviceConfig:
     devices: int | None = None
     """Number of devices, for each process. Without accelerators the CPU is split into this many. None for all."""
     distributed: bool = False
-    """Several processes train together. Also implied by any of the three settings that follow.
+    """Several processes compute together. Also implied by any of the three settings that follow.
     JAX finds those that are not given in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
     coordinator: str | None = None
     """Host and port of process 0."""

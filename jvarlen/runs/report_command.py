@@ -19,8 +19,8 @@ class ReportCommand:
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
     """Run directories."""
     html: Path | None = None
-    """Where to write the page, one file that works offline. None: report.html in the run directory,
-    or in the current directory for several runs."""
+    """Where to write the page, one file that works offline.
+    None: report.html in the run directory, or in the current directory for several runs."""
 
     def run(self) -> None:
         """Prints the table, then writes the page."""
