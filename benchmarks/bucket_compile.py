@@ -1,9 +1,10 @@
 """What do strategies of few shapes cost before the first step, and what is an epoch of them worth?
 
 The built-in corpus up to 1,024 bytes and the built-in model, 8,192 tokens a microbatch, in JAX and in PyTorch. Run
-`python benchmarks/bucket_compile.py [--quick]`, about half an hour on a machine that does nothing else. Prints tables
-and writes them, with versions, hardware and a plot, to `benchmarks/results/`. Each start, cold or warm, has a process
-of its own: `bucket_compile_worker.py` or `bucket_compile_torch.py`, in `support/`. Needs the extras `torch` and `dev`.
+`python benchmarks/bucket_compile.py [--quick]`. It takes about half an hour on an otherwise idle machine, prints
+tables, and writes them with versions, hardware and a plot to `benchmarks/results/`. Each start, cold or warm, runs in a
+process of its own: `bucket_compile_worker.py` or `bucket_compile_torch.py`, in `support/`. Needs the extras `torch` and
+`dev`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What does a checkpoint a minute cost the training loop, and how soon does a long plan go on where it was left?
+"""What does a checkpoint a minute cost the training loop, and how fast does a long plan resume?
 
-The demo of `make train`: compiled steps with their batches on the device, in stretches of some seconds, with a
-checkpoint at the start of a stretch and without one in turn. What a checkpoint adds to a stretch, divided by a minute,
-is its share at one a minute. Then a state of 100 MB, which compresses little. Then a plan of a million samples, resumed
-at step 10,000. Run `python benchmarks/checkpoints.py [--quick]`. Prints tables and writes them, with versions and
-hardware, to `benchmarks/results/`.
+The demo of `make train`: compiled steps with their batches on the device, in stretches of some seconds, alternately
+with and without a checkpoint at the start. The time that a checkpoint adds to a stretch, divided by a minute, is its
+share at one checkpoint a minute. Then a state of 100 MB, which compresses little. Then a plan of a million samples,
+resumed at step 10,000. Run `python benchmarks/checkpoints.py [--quick]`. Prints tables and writes them, with versions
+and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations

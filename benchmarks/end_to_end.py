@@ -1,11 +1,11 @@
 """How long does each way of batching take to the same held-out bits per byte, compiling included?
 
 The built-in corpus and the built-in model, six ways: jvarlen; a plain Flax and Optax loop padded to the longest, in
-powers of two, and packed by Grain; PyTorch with `group_by_length` of transformers, and with token batches. Run
-`python benchmarks/end_to_end.py [--quick] [--work DIR]`; with `--work`, a benchmark that was interrupted goes on.
-`--tune` tries budgets and learning rates, and keeps the best of each way in `support/end_to_end_tuned.json`. Prints a
-table and writes it, with versions, hardware and a plot, to `benchmarks/results/`. Needs the extra `benchmarks`. Each
-run has a process of its own: `end_to_end_jax.py` or `end_to_end_torch.py`, in `support/`.
+powers of two, and packed by Grain; PyTorch with `group_by_length` of transformers, and with token batches. Run `python
+benchmarks/end_to_end.py [--quick] [--work DIR]`; with `--work`, an interrupted benchmark resumes. `--tune` tries
+budgets and learning rates, and keeps the best of each way in `support/end_to_end_tuned.json`. Prints a table and writes
+it, with versions, hardware and a plot, to `benchmarks/results/`. Needs the extra `benchmarks`. Each run is a process of
+its own: `end_to_end_jax.py` or `end_to_end_torch.py`, in `support/`.
 """
 
 from __future__ import annotations

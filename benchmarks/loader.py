@@ -1,10 +1,10 @@
 """How long does the training loop wait for its batches?
 
-The demo model with the settings of `FitConfig`, steps compiled ahead, batches of the built-in corpus from `load`: read
-in a thread or by a worker process, with ids verified and without. Of the loop, after its first batch: the share of time
-inside `next(batches)`, and how fast it goes with `verify` against without. All take turns. Run
-`python benchmarks/loader.py [--quick] [--steps N] [--turns N]`. Prints a table and writes it, with versions and
-hardware, to `benchmarks/results/`.
+The demo model with the settings of `FitConfig`, steps compiled ahead of time, batches of the built-in corpus from
+`load`: read in a thread or by a worker process, with and without `verify`. Measured from the second batch on: the share
+of the loop spent inside `next(batches)`, and the speed of the loop with `verify` relative to without. All variants take
+turns. Run `python benchmarks/loader.py [--quick] [--steps N] [--turns N]`. Prints a table and writes it, with versions
+and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What memory does each form of mask take, by the length of rows?
 
-A training step of the built-in model on 4,096 positions, full rows, compiled with every form of mask: its bytes are
-those of the ledger, its seconds those of the compiled step. Run `python benchmarks/masks.py [--quick]`. Prints a table
-and writes it, with versions and hardware, to `benchmarks/results/`.
+A training step of the built-in model on 4,096 positions, full rows, compiled with every form of mask. Bytes are those
+of the ledger, seconds those of the compiled step. Run `python benchmarks/masks.py [--quick]`. Prints a table and writes
+it, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How full does packing make rows, what does it cost, and how many positions does an epoch compute with it?
 
-`pack_samples` into rows of one length, of four and of lengths that are chosen, against Grain's packers and a plain
+`pack_samples` into rows of one length, of four lengths, and of chosen lengths, against Grain's packers and a plain
 first-fit-decreasing. Run `python benchmarks/packing.py [--quick]`. Prints tables and writes them, with versions and
 hardware, to `benchmarks/results/`.
 """

@@ -1,8 +1,8 @@
 """How much of a pipelined step is bubble, against (S − 1) / (M + S − 1)?
 
 S stages on S host devices, M microbatches a step, forward and backward. The stages wait instead of computing: devices
-that share cores can all wait at once, but not all compute, and how long a wait takes is known. So this tells how the
-schedule idles, and nothing of what a model costs in stages. Run `python benchmarks/pipeline.py [--quick]`. Prints a
+that share cores can all wait at once but not all compute, and the duration of a wait is known. So this measures the
+idle time of the schedule, not the cost of a model in stages. Run `python benchmarks/pipeline.py [--quick]`. Prints a
 table and writes it, with versions and hardware, to `benchmarks/results/`.
 """
 

@@ -1,9 +1,10 @@
 """What do the benchmarks say, each in a process of its own, in one dated report?
 
-Run `python benchmarks/run.py [--quick] [--only NAME ...] [--resume]`. It finds the files beside it, shows which one
-runs and how long each took, and writes `<date>-bench.md` and `.json`, for the quick forms, or `<date>-bench-full.md`
-and `.json` to `benchmarks/results/`, anew after each benchmark: what has run is kept when it is interrupted, and
-`--resume` takes it over. A benchmark that fails is named at the end, with exit code 1; the others run all the same.
+Run `python benchmarks/run.py [--quick] [--only NAME ...] [--resume]`. It finds the files beside it, and shows which one
+runs and how long each took. It writes `<date>-bench.md` and `.json` for the quick forms, or `<date>-bench-full.md` and
+`.json`, to `benchmarks/results/`. The report is rewritten after each benchmark, so an interrupted run keeps what it
+has, and `--resume` continues from there. A benchmark that fails is named at the end, with exit code 1; the others still
+run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What does the distributed sort take, beside what it replaces: seconds, balance, growth, messages and memory?
+"""What does the distributed sort cost, against what it replaces: seconds, balance, growth, messages and memory?
 
-Run `python benchmarks/sorting.py [--num-keys 8000000] [--quick]`, a few minutes on a machine that does nothing else.
-Prints tables and writes them, with versions, hardware and a plot, to `benchmarks/results/`. Every number of devices has
-a process of its own, in `support/`; `sort_peers.py` does without JAX. Needs the extras `torch` and `dev`.
+Run `python benchmarks/sorting.py [--num-keys 8000000] [--quick]`. It takes a few minutes on an otherwise idle machine,
+prints tables, and writes them with versions, hardware and a plot to `benchmarks/results/`. Every number of devices has
+a process of its own, in `support/`; `sort_peers.py` does not use JAX. Needs the extras `torch` and `dev`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Do plans that minimise predicted seconds take less time, and as much as was predicted?
 
 The built-in corpus up to 1,024 bytes and the built-in model, 4,096 tokens a microbatch. A cost model is fitted to a few
-shapes; then every plan's buckets are compiled and timed, and the seconds of its epoch are the sum over its steps. Run
+shapes. Then every plan's buckets are compiled and timed; the seconds of its epoch are the sum over its steps. Run
 `python benchmarks/step_time.py [--quick]`. Prints a table and writes it, with versions and hardware, to
 `benchmarks/results/`.
 """

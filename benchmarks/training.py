@@ -1,7 +1,7 @@
 """How much of the speed of the bare compiled step does a whole training keep, and what does scaling the rate cost?
 
 The demo of `make train`, shortened: `fit` with its loading, metrics, log, progress and checkpoints, against the same
-steps called in a loop with their batches on the device already. Then the step with `scale_by_batch_size` against the
+steps called in a loop with their batches already on the device. Then the step with `scale_by_batch_size` against the
 step without it. Each pair takes turns in one run. Run `python benchmarks/training.py [--quick]`. Prints tables and
 writes them, with versions and hardware, to `benchmarks/results/`.
 """

@@ -1,4 +1,4 @@
-"""Settings of Sphinx: in go the pages of this folder and the docstrings, out comes a site that loads nothing.
+"""Settings of Sphinx, for a site that loads nothing from elsewhere.
 
 Pictures become part of their page, so that they take its colours.
 """

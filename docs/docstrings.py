@@ -1,7 +1,7 @@
-"""Docstrings: in go those of the library and its signatures, out comes what Sphinx shows of them.
+"""How Sphinx shows docstrings and signatures.
 
-Hints stand as in the source, those of arrays in short; what is in single backticks is code, and a link where it names
-something of ours.
+Type hints stand as in the source, those of arrays shortened. Text in single backticks is code, and a link where it is
+the name of something documented here.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Pictures: in go lengths of samples, out come the drawings of "How a plan is made" as SVG files.
+"""Draws the SVG pictures of "How a plan is made".
 
-`python docs/pictures.py` writes them all. Those of the example are drawn here, to the last byte the same everywhere;
-those of the built-in corpus come from the library, and change with the Python whose standard library the corpus is.
-Letters: N samples, M microbatches a step, B rows, T length.
+`python docs/pictures.py` writes them all. Pictures of the example are drawn here and are the same everywhere, byte for
+byte. Pictures of the built-in corpus come from the library and change with the Python whose standard library is the
+corpus. Letters: N samples, M microbatches a step, B rows, T length.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A plan in ten lines: in go the lengths of samples, out come few static shapes and the steps of an epoch.
+"""A plan in ten lines: from the lengths of samples to a few static shapes and the steps of an epoch.
 
 Run it: python examples/ten_line_plan.py
 """

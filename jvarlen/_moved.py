@@ -1,4 +1,4 @@
-"""Names of modules before they were sorted into packages; they can be imported for one more release."""
+"""Old module names from before the packages existed. They can be imported for one more release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The version of the package, alone, so that telling it imports nothing."""
+"""The version of the package, in a module that imports nothing."""
 
 __all__ = ["__version__"]
 

@@ -1,6 +1,6 @@
-"""The command `jvarlen`: it parses its arguments and calls `plan`, `sort`, `train`, `report` or `measure`.
+"""The `jvarlen` command. It parses the arguments and calls `plan`, `sort`, `train`, `report` or `measure`.
 
-Settings are the fields of dataclasses. Only the command that was typed is imported: `jvarlen plan` does without JAX.
+Settings are dataclass fields. Only the subcommand that was typed is imported: `jvarlen plan` does not load JAX.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Returns:
-      The exit code: 0; 2 for a user's mistake; where it was interrupted, 130, or 143 by SIGTERM to this process.
+      The exit code: 0; 2 for a user's mistake; 130 after an interrupt, or 143 after SIGTERM to this process.
     """
     args = list(sys.argv[1:] if args is None else args)
     if args == ["--version"]:
@@ -74,7 +74,7 @@ def _is_of_processes(error: RuntimeError) -> bool:
 
 
 def _end(command: Any, error: object, code: int) -> int:
-    """Says what went wrong in one line; other processes are not waited for without end."""
+    """Prints what went wrong in one line, and bounds the wait for other processes."""
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
 
@@ -91,7 +91,7 @@ def run() -> None:
 
 
 def _parse(args: list[str]) -> Any:
-    """The command; tyro's framed errors become a ValueError of one line."""
+    """Parses the command; tyro's framed errors become a ValueError of one line."""
     typed = args[0] if args and args[0] in _COMMANDS else None
     # Of all, for the help; tyro builds a union of one as if it had no subcommands.
     commands = [_command(name, args) for name in ([typed] if typed else _COMMANDS)]
@@ -108,7 +108,7 @@ def _parse(args: list[str]) -> Any:
 
 
 def _command(name: str, args: list[str]) -> Any:
-    """The dataclass of a command, with the words and defaults that it is parsed by."""
+    """The dataclass of a command, with the words and defaults for parsing it."""
     module, class_name = _COMMANDS[name]
     command = getattr(importlib.import_module(f"jvarlen.runs.{module}"), class_name)
     if name != "train":
@@ -118,7 +118,7 @@ def _command(name: str, args: list[str]) -> Any:
 
 
 def _train_defaults(args: list[str]) -> Any:
-    """Those of the run to continue, where one is named."""
+    """The settings of the run to continue, if one is named."""
     from jvarlen.runs.config import FitConfig, load_config
     from jvarlen.runs.directory import is_run_dir
 
@@ -133,7 +133,7 @@ def _train_defaults(args: list[str]) -> Any:
 
 
 def _unframed(text: str) -> str:
-    """The first paragraph inside the frame."""
+    """The first paragraph inside the frame of an error."""
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
     text = " ".join(lines[: rules[0] if rules else None])

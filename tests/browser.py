@@ -1,4 +1,4 @@
-"""Chromium without a window: in goes a page, out come its elements after rendering, complaints, pixels and sizes."""
+"""Headless Chromium: renders a page and returns its elements, console complaints, pixels and sizes."""
 
 import html
 import json

@@ -1,4 +1,4 @@
-"""Pages: in goes HTML, out come its elements, texts and table cells; for tests."""
+"""Parses HTML pages into elements, texts and table cells."""
 
 import re
 from html.parser import HTMLParser

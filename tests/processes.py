@@ -1,4 +1,4 @@
-"""A program in, what several processes of it printed out: every one with its rank, a free port, and a deadline."""
+"""Runs a program in several processes, each with its rank, a port and a deadline, and returns what they printed."""
 
 import contextlib
 import dataclasses

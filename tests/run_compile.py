@@ -1,4 +1,7 @@
-"""In go a folder, how many processes there are, a rank and a port, out comes what compiling gave: for tests."""
+"""A script that compiles in several processes.
+
+Arguments: a folder, the number of processes, a rank and a port.
+"""
 
 import json
 import sys

@@ -1,8 +1,8 @@
-"""In goes a folder, out come a run of `fit` that is left alone and one that is killed again and again: for tests.
+"""A script that runs `fit` undisturbed, and again while it is killed over and over. Argument: a folder.
 
-Every run is a fork of this program, which has imported everything and touched no device. It says through a pipe what
-it is at; this process kills it there, and the next run goes on with what it left behind. What was struck is printed as
-JSON.
+Every run is a fork of this program, which has imported everything and touched no device. It reports its progress
+through a pipe; this process kills it at a given point, and the next run resumes from what it left. What was struck is
+printed as JSON.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
-"""In go a folder, a number of reads, how many processes there are, a rank and a port; they train together: for tests.
+"""A script that trains in several processes until one of them hangs.
 
-They go on with the run in the folder where there is one, until process 1 hangs after so many reads of its steps.
+Arguments: a folder, a number of reads, the number of processes, a rank and a port. The processes resume the run in the
+folder if there is one. Process 1 hangs after that many reads of its steps.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
-"""In go a folder, how many processes there are, a rank and a port, out come runs of `fit`: for tests.
+"""A script that runs `fit` in several processes.
 
-They train together: a whole run, and one in which process 1 alone is interrupted. Process 0 prints what they came to.
+Arguments: a folder, the number of processes, a rank and a port. The processes train a whole run, and one in which only
+process 1 is interrupted. Process 0 prints the results.
 """
 
 import dataclasses

@@ -1,4 +1,7 @@
-"""A folder and a program of torch_ref in, what the program reads out, by rank: started by torchrun, in a test."""
+"""A script for torchrun: runs a program of torch_ref and saves which samples each rank read.
+
+Arguments: a folder and the program.
+"""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""A folder in, shards and the ids of two workers that come to no end out: run as a script by a test."""
+"""A script that measures samples in two workers that never finish. Argument: a folder for shard files."""
 
 import os
 import sys

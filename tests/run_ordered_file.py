@@ -1,4 +1,7 @@
-"""In go a directory, a mode, how many processes there are, a rank and a port, out come files and errors: for tests."""
+"""A script that writes ordered files in several processes, with and without errors.
+
+Arguments: a directory, a mode, the number of processes, a rank and a port.
+"""
 
 import errno
 import json

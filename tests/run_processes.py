@@ -1,4 +1,7 @@
-"""In go a mode, how many processes there are, a rank and a port, out comes what this process saw: for tests."""
+"""A script that prints what one of several processes saw.
+
+Arguments: a mode, the number of processes, a rank and a port.
+"""
 
 import json
 import os

@@ -1,7 +1,7 @@
-"""A rank and a port in, "ok" out where several processes sort and plan as one would: run as a program by a test.
+"""A script that prints "ok" if several processes sort and plan as one process would.
 
-Its first argument says what to do: "all", "some" kinds and orders, "die", as process 1 does between two sorts, or
-"alone", where a process of 8 devices sorts by itself, on 5 to 8 of them.
+Arguments: what to do, the number of processes, a rank and a port. What to do is "all", "some" kinds and orders, "die",
+as process 1 does between two sorts, or "alone", where a process with 8 devices sorts by itself, on 5 to 8 of them.
 """
 
 import functools

@@ -1,6 +1,7 @@
-"""In go a failure, a folder, how many processes there are, a rank and a port; `jvarlen train` runs: for tests.
+"""A script that runs `jvarlen train` in several processes, with a failure in process 1.
 
-The corpus is small, and process 1 fails as it is told to: at no time, in planning, or in reading a sample of a step.
+Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 never
+fails, fails while planning, or fails while reading a sample of a step.
 """
 
 import importlib

@@ -1,7 +1,8 @@
-"""In go a folder, how many processes there are, a rank and a port, out come the losses of a training: for tests.
+"""A script that writes the losses of a training.
 
-One process trains on 1, 2, 4 and 8 devices, one after the other; several train together on all of theirs. All train in
-float64, where nothing but rounding is left to differ; in float32 one process on 1, 4 and 8 devices, and two processes.
+Arguments: a folder, the number of processes, a rank and a port. One process trains on 1, 2, 4 and 8 devices, one after
+the other; several train together on all of theirs. All train in float64, where only rounding is left to differ; in
+float32 one process trains on 1, 4 and 8 devices, and two processes.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""In go how many processes there are, a rank and a port; process 1 is slow at times, and then hangs: for tests."""
+"""A script in which process 1 is slow at times and then hangs.
+
+Arguments: the number of processes, a rank and a port.
+"""
 
 import sys
 import time

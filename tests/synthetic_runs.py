@@ -1,4 +1,4 @@
-"""Directories of runs without training: in go a path and what is to differ, out come its files."""
+"""Writes run directories without training, with the differences that a test asks for."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Command line: a plan for any lengths file, every setting documented, mistakes in one line."""
+"""The command line: a plan for any lengths file, every setting documented, mistakes reported in one line."""
 
 import dataclasses
 import importlib

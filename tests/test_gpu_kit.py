@@ -1,4 +1,4 @@
-"""What runs on a GPU runs on a processor as well, without packages that such a machine may lack; its figures add up."""
+"""The GPU tests and benchmark also run on a CPU, without packages that such a machine may lack; the figures add up."""
 
 import importlib
 import json

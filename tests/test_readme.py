@@ -1,4 +1,4 @@
-"""The lines of the README and of the guides run as they stand, and print what the guides say that they print."""
+"""The code of the README and of the guides runs, and prints what the pages show."""
 
 import contextlib
 import inspect

@@ -1,4 +1,4 @@
-"""Style: each module lists what others may use."""
+"""Each module lists exactly the names that others may use."""
 
 import ast
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Untrusted files: whatever is in them, they are read whole, or refused by name; nothing in them is run."""
+"""Untrusted files: whatever is in them, they are read whole or rejected with their path; nothing in them is run."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""PyTorch reference: in go lengths, out come plans, learning rates and batches, independently of jvarlen."""
+"""The same contract as `jvarlen` in PyTorch, written independently of it."""
 
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets

@@ -1,4 +1,4 @@
-"""Assignment: in go ordered samples and buckets, out comes the bucket of each, by the rule where none holds it."""
+"""Assigns ordered samples to buckets, with a rule for samples that fit into none."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Batching: in go lengths, an order and limits, out come batches of neighbours in that order, as large as allowed.
+"""Greedy batches of neighbours in a given order, as large as the limits allow.
 
 Letters: n samples in order, K shapes.
 """

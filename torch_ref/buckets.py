@@ -1,4 +1,4 @@
-"""Buckets: in go lengths and budgets, out come static shapes (rows, length), chosen by a strategy or by a caller."""
+"""Static shapes (rows, length) from lengths and budgets, by a strategy or with given lengths."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

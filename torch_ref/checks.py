@@ -1,4 +1,4 @@
-"""Checks: in go arguments, out come plain integers and tensors, or a ValueError that names the offenders."""
+"""Argument checks: plain integers and tensors, or a ValueError that lists the offending values."""
 
 import operator
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Compilation: in go a model and buckets, out comes a train step with one graph a bucket, and no other.
+"""Ahead-of-time compilation: a train step with one graph a bucket, and no other.
 
 Sizes: m microbatches, B rows, T positions, K buckets.
 """

@@ -1,4 +1,4 @@
-"""Costs: in go measured seconds of some shapes, out comes a function from any shape to its seconds."""
+"""Cost models: the seconds of any shape, fitted to a few measured shapes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

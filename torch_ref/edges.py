@@ -1,4 +1,4 @@
-"""Edges: in go sorted lengths, out come the lengths of the buckets, by closed forms or by exact dynamic programming."""
+"""Bucket lengths from sorted lengths, by closed forms or by exact dynamic programming."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Emission: in goes the bucket of each ordered sample, out come the steps: buckets, samples and order."""
+"""Cuts ordered samples with known buckets into steps, and orders the steps."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
-"""Graphs: in goes a loss function, out comes what torch compiles of it, one whole graph a shape, and counts of graphs.
+"""Compiles a loss function with torch, one whole graph a shape, and counts graphs.
 
-What `compile` must tell torch, and ask it, so that no shape is compiled unnoticed.
+It holds the settings and queries of torch that `compile` needs so that no shape is compiled unnoticed.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Lengths: in go integers of any kind, out come checked int64 lengths, cut or dropped above a limit."""
+"""Checked int64 lengths, cut or dropped above a limit."""
 
 from typing import Any, Literal, NamedTuple
 

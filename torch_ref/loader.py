@@ -1,4 +1,4 @@
-"""Loader: in go a plan and a dataset, out come padded batches of one replica, step by step, by torch's DataLoader."""
+"""Loads the padded batches of one replica, step by step, with torch's DataLoader."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol

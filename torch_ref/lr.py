@@ -1,4 +1,4 @@
-"""Learning rate: in go batch sizes and a base rate, out come rates: numbers, a table, or a torch scheduler."""
+"""Learning rates from batch sizes: single rates, the table of a plan, and a torch scheduler."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Mixtures: in go datasets and weights, out comes one map-style dataset with an exact number of samples of each."""
+"""Mixtures: several datasets as one map-style dataset, with exact counts of each."""
 
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation

@@ -1,4 +1,4 @@
-"""Model: in go bytes, out come the logits of each byte given those before it, by a small causal transformer."""
+"""The demo model: a small causal transformer over bytes."""
 
 from collections.abc import Iterator, Mapping
 

@@ -1,4 +1,4 @@
-"""Order: in go lengths, an order and a seed, out come the ids of the samples in that order, and the random keys."""
+"""The order of samples by length, difficulty or random keys."""
 
 from collections.abc import Sequence
 from typing import Any

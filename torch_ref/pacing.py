@@ -1,4 +1,4 @@
-"""Pacing: in goes a step, out comes the share of samples that a curriculum admits, and the order of arrival."""
+"""Curriculum pacing: the share of samples that each step admits, and the order in which samples arrive."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Packing: in go lengths and the lengths of rows, out come rows of several samples, by best fit on the histogram.
+"""Packs several samples into each row, by best fit on the histogram.
 
 Letters: n samples in R rows.
 """

@@ -1,4 +1,4 @@
-"""Pairs: in go lengths (source, target) and a token budget, out come static shapes of two lengths, the cheapest ones.
+"""Buckets for pairs of source and target: the cheapest static shapes with two lengths.
 
 Letters: a and b candidate lengths of sources and of targets, K shapes. Two families of buckets are searched: chains, in
 which both lengths ascend together, and nested ones, where source edges cut the samples into classes and each class has

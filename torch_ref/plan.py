@@ -1,4 +1,4 @@
-"""Plan: in go lengths and buckets, out comes which samples form which step of an epoch, in which static shape."""
+"""The plan: which samples form which step of an epoch, in which static shape."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Plan file: in go the arrays of a plan, out come its digest and file, and the same arrays back, unchanged."""
+"""The digest of a plan, and its file, verified when it is loaded."""
 
 import hashlib
 import os

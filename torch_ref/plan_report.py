@@ -1,4 +1,4 @@
-"""Plan report: in go the steps of a plan, out comes a table of its buckets as text."""
+"""The report of a plan: a table of its buckets as text."""
 
 from collections.abc import Sequence
 

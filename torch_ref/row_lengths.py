@@ -1,4 +1,4 @@
-"""Row lengths: in go lengths and budgets, out come the lengths of packed rows, by trying what plans of them cost."""
+"""Chooses the lengths of packed rows by the cost of their plans."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, count, takewhile

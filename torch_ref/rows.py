@@ -1,4 +1,4 @@
-"""Rows: in go budgets and a number of samples, out come the rows of a microbatch and the steps that they take."""
+"""The rows of a microbatch and the number of steps, from budgets and a number of samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

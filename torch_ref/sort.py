@@ -1,4 +1,4 @@
-"""Sort: in go keys that lie on several processes, out come the same keys in order, spread evenly over the processes."""
+"""Distributed sample sort over the processes of `torch.distributed`, evenly balanced."""
 
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, get_args

@@ -1,4 +1,4 @@
-"""Streams: in go lengths one by one, out come steps of static shapes as they fill, and a state to resume from."""
+"""Streams: steps in static shapes as they fill, for lengths that come one by one, with a state to resume from."""
 
 import operator
 from collections import deque

@@ -1,4 +1,4 @@
-"""Training step: in go a model, an optimizer and a batch, out comes one update, the same for any split of the step."""
+"""The train step: one update, the same for any split of the step."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

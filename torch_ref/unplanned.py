@@ -1,4 +1,4 @@
-"""The unplanned: in goes a batch, out comes what tells its shape apart, and what differs from all buckets."""
+"""Explains how a batch differs from every planned bucket."""
 
 import math
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""bfloat16 on a CPU: what processes of PyTorch must be told there, so that they do not die of it.
+"""Settings that PyTorch processes need for bfloat16 on some CPUs.
 
-Some machines announce AMX and trap it: oneDNN, which PyTorch multiplies with, then dies of SIGILL in its first product.
-Its variable `ONEDNN_MAX_CPU_ISA` says what it may use; it is read at the first product of a process.
+Some machines announce AMX but trap it: oneDNN, which PyTorch multiplies with, then dies of SIGILL in its first product.
+The variable `ONEDNN_MAX_CPU_ISA` limits what oneDNN uses; it is read at the first product of a process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans of the benchmark of buckets: in go lengths and measured seconds, out come the strategies that are compared.
+"""The strategies that the bucket benchmark compares, planned from lengths and measured seconds.
 
 Letters: K buckets.
 """

@@ -1,4 +1,4 @@
-"""Tables of the benchmark of buckets: in go what its processes answered, out come lines of a report, and a plot."""
+"""Report lines and a plot of the bucket benchmark."""
 
 from __future__ import annotations
 

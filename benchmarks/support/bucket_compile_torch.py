@@ -1,7 +1,7 @@
-"""A process of the benchmark of buckets, in PyTorch: in go buckets, out comes a JSON file of seconds of each way.
+"""A PyTorch process of the bucket benchmark: writes the seconds of each way to a JSON file.
 
-Arguments: the settings as JSON, and the file of the answers. Where compiled code is kept is said by torch's own
-environment variables. Imports count nowhere.
+Arguments: the settings as JSON, and the file for the answers. Torch's own environment variables say where compiled code
+is kept. Imports are not timed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A process of the benchmark of buckets: in go questions with their settings, out comes a JSON file of the figures.
+"""A JAX process of the bucket benchmark: answers questions into a JSON file.
 
-Arguments: the questions with what each takes, as JSON, and the file of the answers. Where compiled programs are kept is
-said by JAX's own environment variables. Imports count nowhere.
+Arguments: the questions with their settings as JSON, and the file for the answers. JAX's own environment variables say
+where compiled programs are kept. Imports are not timed.
 """
 
 from __future__ import annotations

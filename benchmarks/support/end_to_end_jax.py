@@ -1,7 +1,7 @@
-"""A process of the end-to-end benchmark in JAX: in go settings, out come JSON files of the figures of runs.
+"""A JAX process of the end-to-end benchmark: writes the figures of runs to JSON files.
 
-The plain loops are what one writes with Flax and Optax alone; only the model and its loss are taken from `jvarlen`.
-Letters: B rows, T positions.
+The plain loops are what one writes with Flax and Optax alone; only the model and its loss come from `jvarlen`. Letters:
+B rows, T positions.
 """
 
 from __future__ import annotations

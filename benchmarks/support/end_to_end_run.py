@@ -1,6 +1,6 @@
-"""What all ways of training share: in go settings and a trainer, out comes a curve of bits per byte over seconds.
+"""What all ways of training share: a curve of bits per byte over seconds.
 
-Nothing here needs JAX or PyTorch, so that a run of one does not import the other. Letters: B rows, T positions.
+Nothing here needs JAX or PyTorch, so a run of one does not import the other. Letters: B rows, T positions.
 """
 
 from __future__ import annotations

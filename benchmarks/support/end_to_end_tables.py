@@ -1,6 +1,6 @@
-"""The report of the end-to-end benchmark: in go the figures of runs, out come Markdown lines and a figure.
+"""Report lines and a figure of the end-to-end benchmark.
 
-What a run came to at the target is read off the line between the evaluations before and after it.
+The figures at the target are interpolated between the evaluations before and after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process of the end-to-end benchmark in PyTorch: in go settings, out come JSON files of the figures of runs.
+"""A PyTorch process of the end-to-end benchmark: writes the figures of runs to JSON files.
 
 Eager, as PyTorch runs by default, on all cores. Letters: B rows, T positions, V values of a token.
 """

@@ -1,7 +1,7 @@
-"""The process of JAX in the benchmark on a GPU: in go a size and a path, out comes a JSON file of figures.
+"""The JAX process of the GPU benchmark: writes its figures to a JSON file.
 
-Run as a module, `python -m support.gpu_jax full answers.json`. The file is written anew after each part, so that what
-was measured is kept where a later one fails. Exit code 1 where one did.
+Run as a module, `python -m support.gpu_jax full answers.json`. The file is rewritten after each part, so earlier
+figures are kept when a later part fails. The exit code is 1 if one did.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Sizes of the benchmark on a GPU: in goes full or quick, out come model, lengths, and operations by formula.
+"""Model sizes, lengths, and operations by formula, for the GPU benchmark.
 
-NumPy only, for the processes of JAX and of PyTorch alike. Letters: N samples, D width, V values of a token.
+NumPy only, for the JAX and the PyTorch process alike. Letters: N samples, D width, V values of a token.
 """
 
 from __future__ import annotations

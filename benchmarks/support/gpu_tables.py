@@ -1,4 +1,4 @@
-"""Tables of the benchmark on a GPU: in go the answers of both processes, out come the lines of the report."""
+"""Report lines of the GPU benchmark, from the answers of both processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The process of PyTorch in the benchmark on a GPU: in go a size and a path, out comes a JSON file of figures.
+"""The PyTorch process of the GPU benchmark: writes its figures to a JSON file.
 
-Run as a module, `python -m support.gpu_torch full answers.json`; as `gpu_jax` in all else. The model has float32
-parameters and is multiplied in bfloat16 by autocast, as that of JAX is.
+Run as a module, `python -m support.gpu_torch full answers.json`; otherwise like `gpu_jax`. The model has float32
+parameters and multiplies in bfloat16 under autocast, as the JAX model does.
 """
 
 from __future__ import annotations

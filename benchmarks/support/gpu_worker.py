@@ -1,4 +1,4 @@
-"""What the processes of the benchmark on a GPU share: in go parts by name, out comes a JSON file of their answers."""
+"""What the processes of the GPU benchmark share: they run named parts and write the answers as JSON."""
 
 from __future__ import annotations
 

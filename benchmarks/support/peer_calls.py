@@ -1,4 +1,4 @@
-"""Peers on the same lengths: in go ways to batch or to pack, out come rows of a table with seconds and figures."""
+"""Ways to batch or to pack the same lengths, as table rows with seconds and figures."""
 
 from __future__ import annotations
 

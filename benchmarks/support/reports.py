@@ -1,9 +1,9 @@
-"""Reports: in go lines of Markdown, out comes the same as data with the machine it is of; and Markdown of that data.
+"""Reports as data: Markdown lines with the machine they were measured on, as JSON and back.
 
-A report is a dictionary that JSON can hold: "name", "question", "date", whether it is of the "quick" form, "commit"
-(None outside of git), whether what ran had changes that are not committed ("dirty"), "machine", "versions", "text", the
-paragraphs and headings in order, and "tables". A table has the heading above it as its "title", the number of
-paragraphs that come before it, "after", its "header" and its "rows" of cells.
+A report is a dictionary for JSON: "name", "question", "date", whether it is of the "quick" form, "commit" (None outside
+of git), whether the tree had uncommitted changes ("dirty"), "machine", "versions", "text", the paragraphs and headings
+in order, and "tables". A table has the heading above it as its "title", the number of paragraphs before it, "after",
+its "header" and its "rows" of cells.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process of the benchmark of sorting, without JAX: `torch_ref.sample_sort`, and sorts of Python lists.
+"""A process of the sorting benchmark without JAX: `torch_ref.sample_sort`, and sorts of Python lists.
 
 Arguments and answers are those of `sort_worker.py`; an answer is this process's seconds of each call.
 """

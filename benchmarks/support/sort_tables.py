@@ -1,4 +1,4 @@
-"""Tables of the benchmark of sorting: in go the answers of its jobs, out come lines of a report, and a plot."""
+"""Report lines and a plot of the sorting benchmark."""
 
 from __future__ import annotations
 

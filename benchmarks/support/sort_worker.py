@@ -1,8 +1,8 @@
-"""A process of the benchmark of sorting: in go questions with their settings, out comes a JSON file of the figures.
+"""A JAX process of the sorting benchmark: answers questions into a JSON file.
 
-Arguments: what is asked by name, each [question, settings], as JSON; a folder; flags for XLA; then the number of
-processes, this one's rank and a port. The answers, by name, are `{rank}.json` in the folder. Letters: N rows, p
-shards, S calls.
+Arguments: the questions by name, each [question, settings], as JSON; a folder; flags for XLA; then the number of
+processes, this one's rank and a port. The answers, by name, are `{rank}.json` in the folder. Letters: N rows, p shards,
+S calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing a call, lines of a table, and a dated report with versions and hardware."""
+"""What the benchmarks share: timing a call, table lines, and a dated report with versions and hardware."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What every package uses: checks of arguments, files, interrupts, progress, names of pytree leaves.
+"""Helpers for every package: argument checks, files, interrupts, progress, pytrees.
 
-- `checks`: errors that list the offenders.
-- `files`: files that are written whole or not at all.
-- `interrupts`: Ctrl-C and SIGTERM, remembered until it is time.
-- `progress`: bars on a terminal, lines elsewhere.
-- `pytree`: leaves by name. The only module here that imports JAX.
-- `worker_errors`: errors that travel between processes.
+- `checks`: errors that list the offending values.
+- `files`: files that are written atomically.
+- `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
+- `progress`: progress bars on a terminal, plain lines in a log.
+- `pytree`: names, shapes and zeros of pytree leaves. The only module here that imports JAX.
+- `worker_errors`: exceptions that can be sent between processes.
 """

@@ -1,6 +1,6 @@
-"""Checks: in go arguments of any function, out comes nothing, or a ValueError that lists which of them are wrong.
+"""Argument checks. Each raises one ValueError that lists the offending values.
 
-NumPy only. What an error lists are the first few offenders, and how many more there are.
+NumPy only. An error shows the first few offenders and counts the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_at_least_one(**values: Any) -> None:
 
 
 def check_choices(**choices: tuple[object, Any]) -> None:
-    """Raises ValueError that lists the arguments, name=(given, Literal), which are none of what the literal allows."""
+    """Raises ValueError that lists the arguments, name=(given, Literal), that the literal does not allow."""
     wrong = [
         f"{name} ({given!r}) must be one of {', '.join(map(repr, get_args(literal)))}"
         for name, (given, literal) in choices.items()
@@ -48,12 +48,12 @@ def check_choices(**choices: tuple[object, Any]) -> None:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is a Python or NumPy integer, and no truth value."""
+    """Whether it is a Python or NumPy integer, and not a boolean."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real Python or NumPy number, and no truth value."""
+    """Whether it is a real Python or NumPy number, and not a boolean."""
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
@@ -67,7 +67,7 @@ def list_first(items: Iterable[object], separator: str = ", ") -> str:
 def list_offenders(
     ids: Integer[np.ndarray, " n"], values: Shaped[np.ndarray, " n *axes"] | None = None, limit: object = None
 ) -> str:
-    """The first few offenders, as id or as id and value, how many more there are, and the limit they break."""
+    """The first few offenders, as id or as id and value, how many more there are, and the limit they exceed."""
     first = ids[:_MAX_LISTED].tolist()
     shown = [] if values is None else values[:_MAX_LISTED].tolist()
     listed = [f"id {i}: {tuple(v) if isinstance(v, list) else v}" for i, v in zip(first, shown, strict=False)]

@@ -1,4 +1,4 @@
-"""Files: in goes a path, out comes a file that appears under that name whole, or not at all."""
+"""Atomic writes: a file appears under its name when it is complete, or not at all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", 
 
 
 def default_cache_dir() -> Path:
-    """The directory of this user's caches, as the platform has it (`XDG_CACHE_HOME` is honoured on Linux)."""
+    """The cache directory of this user on this platform (`XDG_CACHE_HOME` on Linux)."""
     return platformdirs.user_cache_path("jvarlen")
 
 
@@ -25,12 +25,12 @@ def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
     """A binary file that takes the name `path` when the block ends without an error.
 
     Args:
-      path: its directory exists.
-      mode: permissions of the file from its first moment on, less what the process masks.
+      path: the file; its directory must exist.
+      mode: permissions of the file from its creation on, minus the umask.
 
     Raises:
       FileNotFoundError: there is no such directory.
-      OSError: the file cannot be written; what was there under the name stays.
+      OSError: the file cannot be written; an existing file stays.
     """
     check_place(path)
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
@@ -47,7 +47,7 @@ def write_atomically(path: Path, mode: int = 0o666) -> Iterator[IO[Any]]:
 
 
 def check_place(path: Path) -> None:
-    """Raises OSError where no file can take the name `path`."""
+    """Raises OSError if no file can take the name `path`."""
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {path.parent} to write {path.name} to")
     if path.is_dir():
@@ -55,7 +55,7 @@ def check_place(path: Path) -> None:
 
 
 def move_into_place(part: Path, path: Path) -> None:
-    """Gives a file that is whole and on disk its name, in place of what had it, so that it outlives a power cut."""
+    """Renames a file that is complete and on disk, replacing an existing file, so that it survives a power cut."""
     os.replace(part, path)
     # Some file systems cannot do this for a directory; the file has its name, and is whole, all the same.
     with contextlib.suppress(OSError):
@@ -67,18 +67,18 @@ def move_into_place(part: Path, path: Path) -> None:
 
 
 def load_array(path: Path, what: str) -> np.ndarray:
-    """The array of a `.npy` file, which stays on disk until it is looked at.
+    """The array of a `.npy` file, memory-mapped.
 
     Args:
       path: the file.
-      what: of what it should be, for errors.
+      what: what it should hold, for errors.
 
     Returns:
       The array, mapped from the file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is no `.npy` file of one array.
+      ValueError: it is not a `.npy` file of one array.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)

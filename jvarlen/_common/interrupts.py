@@ -1,4 +1,4 @@
-"""Interrupts: in goes Ctrl-C or SIGTERM, out comes an end at a place where nothing is cut in two."""
+"""Ctrl-C and SIGTERM, deferred to a point where the program can stop safely."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _remembered: int = signal.SIGINT
 
 @contextmanager
 def remembered_interrupts() -> Iterator[threading.Event]:
-    """Inside, the first Ctrl-C or SIGTERM only sets the event, and long work looks at it where it can stop.
+    """A block in which the first Ctrl-C or SIGTERM only sets the event; long work checks it where it can stop.
 
     The second one, of either kind, does what it did before the block: Ctrl-C raises, SIGTERM ends the process. An
-    exception out of a signal handler can strike anywhere: inside the compiler, or where a library prints and forgets
-    it. In other threads than the main one nothing changes, nor in a block inside another: the outer one remembers.
+    exception raised by a signal handler could strike anywhere: inside the compiler, or in library code that prints and
+    drops it. Outside the main thread nothing changes, nor in a nested block: the outer block handles the signal.
 
     Yields:
       The event.
@@ -74,27 +74,27 @@ def is_interrupted() -> bool:
 
 
 def interrupt_signal() -> int:
-    """The signal that came inside `remembered_interrupts`; 0 where none did."""
+    """The signal that came inside `remembered_interrupts`; 0 if none did."""
     return _remembered if is_interrupted() else 0
 
 
 def take_interrupt(number: int) -> None:
-    """Inside `remembered_interrupts`, takes a signal that another process of the same work got as one's own."""
+    """Inside `remembered_interrupts`, treats a signal that another process received as one of this process."""
     global _remembered
     _remembered = number
     _pressed.set()
 
 
 def raise_if_interrupted() -> None:
-    """Raises KeyboardInterrupt where Ctrl-C or SIGTERM came inside `remembered_interrupts`; else nothing happens."""
+    """Raises KeyboardInterrupt if Ctrl-C or SIGTERM came inside `remembered_interrupts`."""
     if is_interrupted():
         raise KeyboardInterrupt
 
 
 def exit_code_of_interrupt() -> int:
-    """What a program exits with that an interrupt ended: 143 where the latest block remembered SIGTERM, else 130.
+    """The exit code of an interrupted program: 143 if the latest block remembered SIGTERM, otherwise 130.
 
-    That is 128 plus the number of the signal, as shells say it of a process that a signal ended.
+    That is 128 plus the signal number, as shells report a process that was ended by a signal.
 
     Example:
       >>> exit_code_of_interrupt()
@@ -105,9 +105,9 @@ def exit_code_of_interrupt() -> int:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Threads and processes started inside never see Ctrl-C or SIGTERM: they inherit that these are blocked here.
+    """Threads and processes started inside never see Ctrl-C or SIGTERM: they inherit the signal mask of this block.
 
-    Schedulers send SIGTERM to all processes of a job. What is started here is ended by its owner, by SIGKILL at worst.
+    Schedulers send SIGTERM to all processes of a job. The owner ends what is started here, by SIGKILL at worst.
     """
     resource_tracker.ensure_running()  # started within the block, as by workers, it would unblock the signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

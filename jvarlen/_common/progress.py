@@ -1,4 +1,4 @@
-"""Progress: in goes how far work has come, out comes a bar on a terminal, and a few plain lines in a log."""
+"""Progress: a bar on a terminal, a few plain lines in a log."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["progress_bar", "show_line"]
 
 
 def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **settings: Any) -> tqdm:
-    """A bar of tqdm on a terminal; else one line at the end, since a log has no use for a bar drawn over itself.
+    """A tqdm bar on a terminal; otherwise one line at the end, since a log cannot show a bar that redraws itself.
 
     Args:
-      iterable: what is gone through; None where `update` counts.
+      iterable: what to iterate over; None if `update` counts.
       progress: False shows nothing.
-      settings: of tqdm, `desc` and `unit` among them.
+      settings: tqdm settings, such as `desc` and `unit`.
 
     Returns:
-      What tqdm gives, to go through, or a context manager with `update` and `set_postfix_str`.
+      A tqdm object: an iterator, or a context manager with `update` and `set_postfix_str`.
 
     Example:
       >>> for _ in progress_bar([1, 2, 3], desc="rows", unit="row", progress=False):
@@ -33,7 +33,7 @@ def progress_bar(iterable: Iterable | None = None, *, progress: bool = True, **s
 
 
 def show_line(text: str, *, progress: bool = True) -> None:
-    """A line on standard error, above the bar where there is one; False shows nothing.
+    """Prints a line on standard error, above the bar if there is one; False prints nothing.
 
     Example:
       >>> show_line("evaluated", progress=False)
@@ -43,7 +43,7 @@ def show_line(text: str, *, progress: bool = True) -> None:
 
 
 class _FinalLine(tqdm):
-    """Tells how far it came and how long that took, once it is closed. With an endless delay, tqdm draws nothing."""
+    """A bar that prints its count and duration when it is closed. With an endless delay, tqdm draws nothing."""
 
     def display(self, msg: str | None = None, pos: int | None = None) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""The leaves of a pytree: by name, in words, and as zeros."""
+"""Names, shapes and zeros of pytree leaves."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def describe(leaf: Any) -> str:
 
 
 def have_same_containers(one: Any, other: Any) -> bool:
-    """Whether two pytrees differ in their leaves alone."""
+    """Whether two pytrees differ only in their leaves."""
     structures: list[object] = [jax.tree.structure(tree) for tree in (one, other)]
     return structures[0] == structures[1]
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether an array, or the shape of one, is of typed random keys."""
+    """Whether an array, or a `jax.ShapeDtypeStruct`, holds typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:
-    """Zeros as a shape says: a NumPy array, or a JAX array where a sharding or typed keys are asked for."""
+    """Zeros for a `jax.ShapeDtypeStruct`: a NumPy array, or a JAX array for a sharding or typed keys."""
     if is_key(spec):
         return jnp.zeros(spec.shape, spec.dtype, device=spec.sharding)
     if spec.sharding is None:

@@ -1,4 +1,4 @@
-"""Portable errors: in goes an exception of a worker process, out comes one that reaches whoever waits for it."""
+"""Exceptions of worker processes, in a form that survives pickling."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["portable_error"]
 
 
 def portable_error(error: BaseException) -> BaseException:
-    """An error that survives pickling, with its traceback, which does not, as a note.
+    """An error that survives pickling, with its traceback as a note.
 
     Args:
       error: as it was raised, notes and causes included.
 
     Returns:
-      The same type, message and notes where it pickles and unpickles; else a RuntimeError with its text and notes.
+      The same type, message and notes if these survive pickling; otherwise a RuntimeError with its text and notes.
 
     Example:
       >>> error = portable_error(KeyError("name"))

@@ -1,7 +1,7 @@
-"""Attention that keeps padding and other samples of a row out.
+"""Attention that excludes padding and the other samples of a row.
 
 - `masks`: which position may attend to which.
-- `attention`: attention by lengths or segments, in several implementations.
+- `attention`: attention by lengths or by segments, in several implementations.
 """
 
 from jvarlen.attention.attention import attend, attend_within_segments

@@ -1,7 +1,7 @@
-"""Attention: in go queries, keys, values and the lengths or segments of rows, out comes what each position attends to.
+"""Attention within the samples of padded or packed rows.
 
-`jax.nn.dot_product_attention`, told of padding and of packed samples in ways that build no B×T×T mask where that can be
-had. Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
+Built on `jax.nn.dot_product_attention`. Where possible it is given lengths or segments instead of a B×T×T mask.
+Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def attend(
     causal: bool = True,
     implementation: AttentionImplementation | None = None,
 ) -> Float[Array, "B T H K"]:
-    """Attention within rows of one sample each; keys past a row's length take no part.
+    """Attention within rows of one sample each; keys past a row's length are masked.
 
-    Every implementation gives the same outputs at a row's tokens, and the same gradients of them.
+    Every implementation gives the same outputs at the tokens of a row, and the same gradients.
 
     Args:
       query: float[B, T, H, K].
@@ -42,14 +42,14 @@ def attend(
       value: float[B, T, N, K].
       lengths: int[B] of any integer type, tokens a row; 0 for a dummy row.
       causal: whether a position sees only itself and what comes before it.
-      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, told the lengths: XLA makes the
-        mask as it needs it, while the logits of all pairs of positions take memory; `"cudnn"` holds nothing of size T²,
-        and takes 16-bit floats on a GPU only. `"mask"` hands over the B×T×T mask. `"chunked"` is that of
+      implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. With
+        `"xla"` the mask is made on the fly, but the logits of all pairs of positions take memory. `"cudnn"` holds
+        nothing of size T²; it needs a GPU and 16-bit floats. `"mask"` passes the B×T×T mask. `"chunked"` is that of
         `attend_within_segments`, with the padding as a segment of its own. None: chunked for rows of 1,024 positions or
-        more, by measurements on a processor, `"xla"` for shorter ones.
+        more, by measurements on a CPU, and `"xla"` for shorter ones.
 
     Returns:
-      float[B, T, H, K]; positions past a row's length give numbers without meaning, but finite ones.
+      float[B, T, H, K]; values past a row's length are meaningless but finite.
 
     Example:
       >>> values = jnp.arange(3.0).reshape(1, 3, 1, 1)
@@ -90,11 +90,11 @@ def attend_within_segments(
       segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
-        takes some queries at a time, on any device: memory grows with T instead of T², in the backward pass as well,
-        where it is computed again. None: chunked for rows of 1,024 positions or more, `"xla"` for shorter ones.
+        computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
+        which recomputes the attention. None: chunked for rows of 1,024 positions or more, and `"xla"` for shorter ones.
 
     Returns:
-      float[B, T, H, K]; positions without a token give numbers without meaning.
+      float[B, T, H, K]; values at positions without a token are meaningless.
 
     References:
       Queries in chunks: Rabe and Staats 2021, "Self-attention Does Not Need O(n²) Memory".

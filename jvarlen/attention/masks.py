@@ -1,6 +1,6 @@
-"""Masks: in go the lengths of rows or the segments in them, out come boolean masks; True marks what takes part.
+"""Boolean attention masks from row lengths or segment ids; True marks what takes part.
 
-The B×T×T mask costs memory that grows with T²; `jvarlen.attention` does without. Letters: B rows, T positions.
+A B×T×T mask takes memory that grows with T²; `jvarlen.attention` avoids it. Letters: B rows, T positions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def attention_mask(lengths: Integer[Array, " B"], seq_length: int, *, causal: bo
       causal: whether a position sees only itself and what comes before it.
 
     Returns:
-      bool[B, T, T]; add an axis for the heads, `mask[:, None]`, where `jax.nn.dot_product_attention` wants B×H×T×T.
+      bool[B, T, T]; `mask[:, None]` adds the axis of heads that `jax.nn.dot_product_attention` expects, B×H×T×T.
 
     Example:
       >>> attention_mask(jnp.array([2]), 3).astype(int).tolist()
@@ -57,7 +57,7 @@ def segment_mask(
     """Which positions (last axis) the queries (middle axis) of packed rows may attend to: those of their own sample.
 
     Args:
-      query_segments: int[B, Q] of any integer type, the segments of some consecutive positions; all of them, say.
+      query_segments: int[B, Q] of any integer type, the segments of some or all consecutive positions.
       key_segments: int[B, T], likewise, the segments of all positions.
       causal: whether a position sees only itself and what comes before it.
       first_query: the position of the first query.

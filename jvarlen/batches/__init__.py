@@ -1,6 +1,6 @@
-"""The arrays of a step: their types, their shapes, the tokens that they hold.
+"""Batch types: the arrays of a step, their shapes, and their token counts.
 
-- `batches`: `Batch`, `PackedBatch`, `PairBatch`, and what `compile_buckets` is told of them.
+- `batches`: `Batch`, `PackedBatch`, `PairBatch`, and the specs that `compile_buckets` needs.
 """
 
 from jvarlen.batches.batches import (

@@ -1,4 +1,4 @@
-"""The types of a step's arrays, their shapes for a bucket, and the tokens that they hold.
+"""Batch types, their shapes for a bucket, and their token counts.
 
 Letters: M microbatches, B rows, T positions, S and U positions of source and target.
 """
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Batch(NamedTuple):
-    """One step's arrays: a pytree.
+    """The arrays of one step, a pytree.
 
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
@@ -43,7 +43,7 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """One step's arrays where a row holds several samples: a pytree.
+    """The arrays of one step whose rows hold several samples, a pytree.
 
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
@@ -61,7 +61,7 @@ class PackedBatch(NamedTuple):
 
 
 class PairBatch(NamedTuple):
-    """One step's arrays of pairs: a pytree.
+    """The arrays of one step of pairs, a pytree.
 
     Attributes:
       source_tokens: int32[M, B, S], zero where there is no token.
@@ -81,7 +81,7 @@ class PairBatch(NamedTuple):
 
 
 def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
-    """The shapes and dtypes of what `pad_to_bucket` makes.
+    """The shapes and dtypes of the batches of `pad_to_bucket`.
 
     Args:
       bucket: the shape.
@@ -100,7 +100,7 @@ def token_batch_spec(bucket: Bucket, microbatches_per_step: int) -> Batch:
 
 
 def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch:
-    """The shapes and dtypes of what `pack_to_bucket` makes.
+    """The shapes and dtypes of the batches of `pack_to_bucket`.
 
     Args:
       bucket: the shape.
@@ -116,7 +116,7 @@ def packed_batch_spec(bucket: Bucket, microbatches_per_step: int) -> PackedBatch
 
 
 def pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> PairBatch:
-    """The shapes and dtypes of what `pad_pairs_to_bucket` makes.
+    """The shapes and dtypes of the batches of `pad_pairs_to_bucket`.
 
     Args:
       bucket: the shape.
@@ -137,7 +137,7 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
 
     Args:
       batch: a `Batch`, `PackedBatch` or `PairBatch`; traced or not.
-      dtype: of the result: that of the losses and weights that it is summed together with.
+      dtype: of the result; use that of the losses and weights that it is summed together with.
 
     Returns:
       float[] (exact up to 2²⁴ tokens in float32); None for anything else.
@@ -159,13 +159,13 @@ def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:
 
 
 def full_batch(spec: Any) -> Any:
-    """A batch without any padding, to measure a step with.
+    """A batch without padding, for measuring a step.
 
     Args:
       spec: a batch of `jax.ShapeDtypeStruct`, as `token_batch_spec` gives it; or another pytree of them.
 
     Returns:
-      A pytree of NumPy arrays: ones, but for lengths and positions as full rows have them, and for typed keys.
+      A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
     """
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
     if isinstance(batch, Batch):

@@ -1,6 +1,6 @@
-"""Compilation cache: in goes a directory, out comes that JAX keeps compiled programs there and takes them from there.
+"""Persistent compilation cache.
 
-This is the one setting of JAX that compiling changes for the whole process, and only where the user has not made it.
+This is the only JAX setting that compiling changes for the whole process, and only where the user has not set it.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def default_compilation_cache() -> Path:
 
 
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:
-    """Keeps compiled programs on disk, those that compile fast included, and takes them from there.
+    """Keeps all compiled programs in JAX's persistent compilation cache, also those that compile fast.
 
-    This is a setting of JAX for the whole process, for what is compiled from now on. A user's own settings stay: a
-    cache that is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; ours is not
-    used then, and a warning says so where it was named) and limits (`jax_persistent_cache_min_compile_time_secs`,
+    This sets JAX for the whole process, for everything compiled from now on. A user's own settings stay: a cache that
+    is switched off (`jax_enable_compilation_cache`), the directory (`jax_compilation_cache_dir`; then `directory` is
+    not used, with a warning if it was given), and limits (`jax_persistent_cache_min_compile_time_secs`,
     `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
 
-    Programs from the directory are run. So it is made for this user alone, and one that another user owns or may write
-    to is not used: a warning says so, as where it cannot be made.
+    Programs from the directory are run. So it is created for this user alone. A directory that another user owns or may
+    write to, or that cannot be created, is not used; a warning says so.
 
     Args:
-      directory: made with its parents where it is missing; None for one among the user's caches, or for the one that an
-        earlier call has named.
+      directory: created with its parents if missing. None: the directory of an earlier call, or else one among the
+        user's caches.
     """
     global _own_setting
     settings: Any = jax.config  # whose attributes are made while JAX is imported
@@ -77,7 +77,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
 
 @contextlib.contextmanager
 def without_compilation_cache() -> Iterator[None]:
-    """Inside, every program is compiled, and none is kept; in other threads as well."""
+    """A block in which every program is compiled and none is cached, in other threads too."""
     settings: Any = jax.config
     with _switching:
         before = settings.jax_enable_compilation_cache

@@ -1,7 +1,7 @@
-"""Compilation: in go a step function and buckets, out comes a callable that has every bucket's executable, and no more.
+"""Ahead-of-time compilation of a step for every bucket.
 
-Everything is compiled before the first step; what was not planned is refused, and `no_recompiles` proves that nothing
-is compiled afterwards.
+Everything is compiled before the first step. Batches that were not planned are rejected, and `no_recompiles` proves
+that nothing is compiled afterwards.
 """
 
 from __future__ import annotations
@@ -54,30 +54,31 @@ def compile_buckets(
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
 
-    Arrays that the step closes over, such as frozen weights, become arguments of its programs where they come to more
-    than 1 MiB; all buckets share them. What a function with a `jax.jit` of its own closes over stays a constant.
+    Arrays that the step closes over, such as frozen weights, become arguments of its programs if they total more than 1
+    MiB; all buckets share them. Arrays closed over by a function with its own `jax.jit` stay constants.
 
     Args:
       step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
       buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length); or a plan,
-        whose padding is then in the ledger.
+        whose padding is then shown in the ledger.
       microbatches_per_step: M; None for the plan's, or 1.
-      mesh: batches come spread over its axis "data"; state that is not placed on a mesh is replicated. None: one
-        device. Where its devices belong to several processes, these are all there are, and all of them compile.
+      mesh: batches are sharded over its axis "data"; state that is not placed on a mesh is replicated. None: one
+        device. If its devices belong to several processes, these must be all processes, and all of them compile.
       batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       progress: whether to show a progress bar that names the bucket.
-      donate: whether a step may write the next state over the one that it takes, which cannot be used again then. A
-        step that returns the very state that it takes, as that of `make_eval_step`, never does.
-      options: of the compiler, the cache, memory and warming up. By default programs are kept in the user's cache
-        directory, a setting of JAX for the whole process.
+      donate: whether a step may overwrite its input state with the next state; the input cannot be used again then. A
+        step that returns its input state unchanged, such as that of `make_eval_step`, never does.
+      options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
+        directory, which is a setting of JAX for the whole process.
 
     Returns:
       `CompiledBuckets`.
 
     Raises:
       ValueError: buckets or options that are not as described; shards of the mesh that do not divide M; a step that
-        returns another state than it takes, or was made without the mesh; processes that compiled different things.
+        returns a state of another structure or shape, or was made without the mesh; processes that compiled different
+        programs.
 
     Example:
       >>> import numpy as np
@@ -161,16 +162,16 @@ def load_compiled(
     donate: bool = True,
     options: CompileOptions = _DEFAULT_OPTIONS,
 ) -> CompiledBuckets:
-    """Takes the executables of a file that `CompiledBuckets.save` wrote; nothing is compiled.
+    """Loads executables from a file that `CompiledBuckets.save` wrote; nothing is compiled.
 
-    That the step is the one that was compiled is seen by lowering it for the smallest and the largest bucket.
+    The step is lowered for the smallest and the largest bucket, to check that it is the one that was compiled.
 
     Args:
-      path: the file. It must belong to this user, nobody else may be able to write to it, and it must be signed with
-        this user's key: its programs are run. Of several processes, each has a file of its own.
+      path: the file. Its programs are run, so it must belong to this user, be writable by nobody else, and be signed
+        with this user's key. Each of several processes has a file of its own.
       step_fn: as for `compile_buckets`.
       state: as for `compile_buckets`.
-      plan: whose padding is then in the ledger.
+      plan: its padding is shown in the ledger.
       mesh: as for `compile_buckets`.
       batch_spec: as for `compile_buckets`.
       progress: whether to show a progress bar.
@@ -183,8 +184,8 @@ def load_compiled(
     Raises:
       FileNotFoundError: there is no such file.
       PermissionError: it belongs to another user, or others may write to it.
-      ValueError: it is damaged or not signed with this user's key, or was made by other software, for other devices or
-        options, or of another step, state or batch; what differs is listed.
+      ValueError: it is damaged, not signed with this user's key, or made by other software, for other devices or
+        options, or from another step, state or batch; the differences are listed.
     """
     with _on_all_processes(mesh):
         compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, donate, options, progress)
@@ -241,7 +242,7 @@ def _load(
 def _ready(
     compiled: CompiledBuckets, state: Any, mesh: Mesh | None, options: CompileOptions, progress: bool
 ) -> CompiledBuckets:
-    """Ends the onset: all processes hold the same, and, where that is wanted, everything has run once."""
+    """The last checks before the first step: all processes hold the same programs, and warm-up if it is wanted."""
     if _has_processes(mesh):
         agree("the compiled buckets", compiled.fingerprint)
         agree("software and options of the compiler", compiled.common_environment)
@@ -252,7 +253,7 @@ def _ready(
 
 
 def _has_processes(mesh: Mesh | None) -> bool:
-    """Whether several processes compile; raises ValueError where these are not all there are."""
+    """Whether several processes compile; raises ValueError if some processes are not among them."""
     if mesh is None or not mesh.is_multi_process:
         return False
     missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(mesh)}
@@ -262,31 +263,31 @@ def _has_processes(mesh: Mesh | None) -> bool:
 
 
 def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
-    """What fails on one process fails on all of the mesh, so that none waits for it."""
+    """A failure on one process fails on all processes of the mesh, so that none waits for it."""
     return together("compile the buckets") if _has_processes(mesh) else contextlib.nullcontext()
 
 
 def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
-    """Raises ValueError where a batch could not come to the host to be padded."""
+    """Raises ValueError if a batch could not be brought to the host for padding."""
     if options.fallback == "pad" and _has_processes(mesh):
         raise ValueError('fallback="pad" pads on the host, and no process has a whole batch of several there')
 
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
-    """Raises ValueError where steps are to be timed, and nothing that they give back can be waited for."""
+    """Raises ValueError if steps are to be timed but return nothing that can be waited for."""
     metrics = lowered.program.out_info if lowered.keeps_state else lowered.program.out_info[1]
     if options.time_steps and not jax.tree.leaves(metrics):
         raise ValueError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
 
 
 def _num_threads(options: CompileOptions) -> int:
-    """Threads that compile; where several processes compile together, one, so that all do in the same order."""
+    """Threads that compile; one if several processes compile together, so that all compile in the same order."""
     return options.num_threads or ((os.cpu_count() or 1) if jax.process_count() == 1 else 1)
 
 
 @contextlib.contextmanager
 def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads; what they have not begun when an error comes is not begun any more."""
+    """A thread pool that starts nothing new after an error."""
     with ThreadPoolExecutor(num_threads, thread_name_prefix="compile") as pool:
         try:
             yield pool
@@ -300,7 +301,7 @@ def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
 
 
 def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
-    """By which sets are told apart: the largest and the smallest."""
+    """The largest and the smallest bucket, by which saved sets are told apart."""
     return tuple(dict.fromkeys((buckets[0], buckets[-1])))
 
 

@@ -1,4 +1,4 @@
-"""Options of compiling: in go settings, out come what the compiler is told, checked against the installed jaxlib."""
+"""Compiler options, checked against the installed jaxlib."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class CompileOptions:
     """How the step is compiled and run.
 
     Raises:
-      ValueError: a value out of its range, or xla_options that are not of the form "name=value", come twice or belong
-        to another field.
+      ValueError: a value out of its range, or xla_options that are not of the form "name=value", are given twice, or
+        have a field of their own.
 
     Example:
       >>> options = CompileOptions(xla_options=("xla_gpu_autotune_level=2",))
@@ -59,27 +59,26 @@ class CompileOptions:
     """
 
     cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache)
-    """Where compiled programs are kept for the next run, unless JAX is set to keep them elsewhere; None leaves that
-    setting as it is."""
+    """Persistent compilation cache directory, unless JAX is already set to another; None leaves JAX's setting alone."""
     num_threads: int | None = None
-    """Threads that compile; None for one per core, or a single one where several processes train."""
+    """Threads that compile; None for one per core, or a single one if several processes train."""
     max_live: int | None = None
-    """The most executables held at once, the least recently used let go first; None for all. On a processor such
-    programs are compiled without the persistent cache, which gives back what cannot be stored again."""
+    """The most executables held at once; the least recently used is evicted first. None for all.
+    On CPUs such programs bypass the persistent cache: executables read from it cannot be stored again."""
     warm_up: bool = False
-    """Run each executable on dummy data before the first step; that needs memory for a second state."""
+    """Run each executable on dummy data before the first step. Needs memory for a second state."""
     fallback: Fallback = "error"
-    """A batch that was not planned is refused, or padded up to the nearest larger bucket."""
+    """Reject batches that were not planned (error), or pad them up to the nearest larger bucket (pad)."""
     time_steps: bool | None = None
-    """Measure the seconds of every step; None: where a whole training is run."""
+    """Measure the seconds of every step. None: only in a whole training run."""
     command_buffers: bool | None = None
-    """GPU: launch kernels together, as CUDA graphs; None: on one device only."""
+    """GPU: launch kernels together as CUDA graphs. None: on one device only."""
     latency_hiding_scheduler: bool | None = None
-    """GPU: overlap communication with computation; None: where there are several devices."""
+    """GPU: overlap communication with computation. None: on several devices only."""
     all_reduce_combine_bytes: int | None = None
-    """GPU: all-reduces are combined up to so many bytes; None leaves it to the compiler."""
+    """GPU: combine all-reduces up to this many bytes; None leaves it to the compiler."""
     xla_options: tuple[str, ...] = ()
-    """More options of the compiler, each as name=value; true and false for what is on or off."""
+    """More XLA compiler options, each as name=value, with true or false for switches."""
 
     def __post_init__(self):
         small = [
@@ -94,7 +93,7 @@ class CompileOptions:
         self._check_xla_options()
 
     def _check_xla_options(self) -> None:
-        """Raises ValueError for options that cannot be told apart, or that a field is there for."""
+        """Raises ValueError for options that are given twice or that have a field of their own."""
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
             raise ValueError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
@@ -107,19 +106,19 @@ class CompileOptions:
             raise ValueError(f"xla_options hold what other fields set: {'; '.join(taken)}")
 
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
-        """What to hand to `lowered.compile(compiler_options=...)`.
+        """The options for `lowered.compile(compiler_options=...)`.
 
-        Graphs pay where launching the kernels takes longer than running them, as on one device with small steps; each
-        executable's graph costs device memory. Where there are several devices, steps wait for collectives instead:
-        the latency-hiding scheduler, which XLA has off by itself, puts between the start and the end of each what can
-        be computed meanwhile, and graphs are off so that their launch order is not in its way.
+        CUDA graphs pay off if launching kernels takes longer than running them, as in small steps on one device; the
+        graph of each executable takes device memory. On several devices, steps wait for collectives instead. There the
+        latency-hiding scheduler, which XLA leaves off by default, moves computation between the start and the end of
+        each collective, and graphs are off so that their launch order does not interfere.
 
-        A field that is None yields to the same flag in the environment variable `XLA_FLAGS`; a field that is set goes
-        before it, but for command buffers that are on: what they hold stays XLA's own choice, or that of the flag.
+        A field that is None yields to the same flag in the environment variable `XLA_FLAGS`; a field that is set
+        overrides the flag. One exception: which operations go into command buffers stays XLA's choice, or the flag's.
 
         Args:
-          platform: "gpu", "cuda" or "rocm"; on others, the fields for GPUs say nothing.
-          num_devices: how many devices a step runs on, those of other processes included.
+          platform: "gpu", "cuda" or "rocm"; on others, the GPU fields have no effect.
+          num_devices: how many devices a step runs on, including those of other processes.
 
         Returns:
           Values by name; `xla_options` come last.
@@ -156,17 +155,17 @@ def _parse(name: str, text: str) -> OptionValue:
 
 
 def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Device) -> None:
-    """Compiles a program that does nothing with the options, in some ten milliseconds.
+    """Compiles an empty program with the options, in some ten milliseconds.
 
-    It goes past JAX's caches, and no event tells of it.
+    It bypasses JAX's caches and triggers none of its events.
 
     Args:
       options: what `CompileOptions.compiler_options` gives.
       device: one of this process's.
 
     Raises:
-      ValueError: options that the installed jaxlib does not know, with values that it cannot read, or that it does not
-        take together. It lists all of them.
+      ValueError: options that the installed jaxlib does not know, cannot read, or does not take together. All are
+        listed.
     """
     if not options:
         return

@@ -1,6 +1,6 @@
-"""Compiled buckets: in go a state and a batch, out come the next state and metrics, by the executable of its bucket.
+"""The callable that `compile_buckets` returns: it runs each batch with the executable of its bucket.
 
-What was not planned is refused. `compile_buckets` makes them.
+Batches that were not planned are rejected.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launche
 class CompiledBuckets:
     """One executable a bucket, chosen by the shapes and dtypes of the batch: `state, metrics = compiled(state, batch)`.
 
-    The state is donated: use the one that comes back. An array that the state holds twice, or that the step closes
-    over, is copied.
+    The state is donated: continue with the returned one. An array that the state holds twice, or that the step closes
+    over, is copied first.
 
     Attributes:
       specs: the pytree of `jax.ShapeDtypeStruct` that each bucket's batches have.
-      num_padded: batches that no bucket was planned for and that were padded up to one, by `fallback="pad"`.
+      num_padded: batches that were not planned and were padded up to a bucket, under `fallback="pad"`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class CompiledBuckets:
 
     @property
     def ledger(self) -> Ledger:
-        """What each bucket cost and was used for until now, in the order of compilation."""
+        """What each bucket has cost and how often it was used, in the order of compilation."""
         seconds: Mapping[AnyBucket, float] = {}
         if self._clock is not None:
             self._clock.wait()
@@ -120,7 +120,7 @@ class CompiledBuckets:
         return ledger if self._plan is None else ledger.with_plan(self._plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs the step of the batch's bucket; raises `UnplannedShapeError` where there is none."""
+        """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none."""
         try:
             bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
             executable = self._executables.get(bucket)
@@ -152,10 +152,10 @@ class CompiledBuckets:
         return (state, outputs) if self._keeps_state else outputs
 
     def release(self, *buckets: tuple[int, ...]) -> None:
-        """Lets the executables of buckets go; a batch of such a bucket is then refused.
+        """Releases the executables of buckets; batches of these buckets are then rejected.
 
         Args:
-          buckets: those that no later step uses; releasing one twice does nothing.
+          buckets: buckets that no later step uses; releasing one twice does nothing.
 
         Raises:
           ValueError: buckets that were not compiled; they are listed.
@@ -164,13 +164,14 @@ class CompiledBuckets:
             self._executables.release(bucket)
 
     def release_after(self, num_steps: Mapping[Any, int]) -> None:
-        """Releases the executable of each bucket as soon as it has run so many steps more.
+        """Releases the executable of each bucket once it has run the given number of further steps.
 
-        What a curriculum has passed for good then needs no memory. For a plan, the rest of which is trained on:
+        Buckets that a curriculum has passed for good then take no memory. For the rest of a plan:
         `compiled.release_after(plan.steps_of_buckets(start_step))`.
 
         Args:
-          num_steps: steps to come of each bucket; those with none are released now. Buckets that are not named stay.
+          num_steps: remaining steps of each bucket; buckets with none are released now. Buckets that are not in it
+            stay.
 
         Raises:
           ValueError: buckets that were not compiled, or numbers below 0; they are listed.
@@ -186,20 +187,20 @@ class CompiledBuckets:
     def suggest_rows(self, bucket: tuple[int, ...], memory_limit: int | None = None, *, row_multiple: int = 1) -> int:
         """The most rows of this length whose step fits, found by compiling, not by running.
 
-        Counted is what the program itself holds on one device: state, batch, results and temporaries. What waits there
-        besides, such as batches that were loaded ahead, is for the limit to leave room for.
+        It counts what the program itself holds on one device: state, batch, results and temporaries. The limit should
+        leave room for everything else there, such as batches that were loaded ahead.
 
         Args:
-          bucket: (rows, length), or (rows, source length, target length); its rows are what is tried first.
-          memory_limit: bytes of one device; None for what the device says it has.
-          row_multiple: rows are a multiple of it.
+          bucket: (rows, length), or (rows, source length, target length); its rows are tried first.
+          memory_limit: bytes of one device; None for the limit that the device reports.
+          row_multiple: rows are a multiple of this.
 
         Returns:
           Rows of a microbatch.
 
         Raises:
-          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given, and the
-            device does not tell its own; or it does not tell what programs need.
+          ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given and the device
+            reports none; or it does not report what programs need.
         """
         (checked,) = check_buckets([bucket])
         if memory_limit is None:
@@ -227,31 +228,31 @@ class CompiledBuckets:
         return rows
 
     def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
-        """How often the devices talk to each other in a step of the bucket, by kind, as the compiled program says.
+        """How often the devices communicate in a step of the bucket, by kind of collective, from the compiled program.
 
         Args:
-          bucket: one of those that were compiled.
+          bucket: a compiled bucket.
 
         Returns:
-          What `count_collectives` does: a step of `make_train_step` has all-reduces outside of loops only.
+          As `count_collectives`: a step of `make_train_step` has all-reduces only outside of loops.
 
         Raises:
-          ValueError: no such bucket; or its program was read from a file and does not tell its text.
+          ValueError: no such bucket, or its program was read from a file and has no text.
         """
         return count_collectives(self._executables.get(*self._known([bucket])))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
 
-        On CPUs, those that came from the persistent cache are compiled anew for it. Of several processes, each writes a
-        file of its own. It is signed with a key of this user, which is made at the first time.
+        On CPUs, executables that came from the persistent cache are compiled again first. Each of several processes
+        writes a file of its own. The file is signed with a key of this user, which is created on first use.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          ValueError: executables were released, or the backend cannot turn them into bytes.
-          OSError: the file cannot be written, or the key.
+          ValueError: executables were released, or the backend cannot serialize them.
+          OSError: the file or the key cannot be written.
         """
         buckets = list(self._rows)
         released = [bucket for bucket in buckets if not self._executables.has(bucket)]
@@ -270,23 +271,23 @@ class CompiledBuckets:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of what was compiled."""
+        """SHA-256 of the compiled buckets and programs."""
         return self._fingerprint
 
     @property
     def common_environment(self) -> str:
-        """Software and options of the compiler, which are the same on all processes that train together."""
+        """Compiler software and options, which are the same on all processes that train together."""
         own = ("device ids", "device kinds", "process", "processor")
         return repr({name: value for name, value in self._recipe.environment.items() if name not in own})
 
     def warm_up(self, state: Any, *, progress: bool = True) -> None:
-        """Runs every executable on batches of zeros and a copy of the state, so that nothing is left to be tuned.
+        """Runs every executable on batches of zeros and a copy of the state, so that all tuning is done before step 1.
 
-        Once, and three times on GPUs, which find out what to do first, and then record it. The copy needs as many bytes
-        as the state. Where several processes compiled together, all of them call it.
+        Each runs once, on GPUs three times: to tune, to record, and to replay. The copy needs as many bytes as the
+        state. If several processes compiled together, all of them must call this.
 
         Args:
-          state: arrays; it is left as it is.
+          state: a pytree of arrays; it is not changed.
           progress: whether to show a progress bar.
 
         Raises:
@@ -306,10 +307,10 @@ class CompiledBuckets:
                 state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
 
     def prepare_arithmetic(self, state: Any) -> None:
-        """Compiles what a loop does with metrics, such as adding them up, so that a guard lets it.
+        """Compiles the arithmetic that loops do on metrics, such as sums, so that a guard allows it.
 
         Args:
-          state: what is committed to its devices, as results of a step will be then.
+          state: decides whether the arrays are committed to their devices, as the results of a step will be.
         """
         is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
         executable = self._executables.any_live()
@@ -325,8 +326,8 @@ class CompiledBuckets:
     def _without_aliases(self, state: Any) -> Any:
         """The state with copies in place of arrays that cannot be donated.
 
-        Those that it holds a second time, and those that the step closes over. On several devices, donating an array
-        and using it as well ends the process.
+        These are arrays that it holds a second time, and arrays that the step closes over. On several devices, donating
+        an array and using it as well ends the process.
         """
         if self._keeps_state or not self._recipe.donate:
             return state
@@ -381,7 +382,7 @@ class CompiledBuckets:
         self._is_state_checked = True
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
-        """Raises an error that names what the executable refused: arrays that are gone, or what was not planned."""
+        """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
         gone = [
             f"{name}{path}"
             for name, tree in (("state", state), ("batch", batch))
@@ -420,7 +421,7 @@ def _canonical(batch: Any) -> Any:
 
 
 def _identity(state: Any) -> tuple[int, ...]:
-    """Tells a state from others, without holding it; from one that lies where it lay, by what is inside."""
+    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
     if isinstance(state, tuple | list):
         return id(state), *map(id, state)
     inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
@@ -428,14 +429,14 @@ def _identity(state: Any) -> tuple[int, ...]:
 
 
 def _buffers(leaf: Any) -> list[Any]:
-    """What tells whether two arrays share memory."""
+    """A key by which arrays that share memory are found."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
         return []
     return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
 
 
 def _copy(leaf: jax.Array) -> jax.Array:
-    """A copy where the array lies, as free to be placed elsewhere; nothing is compiled for it."""
+    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
     if not leaf.committed:
         return jax.device_put(leaf, may_alias=False)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

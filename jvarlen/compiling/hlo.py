@@ -1,6 +1,6 @@
-"""Collectives: in goes a compiled program, out comes how often its devices talk to each other in a step.
+"""Counts the collectives of a compiled program.
 
-Accumulation must communicate once a step, not once a microbatch: no all-reduce lies in a loop.
+Accumulation must communicate once a step, not once a microbatch: no all-reduce may be inside a loop.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Collectives(NamedTuple):
     """How many collectives of one kind a program has.
 
     Attributes:
-      per_step: those that run once.
-      in_loops: those in the body of a loop, which run as often as it does.
+      per_step: collectives that run once a step.
+      in_loops: collectives in the body of a loop, which run once an iteration.
     """
 
     per_step: int
@@ -38,15 +38,15 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
     """Counts the collectives of a compiled program.
 
     Args:
-      executable: what `jax.jit(...).lower(...).compile()` gives, such as `CompiledBuckets.executable(bucket)`; or its
-        text, in XLA's HLO. One that was read from a saved set may tell no text.
+      executable: the result of `jax.jit(...).lower(...).compile()`, such as `CompiledBuckets.executable(bucket)`; or
+        its text in XLA's HLO. One that was read from a saved set may have no text.
 
     Returns:
-      `Collectives` by kind (`"all-reduce"`, `"all-gather"`, …), without those that do not occur. A collective of
-      several arrays is one.
+      `Collectives` by kind (`"all-reduce"`, `"all-gather"`, …); kinds that do not occur are left out. A collective over
+      several arrays counts once.
 
     Raises:
-      ValueError: the program does not tell its text.
+      ValueError: the program has no text.
 
     Example:
       >>> count_collectives(jax.jit(lambda x: x + 1).lower(1.0).compile())

@@ -1,6 +1,6 @@
-"""Compile log: in goes what JAX logs while it traces and lowers, out come the types of a program and why it is new.
+"""Reads JAX's log for the argument types of a program and the reason it was traced.
 
-The wording of that log is no contract: what is not understood there is left out.
+The wording of that log may change at any time. Lines that are not understood are skipped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Ledger: in goes what compiling and running each bucket took, out come a table, a JSON file and what was never used.
+"""The ledger: what compiling and running each bucket cost, as a table and as JSON.
 
-NumPy only: a ledger that was saved can be read where there is no device. Letters: K buckets.
+NumPy only: a saved ledger can be read on a machine without devices. Letters: K buckets.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ _UNKNOWN = "–"
 
 @dataclasses.dataclass(frozen=True)
 class LedgerRow:
-    """What a bucket's executable cost, and what it was used for.
+    """What a bucket's executable cost, and how it was used.
 
-    Operations and bytes are those of one device, as the compiler tells them: where it does not, operations are NaN and
+    Operations and bytes are those of one device, as the compiler reports them. If it does not, operations are NaN and
     bytes 0.
 
     Attributes:
       bucket: its shape.
       lower_s: seconds of tracing and lowering.
-      compile_s: seconds in the compiler, or of reading what was compiled before.
-      cache_hit: whether the executable was compiled before and only read.
+      compile_s: seconds in the compiler, or of reading from a cache.
+      cache_hit: whether the executable was read from a cache.
       flops: floating-point operations of a step, by the compiler's count. XLA counts the body of a loop once, however
-        often it runs: of a step that loops over its microbatches, that is about one microbatch.
+        often it runs: for a step that loops over its microbatches, that is about one microbatch.
       argument_bytes: bytes of state and batch.
-      output_bytes: bytes of what comes back.
-      alias_bytes: bytes of the output that lie where donated arguments lay.
-      temp_bytes: bytes of everything in between.
-      peak_bytes: the most bytes that are held at one time, as the compiler reports it. For CPUs XLA leaves the
-        temporaries out of it: there `total_bytes` is the one to go by.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of the results that reuse donated arguments.
+      temp_bytes: bytes of temporaries.
+      peak_bytes: the most bytes held at one time, as the compiler reports it. For CPUs XLA leaves out the temporaries;
+        use `total_bytes` there.
       times_used: steps that ran in this bucket.
       step_s: median seconds of a step; NaN where steps were not timed.
       planned_steps: steps that the plan has in this bucket; None without a plan.
-      padding: share of the positions of the planned steps that holds no token, in [0, 1); None without a plan, or
-        where it has no step in this bucket.
+      padding: share of the positions of the planned steps that hold no token, in [0, 1); None without a plan, or if it
+        has no step in this bucket.
       is_live: whether the executable is held now.
     """
 
@@ -71,7 +71,7 @@ class LedgerRow:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that a device holds during a step, the temporaries all at once."""
+        """Bytes that a device holds during a step, if all temporaries are held at once."""
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
 
     @property
@@ -89,10 +89,10 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
 
     Args:
       bucket: its shape.
-      compiled: a `jax.stages.Compiled`. What its backend does not tell is left unknown.
+      compiled: a `jax.stages.Compiled`. Figures that its backend does not report stay unknown.
       lower_s: seconds of tracing and lowering.
-      compile_s: seconds in the compiler, or of reading what was compiled before.
-      cache_hit: whether it was compiled before and only read.
+      compile_s: seconds in the compiler, or of reading from a cache.
+      cache_hit: whether it was read from a cache.
 
     Returns:
       `LedgerRow`.
@@ -118,15 +118,15 @@ def row_of(bucket: AnyBucket, compiled: Any, lower_s: float, compile_s: float, c
 
 
 class Ledger(Sequence[LedgerRow]):
-    """Rows of buckets, in the order of compilation; it does not change.
+    """Rows of buckets, in the order of compilation. Immutable.
 
-    Two ledgers are equal where all their figures are, NaN being equal to NaN.
+    Two ledgers are equal if all their figures are, with NaN equal to NaN.
 
     Args:
       rows: one for each bucket.
 
     Raises:
-      ValueError: two buckets have the same lengths, or some are of pairs and some not; they are listed.
+      ValueError: two buckets have the same lengths, or only some are of pairs; they are listed.
 
     Example:
       >>> from jvarlen.planning.buckets import Bucket
@@ -189,12 +189,12 @@ class Ledger(Sequence[LedgerRow]):
 
     @property
     def compile_s(self) -> float:
-        """Seconds in the compiler, or of reading what was compiled before, for all buckets."""
+        """Seconds in the compiler, or of reading from a cache, for all buckets."""
         return sum(row.compile_s for row in self._rows)
 
     @property
     def num_cache_hits(self) -> int:
-        """Buckets whose executable was compiled before and only read."""
+        """Buckets whose executable was read from a cache."""
         return sum(row.cache_hit for row in self._rows)
 
     @property
@@ -209,13 +209,13 @@ class Ledger(Sequence[LedgerRow]):
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps of the plan; None where a row does not know its own."""
+        """Steps of the plan; None if they are unknown for some row."""
         steps = [row.planned_steps for row in self._rows if row.planned_steps is not None]
         return sum(steps) if steps and len(steps) == len(self) else None
 
     @property
     def padding(self) -> float | None:
-        """The share of the plan's positions in these buckets that holds no token, in [0, 1); None without a plan."""
+        """The share of the plan's positions in these buckets that hold no token, in [0, 1); None without a plan."""
         if not self.planned_steps:
             return None
         positions = [(row.planned_steps or 0) * row.bucket.num_positions for row in self._rows]
@@ -223,10 +223,11 @@ class Ledger(Sequence[LedgerRow]):
         return padded / sum(positions)
 
     def with_plan(self, plan: PlannedSteps) -> Ledger:
-        """A ledger that also tells the steps and the padding that a plan has in each bucket.
+        """A ledger with the steps and the padding that a plan has in each bucket.
 
         Args:
-          plan: one whose buckets were compiled; of some, as those that a curriculum has passed, none may be here.
+          plan: a plan whose buckets were compiled. Some of its buckets may be missing here, such as those that a
+            curriculum has passed.
 
         Returns:
           `Ledger`, the rows in the same order.
@@ -251,10 +252,9 @@ class Ledger(Sequence[LedgerRow]):
     def table(self) -> str:
         """Lines of text: a row for each bucket, a row of totals, and the buckets that were never used, if any.
 
-        Arguments, outputs, temporaries and the part of the outputs that lies in donated arguments are in MB, 10⁶ bytes;
-        a GFLOP is 10⁹ operations. "compile s/step" are the seconds of lowering and compiling over the
-        steps that ran. Columns of which nothing is known are left out; "let go" marks executables that are
-        not held any more.
+        Bytes are in MB, 10⁶ bytes; a GFLOP is 10⁹ operations. "compile s/step" is the seconds of lowering and compiling
+        divided by the steps that ran. Columns without any known figure are left out. "let go" marks executables that
+        are no longer held.
         """
         columns = []
         for column in _COLUMNS:
@@ -273,17 +273,17 @@ class Ledger(Sequence[LedgerRow]):
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """All rows as JSON, with the figures that follow from them; what is unknown is null."""
+        """All rows as JSON, with the figures that follow from them; unknown figures are null."""
         return json.dumps(self._document(), indent=2, allow_nan=False)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes `to_json` to a file, in one piece or not at all.
+        """Writes `to_json` to a file, atomically.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          OSError: it cannot be written; what was there stays.
+          OSError: it cannot be written; an existing file stays.
         """
         with write_atomically(Path(path)) as file:
             file.write(self.to_json().encode() + b"\n")
@@ -300,7 +300,7 @@ class Ledger(Sequence[LedgerRow]):
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: it holds no ledger; it says what is wrong.
+          ValueError: it holds no ledger; the message says what is wrong.
         """
         try:
             document = json.loads(Path(path).read_text(), parse_constant=_refuse_constant)

@@ -1,4 +1,4 @@
-"""Recipe: in go a step, the shapes of its state and batches and options, out comes the program of any bucket."""
+"""Lowers a step for any bucket."""
 
 from __future__ import annotations
 

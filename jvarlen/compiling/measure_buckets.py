@@ -1,4 +1,4 @@
-"""Measuring: in go compiled buckets, or a model and some shapes, out come seconds, bytes and cost models of them.
+"""Measures the seconds and bytes of compiled buckets, for cost models.
 
 Letters: K buckets.
 """
@@ -25,13 +25,14 @@ __all__ = ["MeasuredBuckets", "measure_buckets"]
 
 
 class MeasuredBuckets(NamedTuple):
-    """What compiled buckets take, for `fit_cost_model`.
+    """Measured time and memory of compiled buckets, for `fit_cost_model`.
 
     Attributes:
       shapes: (rows, length) of each.
       seconds: float64[K], of one microbatch.
-      num_bytes: int64[K], that one device holds during a step.
-      compile_seconds: of lowering and compiling one bucket, the mean of those that no cache held; NaN without such.
+      num_bytes: int64[K], bytes that one device holds during a step.
+      compile_seconds: of lowering and compiling one bucket, the mean over buckets that were in no cache; NaN if there
+        are none.
       device: number and kind of the devices.
     """
 
@@ -50,12 +51,12 @@ def measure_buckets(
     make_batch: Callable[[Any], Any] = full_batch,
     progress: bool = True,
 ) -> MeasuredBuckets:
-    """Runs the step of every bucket some times, on a copy of the state and rows without padding.
+    """Measures the step of every bucket, on a copy of the state and rows without padding.
 
     Args:
-      compiled: what `compile_buckets` gave; its buckets have one length.
-      state: the state that it was compiled for; it is left as it is.
-      repeats: how often each bucket runs after a first time that does not count; the fastest counts.
+      compiled: the result of `compile_buckets`; its buckets have one length.
+      state: the state that it was compiled for; it is not changed.
+      repeats: timed runs of each bucket after one untimed run; the fastest counts.
       make_batch: makes a batch from the pytree of `jax.ShapeDtypeStruct` of a bucket.
       progress: whether to show a progress bar.
 

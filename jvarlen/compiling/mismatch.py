@@ -1,4 +1,4 @@
-"""The unplanned: in go a batch and what buckets were compiled for, out come the leaf that differs, or the batch padded.
+"""Explains how a batch differs from the compiled buckets, and pads it to a larger one.
 
 Letters: K buckets.
 """
@@ -32,7 +32,7 @@ _shape_and_dtype = attrgetter("shape", "dtype")
 
 
 class UnplannedShapeError(ValueError):
-    """A batch or a state has a structure, shape, dtype or sharding that nothing was compiled for."""
+    """No executable was compiled for the structure, shape, dtype or sharding of a batch or a state."""
 
 
 def signature(batch: Any) -> Hashable:
@@ -54,7 +54,7 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.De
       device: where leaves without a planned sharding belong; None: placement is not looked at.
 
     Returns:
-      A text; None where the batch is as planned.
+      A text; None if the batch is as planned.
     """
     given = leaves_by_name(batch)
     planned_by_bucket = {bucket: leaves_by_name(spec) for bucket, spec in specs.items()}

@@ -1,8 +1,8 @@
-"""Compiled file: in go programs and what they were compiled for, out comes one file that another process loads.
+"""Compiled programs in memory and in signed files.
 
-A file is refused, never guessed at, where it is damaged or for other software or devices. Programs are machine code,
-and JAX unpickles what it wraps them in: a file that someone else made could do anything. So every file is signed with a
-key that only this user has, and nothing of one without a right signature is handed on.
+A file is rejected if it is damaged, or was made by other software or for other devices. Programs are machine code
+wrapped in a pickle, so a file from someone else could run anything. Every file is therefore signed with a key that only
+this user can read, and nothing is loaded from a file without a valid signature.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
 
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
-    """Writes a signed file that only its owner can read, in one piece or not at all.
+    """Writes a signed file that only its owner can read, atomically.
 
     Args:
       path: where.

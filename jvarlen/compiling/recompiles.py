@@ -1,7 +1,7 @@
-"""Recompilations: in go a region of code, out comes every program that was compiled in it, why, and near which bucket.
+"""The guard against recompiling: it reports what was compiled in a region, why, and after which bucket.
 
-That something was compiled, and whether it came from the persistent cache, is what JAX reports to listeners; types and
-differences are what `compile_log` reads.
+JAX's event listeners tell that something was compiled and whether it came from the persistent cache. Types and
+differences come from `jax_log`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Recompilation(NamedTuple):
     Attributes:
       function: the name of the function or of the eager operation, such as "cumsum".
       arguments: types of the arguments that the program reads, each once with its number: "float32[3,9], 2 × int32[]".
-        Empty where JAX did not tell them in the same thread.
-      difference: what differs from the nearest call that was seen before: "x: now f32[2,5], before f32[2,4]". Empty
-        where JAX explains nothing, as for eager operations.
+        Empty if JAX did not report them in the same thread.
+      difference: what differs from the nearest earlier call: "x: now f32[2,5], before f32[2,4]". Empty if JAX explains
+        nothing, as for eager operations.
       bucket: the bucket that was dispatched last in the process; None before the first.
       cache_hit: whether the executable came from the persistent cache.
       thread: the name of the thread that compiled.
@@ -67,7 +67,7 @@ class Recompilation(NamedTuple):
 
 @dataclasses.dataclass
 class RecompileCount:
-    """What was compiled in a region so far.
+    """What has been compiled in a region so far.
 
     Attributes:
       recompilations: every program that was compiled, or taken from the persistent cache, in order.
@@ -100,9 +100,9 @@ class RecompileCount:
 def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
-    A program that comes from the persistent cache counts as well: whether it is there is chance, that it was not
-    planned is the mistake. Guards may be nested and may overlap in several threads; each sees all that is compiled.
-    While one is active, JAX is made to explain what it traces; that is not printed unless it was switched on before.
+    A program from the persistent cache counts too: whether it is there is chance, but not having planned it is the
+    mistake. Guards may be nested and may overlap in several threads; each sees everything that is compiled. While one
+    is active, JAX explains what it traces; this is printed only if it was switched on before.
 
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
@@ -151,7 +151,7 @@ def counting_in_thread() -> Iterator[RecompileCount]:
 
 @contextlib.contextmanager
 def uncounted_in_thread() -> Iterator[None]:
-    """A block in which no guard counts what this thread compiles: what is made ready so that guards need not."""
+    """A block in which no guard counts what this thread compiles, for preparations before a guarded region."""
     _this_thread.is_uncounted = True
     try:
         yield
@@ -160,7 +160,7 @@ def uncounted_in_thread() -> Iterator[None]:
 
 
 def dispatched(bucket: AnyBucket) -> None:
-    """Notes the bucket whose step is dispatched now; what is compiled from now on is reported with it."""
+    """Notes the bucket whose step is dispatched now; later compilations are reported with it."""
     global _last_bucket
     _last_bucket = bucket
 

@@ -1,4 +1,4 @@
-"""Row search: in goes what rows need, found by trying, out comes the largest number of them that fits."""
+"""Finds the largest number of rows that fits into memory, in a few tries."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _MOST_GROWTH = 16  # from one try to the next: two small ones tell little of wha
 def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, multiple: int = 1, max_rows: int) -> int:
     """The most rows, a multiple of `multiple`, whose bytes are within the limit.
 
-    Bytes grow nearly in proportion to rows, so that a line through the last two tries leads to the next one: a few
-    tries are enough, of which one is the result and one the next larger number.
+    Bytes grow nearly in proportion to rows, so a line through the last two tries gives the next one. A few tries are
+    enough; one of them is the result and one the next larger number.
 
     Args:
       bytes_of: bytes that a number of rows needs; must not fall with more rows.

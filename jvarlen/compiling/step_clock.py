@@ -1,4 +1,4 @@
-"""Step clock: in go steps as they are dispatched, out come the seconds that each took, and nothing waits for them."""
+"""Times every step in a thread of its own, so that the training loop never waits."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NUM_KEPT = 1001  # seconds of a key that the median is over: odd, so that it is
 
 
 class StepClock(Generic[Key]):
-    """Measures the seconds of every step in a thread of its own, which waits for the results instead of the caller.
+    """Times every step in a thread of its own, which waits for the results instead of the caller.
 
-    A step's seconds are from its dispatch, or, where the device was still busy with the step before, from the end of
-    that one, to its own end. They hold whatever the device waited for in between, such as the input.
+    A step is timed from its dispatch to its end, or from the end of the previous step if the device was still busy with
+    that. The time includes whatever the device waited for in between, such as input.
 
-    The clock ends with its `with` block, by `close()`, or when no one refers to it any more. What has been measured can
-    be read afterwards all the same.
+    The clock ends with its `with` block, by `close()`, or when nothing refers to it any more. The measurements can
+    still be read afterwards.
 
     Example:
       >>> step = jax.jit(lambda x: (x, x.sum()), donate_argnums=0)
@@ -62,8 +62,8 @@ class StepClock(Generic[Key]):
         Args:
           key: what the seconds are grouped by, such as the bucket.
           started: `time.perf_counter()` from before the dispatch.
-          outputs: a pytree of what the step gave, without what is donated to the next one. One of its arrays is held
-            until it is ready. A step that fails is left out.
+          outputs: a pytree of the step's results, without those that are donated to the next step. One of its arrays is
+            held until it is ready. A step that fails is left out.
 
         Raises:
           ValueError: there is no `jax.Array` in `outputs`.
@@ -94,8 +94,8 @@ class StepClock(Generic[Key]):
     def median_seconds(self) -> dict[Key, float]:
         """The median of the seconds of each key, over its last 1,001 steps.
 
-        No step is left out, but a median takes no notice of single slow ones: the first use of an executable, which
-        loads it, or a step during which a checkpoint was written.
+        No step is left out, but a median ignores single slow ones: the first use of an executable, which loads it, or a
+        step during which a checkpoint was written.
         """
         return self._record.median_seconds()
 

@@ -1,6 +1,6 @@
-"""Arrow files: in goes a column of Parquet or Arrow files, out comes a data source of its rows' tokens.
+"""Datasets in a column of Parquet or Arrow files.
 
-A directory that Hugging Face datasets were saved to is such files. Needs pyarrow, the extra `data`.
+Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in the extra `data`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class _TokenColumn(NamedTuple):
 class ColumnDataset:
     """Rows of a column of strings, bytes or lists of integers: a data source.
 
-    Parquet is decoded into memory. Arrow (a file or a stream; also "Feather") is mapped, and what is uncompressed stays
-    on disk. Worker processes read the files themselves.
+    Parquet is decoded into memory. Arrow (a file or a stream; also "Feather") is memory-mapped, and uncompressed
+    columns stay on disk. Worker processes open the files themselves.
 
     Args:
-      paths: the files, whose rows come one after the other; the ending of a name says which of the two a file is. They
-        must not change while in use.
+      paths: the files, whose rows are concatenated; the file extension tells the format. They must not change while in
+        use.
       field: the name of the column.
-      num_values: tokens must lie below it; None for no limit. Up to 256, the samples are uint8.
+      num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
 
     Attributes:
       is_text: whether the rows are strings or bytes, so that the samples are uint8.
@@ -100,15 +100,15 @@ class ColumnDataset:
 def saved_shards(directory: Path) -> list[Path]:
     """The Arrow files of a dataset that Hugging Face `Dataset.save_to_disk` has saved, in their order.
 
-    Formats that were set on it (`set_format`) change nothing in the files, and nothing here.
+    A format set on the dataset (`set_format`) does not change the files and has no effect here.
 
     Args:
       directory: it holds `state.json`.
 
     Raises:
-      ValueError: it holds several datasets, the splits of a `DatasetDict`, which are listed; no or a damaged
-        `state.json`; files outside the directory, or that are missing; rows picked by a file of indices, as early
-        versions saved them.
+      ValueError: it holds several datasets, the splits of a `DatasetDict`, which are listed; `state.json` is missing or
+        damaged; files are missing or outside the directory; rows are selected by a file of indices, as early versions
+        saved them.
     """
     if (directory / "dataset_dict.json").is_file():
         splits = _read_json(directory / "dataset_dict.json").get("splits")

@@ -1,6 +1,6 @@
-"""Content keys: in go files, out comes a name for what is in them, whatever they are called.
+"""Keys of file contents, whatever the files are called.
 
-Files are hashed in parts, by several threads: hashing releases the interpreter.
+Files are hashed in parts by several threads; hashing releases the GIL.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MOST_THREADS = 16  # more wait for the disk
 
 
 def content_key(*paths: Path) -> str:
-    """The key of what files hold, one after the other; their names do not count.
+    """The key of the content of files, one after the other; their names do not matter.
 
     Args:
-      *paths: the files. They are read, not mapped: one that is cut meanwhile ends in an error.
+      *paths: the files. They are read, not memory-mapped: a file that is truncated meanwhile is an error.
 
     Returns:
       SHA-256 in hex, of the hashes of parts of 64 MiB.

@@ -1,4 +1,4 @@
-"""Length cache: in go samples and the key of their content, out come lengths and hashes, kept from the first time.
+"""Cache of sample lengths and hashes, keyed by the content of the data.
 
 NumPy only.
 """
@@ -36,25 +36,25 @@ _LOCK = "lock"
 def cached_lengths(
     dataset: DataSource, path: Path, key: str, *, num_workers: int = 0, progress: bool = True
 ) -> Int64[np.ndarray, " N"]:
-    """The lengths of all samples: those that were kept under this key, or else measured.
+    """The lengths of all samples, from the cache under this key or else measured.
 
-    They are kept in `PATH.lengths-KEY.npz` (the first 16 digits of the key), or in the user's caches where that cannot
-    be written. What is there and is damaged, or of another key, is not used: a warning names it.
+    They are cached in `PATH.lengths-KEY.npz` (the first 16 digits of the key), or in the user's caches if that cannot
+    be written. A cache that is damaged or has another key is not used; a warning names it.
 
-    Of many samples, what is measured so far is kept in `PATH.lengths-KEY.parts/` meanwhile, so that an interrupted call
-    goes on when it is made again. Of several processes that ask for the same lengths, one measures, and the others wait
-    for it.
+    With many samples, the lengths measured so far are kept in `PATH.lengths-KEY.parts/`, so that an interrupted call
+    resumes when it is repeated. If several processes need the same lengths, one measures and the others wait for it.
 
     Args:
-      dataset: random access to samples that have a `len()`; ValueError says why there is no sample under an id.
+      dataset: random access to samples that have a `len()`; a ValueError gives the reason if there is no sample under
+        an id.
       path: the file or directory that the samples come from.
-      key: the hex key of all that decides about the lengths.
-      num_workers: processes that measure, where there are thousands of samples; `dataset` must pickle for them. 0
-        measures in this one.
+      key: the hex key of everything that decides the lengths.
+      num_workers: processes that measure, if there are thousands of samples; `dataset` must pickle for them. 0 measures
+        in this process.
       progress: whether measuring shows a progress bar.
 
     Returns:
-      int64[N]; 0 where there is no sample, or an empty one. Such lengths are not kept.
+      int64[N]; 0 for a missing or empty sample. Lengths with zeros are not cached.
 
     Raises:
       ValueError: an empty dataset; one that does not pickle, with workers.
@@ -64,12 +64,12 @@ def cached_lengths(
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
-    """The `sample_hash` of every sample, kept as `cached_lengths` keeps lengths, in `PATH.hashes-KEY.npz`.
+    """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`.
 
     Args:
       dataset: random access to samples, none of them empty.
       path: the file or directory that the samples come from.
-      key: the hex key of all that decides about the samples.
+      key: the hex key of everything that decides the samples.
       progress: whether hashing shows a progress bar.
 
     Returns:
@@ -123,7 +123,7 @@ class _Place(NamedTuple):
 
 
 class _LengthsPlusOne:
-    """Of every sample its length and 1 more: 0 is refused where lengths are measured, and here it is to be counted."""
+    """The length of every sample plus 1: measuring rejects lengths of 0, which must be counted here."""
 
     def __init__(self, dataset: DataSource):
         self._dataset = dataset
@@ -139,7 +139,7 @@ class _LengthsPlusOne:
 
 
 class _HashesPlusOne:
-    """Of every sample its hash and 1 more."""
+    """The hash of every sample plus 1."""
 
     def __init__(self, dataset: DataSource):
         self._dataset = dataset

@@ -1,6 +1,6 @@
-"""Line files: in goes a file of text or JSON lines, out comes a data source of the bytes of every line's text.
+"""Datasets of text lines or JSON lines.
 
-Files are untrusted: what is no text is a ValueError that says why.
+Files are untrusted: a line without text is a ValueError that gives the reason.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _NEWLINE, _RETURN = b"\n\r"
 class LineDataset:
     r"""Lines of a memory-mapped file: a data source of bytes.
 
-    Only where lines begin and end is held. Worker processes map the file themselves.
+    Only the offsets of the lines are held in memory. Worker processes map the file themselves.
 
     Args:
       path: the file; it must not change while it is in use.
-      field: the name of the string in the JSON object that every line is; None where the line itself is the sample,
-        without its end.
+      field: the name of the string in the JSON object of every line; None if the line itself is the sample, without its
+        newline.
 
     Attributes:
-      line_lengths: int64[N], bytes of every line without its end; where `field` is None, of every sample.
+      line_lengths: int64[N], bytes of every line without its newline; these are the sample lengths if `field` is None.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it has no lines; and, when a sample is asked for, the reason why its line is none.
+      ValueError: it has no lines; and, when a sample is read, the reason why its line is not a sample.
 
     Example:
       >>> import tempfile
@@ -106,7 +106,7 @@ def _find_lines(data: UInt8[np.ndarray, " total"]) -> tuple[Int64[np.ndarray, " 
 
 
 def _parse(line: bytes, field: str) -> bytes:
-    """The text of a JSON line; raises ValueError with the reason why there is none, which is short and of one line."""
+    """The text of a JSON line; raises ValueError with a short reason, in one line, if there is none."""
     try:
         record = json.loads(line.decode())
     except json.JSONDecodeError as error:

@@ -1,6 +1,6 @@
-"""Measured samples: in goes a dataset and a function of a sample, out comes a number a sample, int64[N] or float64[N].
+"""Measures the length, or any other number, of every sample of a dataset.
 
-NumPy only. Long measurings leave shard files behind, and go on from there when they are called again.
+NumPy only. Long measurements write shard files and resume from them.
 """
 
 from __future__ import annotations
@@ -43,29 +43,30 @@ def measure_lengths(
 
     Args:
       dataset: has `len()` and integer indexing.
-      length_fn: gives the tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is refused for
-        samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the like.
-      num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
-        `length_fn` must pickle, and each takes some seconds and a copy of `dataset`.
+      length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is
+        rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the
+        like.
+      num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
+        must pickle; each worker takes some seconds to start and a copy of `dataset`.
       progress: whether to show a progress bar, in samples.
-      shards: a directory that keeps what is measured, and is made where there is none. A call that was interrupted is
-        simply made again: whole shards are read, and their samples not touched. None keeps nothing.
-      shard_size: samples in a shard file. At most the shards under way are lost, about one a worker.
+      shards: a directory for the measured lengths, created if missing. To resume an interrupted call, repeat it:
+        complete shards are read, and their samples are not touched. None keeps nothing.
+      shard_size: samples in a shard file. An interrupt loses at most the shards in progress, about one a worker.
 
     Returns:
       int64[N], checked by `check_lengths`. The same comes from the files of a finished directory:
       `np.concatenate([np.load(path) for path in sorted(Path(shards).glob("*.npy"))])`.
 
     Raises:
-      ValueError: an empty dataset; what is no integer, and samples whose fields `len` counts (looked for in the first
-        4,096 samples and every 1,024th after them), which end the measuring; lengths below 1, listed at the end, when
-        all samples are measured (their shards are not kept); `shards` of another measuring, or damaged; arguments out
-        of range; a dataset or function that does not pickle, with workers.
-      RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is told; the cause is its error. Or a worker
-        process died.
+      ValueError: an empty dataset; a length that is not an integer, or samples whose fields `len` counts (checked in
+        the first 4,096 samples and every 1,024th after them), both of which stop the measurement; lengths below 1,
+        listed when all samples are measured (their shards are not kept); `shards` that are damaged or of another
+        measurement; arguments out of range; with workers, a dataset or function that does not pickle.
+      RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
+        a worker process died.
 
-    The directory knows a measuring by its number of samples, `shard_size` and the name of `length_fn`. Where the
-    samples change, or the body of the function does, take a new directory.
+    The directory identifies a measurement by the number of samples, `shard_size` and the name of `length_fn`. If the
+    samples or the body of the function change, use a new directory.
 
     Example:
       >>> measure_lengths(["a", "bcd"], progress=False)
@@ -90,19 +91,19 @@ def measure_difficulty(
 
     Args:
       dataset: has `len()` and integer indexing.
-      difficulty_fn: gives the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
-        Truth values are refused.
+      difficulty_fn: returns the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
+        Booleans are rejected.
       num_workers: as in `measure_lengths`.
       progress: whether to show a progress bar, in samples.
       shards: as in `measure_lengths`; each quantity needs a directory of its own.
       shard_size: samples in a shard file.
 
     Returns:
-      int64[N] where every difficulty is an int; they never pass through floats. float64[N] where any is a float.
+      int64[N] if every difficulty is an int, without conversion to floats; float64[N] if any is a float.
 
     Raises:
-      ValueError: as in `measure_lengths`. What is no number, or an int that does not fit int64, ends the measuring. NaN
-        is listed at the end, and so are ints beyond ±2**53 among floats, which would not stay what they are.
+      ValueError: as in `measure_lengths`. A value that is not a number, or an int that does not fit int64, stops the
+        measurement. NaN, and ints beyond ±2**53 among floats, which float64 cannot represent, are listed at the end.
       RuntimeError: as in `measure_lengths`.
 
     Example:
@@ -113,7 +114,7 @@ def measure_difficulty(
 
 
 class _Quantity(NamedTuple):
-    """What is measured: its name, what one value may be, and the check of all values, which makes the result."""
+    """A quantity to measure: its name, the check of one value, and the check of all values, which makes the result."""
 
     name: str
     wanted: str
@@ -121,7 +122,7 @@ class _Quantity(NamedTuple):
     check: Check
 
     def to_words(self, values: list[Any], samples: range) -> tuple[Words, IsFloat]:
-        """Values of a range of samples as words, and which are floats; raises ValueError that lists what is neither."""
+        """Values of a range of samples as words, and which are floats; raises ValueError that lists all others."""
         types = set(map(type, values))
         if types == {int}:
             with contextlib.suppress(OverflowError):  # listed below
@@ -147,18 +148,18 @@ class _Quantity(NamedTuple):
 
 
 def _unwrap(value: Any) -> Any:
-    """The Python number in a NumPy scalar or a 0-d array, of whatever library; anything else as it is."""
+    """The Python number in a NumPy scalar or a 0-d array of any library; anything else unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
 class _Record(NamedTuple):
-    """What stands for the length of a sample whose `len` is its number of fields; `fields` names them."""
+    """Stands for the length of a sample whose `len` is its number of fields; `fields` names them."""
 
     fields: str
 
 
 def _len_of_tokens(sample: Any) -> int | _Record:
-    """`len`, where it counts tokens."""
+    """`len`, if it counts tokens."""
     if isinstance(sample, list | tuple):
         sized = [field for field in sample[:_MAX_FIELDS] if hasattr(field, "__len__")]
         if any(not isinstance(field, str | bytes | bytearray) and getattr(field, "ndim", 1) for field in sized):
@@ -247,7 +248,7 @@ def _measure(
 
 
 def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
-    """The lengths that a dataset knows itself, in its attribute `lengths`; else they are measured, sample by sample.
+    """The attribute `lengths` of a dataset; if it has none, the lengths are measured, sample by sample.
 
     Args:
       dataset: random access to samples that have a `len()`.

@@ -1,4 +1,4 @@
-"""Mixtures: in go several datasets and their weights, out comes one data source that holds exact counts of each.
+"""Mixtures: several datasets as one, with exact counts of each.
 
 NumPy only. Letters: D datasets, c samples that one of them gives to an epoch, N samples of the mixture.
 """
@@ -30,25 +30,26 @@ _CONTENT_KEY_NAME = "jvarlen-mixture-1"
 def mixture_counts(
     num_samples: Sequence[int], weights: Sequence[float], total: int | None = None
 ) -> Int64[np.ndarray, " D"]:
-    """How many samples each dataset gives to an epoch of a mixture, by the method of the largest remainder.
+    """How many samples of each dataset are in an epoch of a mixture, by the largest remainder method.
 
-    Dataset d has the share total · weight_d / Σ weights, computed exactly: a float is the decimal number that it is
-    written as, 0.1 one tenth. All get the whole part; what is left goes, one each, to the largest fractions, of equal
-    ones to the first. So no count is a whole sample off its share.
+    The share of dataset d is total · weight_d / Σ weights, computed exactly; a float counts as the decimal number that
+    it prints as, so 0.1 is one tenth. Each dataset gets the integer part of its share. The remaining samples go, one
+    each, to the datasets with the largest fractions, the first ones among equals. So every count is less than one
+    sample off its share.
 
     Args:
       num_samples: how many samples each of the D datasets has.
-      weights: D numbers, finite, at least 0, not all 0; only their ratios count. A dataset of weight 0 gives none.
-      total: samples of the epoch. None: the most at which no share exceeds its dataset, so that no sample comes twice;
-        what Grain's `mix` and the "first_exhausted" of Hugging Face's `interleave_datasets` do. With more, small
-        datasets are repeated.
+      weights: D numbers, finite, at least 0, not all 0; only their ratios matter. A dataset of weight 0 is left out.
+      total: samples of the epoch. None: the most for which no share exceeds its dataset, so that no sample comes twice,
+        as with Grain's `mix` and "first_exhausted" of Hugging Face's `interleave_datasets`. With more, small datasets
+        are repeated.
 
     Returns:
-      int64[D], their sum is the total.
+      int64[D], which sum to the total.
 
     Raises:
-      ValueError: not as many weights as datasets; weights that are not as described; a dataset without samples that
-        has a weight; a total below 1. Offenders are listed.
+      ValueError: another number of weights than of datasets; weights that are not as described; an empty dataset with a
+        weight above 0; a total below 1. Offenders are listed.
 
     Example:
       >>> mixture_counts([900, 50], [0.7, 0.3], 10)
@@ -74,15 +75,15 @@ def mixture_counts(
 
 
 class Mixture:
-    """Several datasets as one: a data source that copies nothing.
+    """Several datasets as one data source, without copying.
 
-    Without weights it holds every sample of each once, one dataset after the other. With weights, dataset d gives
-    exactly `counts[d]` samples to each epoch. They come from one shuffled sequence of its samples, gone through again
-    and again: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one,
-    within every epoch and over all epochs until then. Another epoch is another `Mixture`, with a plan of its own.
+    Without weights it holds every sample of each dataset once, one dataset after the other. With weights, each epoch
+    has exactly `counts[d]` samples of dataset d. They come from one shuffled sequence of its samples, repeated without
+    end: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one, in
+    every epoch and over all epochs so far. Each epoch is a `Mixture` of its own, with its own plan.
 
-    Samples are numbered by dataset, then by id; those that come several times follow each other. The plan's order
-    decides when each is trained on. A mixture of whole passes is the same in every epoch.
+    Samples are numbered by dataset, then by id; repeats of a sample are consecutive. The plan's order decides when each
+    is trained on. A mixture of whole passes is the same in every epoch.
 
     Args:
       datasets: random access to the samples of each.
@@ -93,13 +94,13 @@ class Mixture:
 
     Attributes:
       datasets: as given.
-      counts: int64[D], samples of each.
+      counts: int64[D], samples of each dataset.
       source: int64[N], the dataset of every sample, ascending.
-      ids: int64[N], its id there.
+      ids: int64[N], the id of every sample in its dataset.
 
     Raises:
-      ValueError: what `mixture_counts` refuses; no samples at all; a number of samples without weights; seed or epoch
-        out of range.
+      ValueError: arguments that `mixture_counts` rejects; no samples at all; `num_samples` without weights; seed or
+        epoch out of range.
 
     Example:
       >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
@@ -148,7 +149,7 @@ class Mixture:
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
-        """Tokens of every sample; an AttributeError where a dataset does not know them."""
+        """Tokens of every sample; raises AttributeError if a dataset does not know them."""
         known = [np.asarray(dataset.lengths) for dataset in self.datasets]  # type: ignore[attr-defined]
         ends = np.cumsum(self.counts)[:-1]
         return np.concatenate(
@@ -159,7 +160,7 @@ class Mixture:
     def content_key(self) -> str:
         """SHA-256 in hex of the keys of all datasets, the counts and the seed, the same for all epochs.
 
-        An AttributeError where a dataset has none.
+        Raises AttributeError if a dataset has none.
         """
         keys = [dataset.content_key for dataset in self.datasets]  # type: ignore[attr-defined]
         content = [_CONTENT_KEY_NAME, keys, self.counts.tolist(), self._seed]
@@ -167,7 +168,7 @@ class Mixture:
 
 
 def _chosen_ids(start: int, size: int, count: int, seed: int, epoch: int) -> Int64[np.ndarray, " c"]:
-    """The ids that a dataset gives to an epoch, ascending."""
+    """The ids of a dataset that are in an epoch, ascending."""
     if not count:
         return np.zeros(0, np.int64)
     num_passes, num_left = divmod(count, size)

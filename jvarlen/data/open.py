@@ -1,7 +1,7 @@
-"""Data files: in goes a file or directory of text or tokens, out comes a data source with known lengths and a key.
+"""Opens files or directories of text or tokens as datasets with known lengths and a content key.
 
-Files are untrusted: nothing in them is unpickled or evaluated, and what they should not hold is a `ValueError` that
-says where it is. Nothing is left out in silence: an empty sample is an error.
+Files are untrusted: nothing in them is unpickled or evaluated, and bad content is a `ValueError` that says where it is.
+Nothing is skipped silently: an empty sample is an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _ENDINGS = (".txt", ".jsonl", ".npz", *_COLUMN_ENDINGS)
 
 
 class StoredDataset:
-    """Samples that lie in files: a data source with known lengths.
+    """Samples in files: a data source with known lengths.
 
     Attributes:
       lengths: int64[N], tokens of every sample.
-      num_values: tokens lie below it: 256 for bytes of text, else the ids of the tokenizer; None where it is not known.
-      content_key: hex key of all that decides about the samples: content of the files, field, tokenizer. Files of the
-        same content have the same key, wherever they lie.
+      num_values: all tokens are below it: 256 for bytes of text, otherwise the number of ids of the tokenizer; None if
+        unknown.
+      content_key: hex key of everything that decides the samples: file contents, field, tokenizer. Files with the same
+        content have the same key, wherever they are.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StoredDataset:
         name_of: Callable[[int], str],
         read_hashes: Callable[[], Int64[np.ndarray, " N"]],
     ):
-        """`name_of` gives what a sample is called in errors, `read_hashes` what `sample_hashes` is."""
+        """`name_of` returns the name of a sample for errors, `read_hashes` the value of `sample_hashes`."""
         self._read_hashes = read_hashes
         self._path = path
         self._samples = samples
@@ -86,7 +87,7 @@ def open_data(
     num_workers: int = 0,
     progress: bool = True,
 ) -> StoredDataset:
-    r"""Opens a file of samples by the ending of its name, or a directory that Hugging Face datasets were saved to.
+    r"""Opens a file of samples by its extension, or a directory saved by Hugging Face datasets.
 
     - `.txt`: a sample is a line; its tokens are its bytes, without the end of the line.
     - `.jsonl`: an object a line; the UTF-8 bytes of the string in `field`.
@@ -94,20 +95,20 @@ def open_data(
     - `.parquet`, `.arrow`, `.feather`: a row of the column `field`; the bytes of a string, or the integers of a list.
     - A directory with `state.json`: likewise, over all its Arrow files.
 
-    With a tokenizer, what is text there becomes the ids of its tokens; see `TokenizedDataset`.
+    With a tokenizer, text becomes token ids; see `TokenizedDataset`.
 
-    Lines stay on disk and are read when they are asked for, and so do Arrow columns that are uncompressed. Arrays of an
-    `.npz`, and Parquet, are held in memory. Columns need pyarrow and tokenizers their package, the extra `data`.
+    Lines and uncompressed Arrow columns stay on disk until they are read. Arrays of an `.npz`, and Parquet, are held in
+    memory. Columns need pyarrow and tokenizers need the package tokenizers, both in the extra `data`.
 
-    Lengths of JSON lines and of tokenized text take reading every sample. They are measured once and kept beside the
-    data under the key of its content, or in the user's caches; see `cached_lengths`.
+    For the lengths of JSON lines and of tokenized text, every sample must be read. They are measured once and cached
+    beside the data under the key of its content, or in the user's caches; see `cached_lengths`.
 
     Args:
       path: the file or directory.
-      field: the name of the field that holds the text of a JSON line, or of the column.
-      tokenizer: a file of the package `tokenizers`, whose ids are the tokens of text; None for its bytes.
-      num_values: tokens must lie below it; None for no limit. Up to 256, the samples are uint8.
-      num_workers: processes that measure lengths of thousands of samples; 0 measures in this one.
+      field: the name of the JSON field that holds the text, or of the column.
+      tokenizer: a file of the package `tokenizers`; None for the bytes of the text.
+      num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
+      num_workers: processes that measure lengths, if there are thousands of samples; 0 measures in this process.
       progress: whether measuring lengths shows a progress bar.
 
     Returns:
@@ -115,10 +116,10 @@ def open_data(
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: another ending; pyarrow or tokenizers is needed and missing; a damaged file; no samples, or empty
-        ones; what is no JSON object with a string in `field`; arrays that do not fit together; a column of another type
-        or with nulls; tokens out of range; a file that is no tokenizer, one for what is no text, or with more ids than
-        `num_values`. The first lines or samples are listed.
+      ValueError: another extension; pyarrow or tokenizers is needed and missing; a damaged file; no samples, or empty
+        ones; a line that is not a JSON object with a string in `field`; arrays that do not match; a column of another
+        type or with nulls; tokens out of range; a file that is not a tokenizer, a tokenizer for data that is not text,
+        or one with more ids than `num_values`. The first offending lines or samples are listed.
 
     Example:
       >>> import tempfile
@@ -160,14 +161,14 @@ class _Opened(NamedTuple):
     """Samples of files.
 
     Attributes:
-      files: all that they lie in.
-      field: what of it they are; None where there is no choice.
-      samples: ValueError says why there is no sample under an id.
-      lengths: int64[N], 0 where there is none; None where they are to be measured.
+      files: all files that hold them.
+      field: the field or column that they are in; None if there is no choice.
+      samples: a ValueError says why there is no sample under an id.
+      lengths: int64[N], 0 for a missing sample; None if they must be measured.
       is_text: whether they are bytes of text.
-      num_values: tokens lie below it; None where it is not known.
+      num_values: all tokens are below it; None if unknown.
       wanted: what every sample must be.
-      name_of: what a sample is called.
+      name_of: returns the name of a sample.
     """
 
     files: list[Path]

@@ -1,6 +1,6 @@
-"""Sample workers: in go ranges of samples and a function of a sample, out come its values, by any number of processes.
+"""Applies a function to ranges of samples in worker processes.
 
-NumPy only. What the values mean, and where they are kept, is for the caller.
+NumPy only. The caller decides what the values mean and where they are kept.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CAREFUL_EVERY = 1_024  # of those after them
 
 
 class Work(NamedTuple):
-    """All that measuring a range of samples needs; a worker process gets it once, pickled.
+    """Everything needed to measure ranges of samples; a worker process gets it once, pickled.
 
     Attributes:
       dataset: has `len()` and integer indexing.
-      function: gives the value of a sample.
-      to_words: takes the values of a range of samples, n of them, and the range; gives int64[n], ints as they are and
-        floats as their bits, and which are floats, bool or bool[n]. ValueError lists the values that it refuses.
-      careful_function: takes the place of `function` for the first 4,096 samples and every 1,024th after them; looking
-        into each sample would take longer than measuring it. None: `function`.
+      function: returns the value of a sample.
+      to_words: takes the n values of a range of samples and the range; returns int64[n], ints as they are and floats as
+        their bits, and which are floats, bool or bool[n]. A ValueError lists the values that it rejects.
+      careful_function: replaces `function` for the first 4,096 samples and every 1,024th after them; inspecting every
+        sample would take longer than measuring it. None: `function`.
     """
 
     dataset: DataSource
@@ -70,21 +70,21 @@ class Part(NamedTuple):
 def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Generator[Part, None, None]:
     """Measures samples, in ranges that take about a quarter of a second each.
 
-    Workers are spawned when the first part is asked for, and end with the generator: where it is left early, closing it
-    kills them. Ctrl-C reaches this process alone.
+    Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
+    killed. Ctrl-C reaches only this process.
 
     Args:
       work: what is measured of which samples.
       missing: ids of the samples to measure; each part lies within one of these ranges.
-      num_workers: processes that measure, at most one a sample; 0 measures in this one.
+      num_workers: processes that measure, at most one a sample; 0 measures in this process.
 
     Yields:
       The parts, in the order in which they are done.
 
     Raises:
-      ValueError: values that `work.to_words` refuses; or `work` does not pickle, with workers.
-      RuntimeError: the dataset or the function failed on a sample, whose id is told; the cause is its error, with the
-        traceback as a note where it comes from a worker. Or a worker died; the samples that it had are told.
+      ValueError: values that `work.to_words` rejects; or, with workers, `work` does not pickle.
+      RuntimeError: the dataset or the function failed on a sample, whose id is given; the cause is the original error,
+        with its traceback as a note if it comes from a worker. Or a worker died; its samples are given.
     """
     ranges = _Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
@@ -136,8 +136,8 @@ def _measure_range(work: Work, samples: range) -> Part:
 class _Worker:
     """A process that measures ranges of samples, one at a time.
 
-    An executor would neither tell which samples its dead process had, nor, before Python 3.14, end its processes in the
-    middle of a task.
+    An executor cannot say which samples a dead process had, nor, before Python 3.14, end its processes in the middle of
+    a task.
     """
 
     def __init__(self) -> None:

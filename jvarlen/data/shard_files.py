@@ -1,4 +1,4 @@
-"""Shard files: in go the values of samples, range by range, out comes a directory from which a measuring goes on.
+"""Shard files of a measurement, from which it resumes.
 
 NumPy only.
 """
@@ -30,21 +30,21 @@ _SEAL_BYTES = hashlib.sha256().digest_size
 
 
 class ShardFiles:
-    """The files of a measuring: a manifest, and a sealed `.npy` for every whole shard, int64[n] or float64[n].
+    """The files of a measurement: a manifest, and a sealed `.npy` for every complete shard, int64[n] or float64[n].
 
     A seal is the SHA-256 of the manifest, the file's name and its array. It follows the array, where NumPy does not
-    look, so that no file is taken for another, or for whole when it is not.
+    look. So no file is mistaken for another, or for complete when it is not.
 
     Args:
-      directory: where the files are; `read` makes it where there is none.
-      words: int64[N], the values of all samples, ints as they are, floats as their bits. `read` fills in those that
-        were kept, and the caller all others.
+      directory: where the files are; `read` creates it if missing.
+      words: int64[N], the values of all samples, ints as they are, floats as their bits. `read` fills in the kept
+        values, and the caller all others.
       is_float: bool[N], which of them are floats, filled in likewise.
       shard_size: samples in a file, at least 1; the last file has what is left.
       quantity: the name of what is measured.
       function: what measures it, known by its name.
-      check: makes the values of a shard, as they are kept, from its words and from which are floats; ValueError where
-        they are not to be kept.
+      check: makes the values of a shard, as they are kept, from its words and from which are floats; raises ValueError
+        if they must not be kept.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class ShardFiles:
         self._written_manifest = (json.dumps(self._manifest, indent=2) + "\n").encode()
 
     def read(self) -> list[range]:
-        """Reads the shards that are there into the arrays, or begins a directory.
+        """Reads existing shards into the arrays, or begins a directory.
 
         Returns:
           The samples of each shard that is missing, ascending.
 
         Raises:
-          ValueError: the directory is of another measuring, or of something else; or files are damaged, which are
-            listed. All that is there stays.
+          ValueError: the directory is of another measurement, or of something else; or files are damaged; they are
+            listed. Nothing is removed.
           OSError: the directory cannot be read or made.
         """
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Samples to hold out, chosen by the hash of their content."""
+"""Held-out samples, chosen by the hash of their content."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Split(NamedTuple):
 def split_held_out(dataset: DataSource, fraction: float) -> Split:
     """Holds samples out by the hash of their content, so that the same text is always on the same side.
 
-    The same tokens have one hash in whatever they are held, but for uint8, which are the bytes of texts.
+    The same tokens have the same hash in any container and dtype, except uint8, which stands for the bytes of a text.
 
     Args:
       dataset: the samples to split, each as `to_tokens` takes it.
@@ -43,7 +43,7 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
       `Split(train, held_out)`, two `Subset`s; each keeps the order of the dataset.
 
     Raises:
-      ValueError: `fraction` is not between 0 and 1, or one side would be empty; or a sample is not of tokens.
+      ValueError: `fraction` is not between 0 and 1, one side would be empty, or a sample does not consist of tokens.
     """
     if not 0 < fraction < 1:
         raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
@@ -54,7 +54,7 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
 
 
 def sample_hash(sample: Any) -> int:
-    """A hash of the tokens of a sample, whatever holds them: the first 62 bits of SHA-256 of bytes, or of int64.
+    """A hash of the tokens of a sample in any container: the first 62 bits of SHA-256 of bytes, or of int64.
 
     Args:
       sample: as `to_tokens` takes it.
@@ -72,7 +72,7 @@ def sample_hash(sample: Any) -> int:
 
 
 def _hashes_of(dataset: DataSource) -> Int64[np.ndarray, " N"]:
-    """Those that a dataset knows itself, in its attribute `sample_hashes`; else they are made, sample by sample."""
+    """The attribute `sample_hashes` of a dataset; if it has none, the hashes are computed sample by sample."""
     if hasattr(dataset, "sample_hashes"):
         return dataset.sample_hashes
     hashes = np.zeros(len(dataset), np.int64)

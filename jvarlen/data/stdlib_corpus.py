@@ -1,4 +1,7 @@
-"""The built-in corpus: functions of Python's standard library."""
+"""The built-in corpus: the source of every outermost function and method of Python's standard library.
+
+It has a realistic long-tailed distribution of lengths and is on every machine, so nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +30,11 @@ def read_functions(root: Path, progress: bool) -> list[bytes]:
     """The source of every outermost function and method below a directory, by file path, then by line.
 
     Args:
-      root: directories of tests, and of packages that were installed into it, are left out.
+      root: the directory; tests and packages installed into it are left out.
       progress: whether to show a progress bar.
 
     Returns:
-      Texts of whole lines, without decorators. What Python cannot parse gives none.
+      Texts of whole lines, without decorators. Files that Python cannot parse are skipped.
 
     Raises:
       FileNotFoundError: there are no source files.
@@ -73,8 +76,8 @@ _CACHE_VERSION = 1
 def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) -> TokenDataset:
     """The source of every outermost function and method in the standard library of the running interpreter.
 
-    Decorators are left out, whole lines are kept, test directories are skipped, equal texts are kept once. The order is
-    by file path, then by line. The first scan takes some seconds and is cached.
+    Texts are whole lines without decorators. Test directories are skipped, and duplicate texts are kept once. The order
+    is by file path, then by line. The first scan takes some seconds and is cached.
 
     Args:
       cache_dir: where the scan is kept; `default_cache_dir()` if None.

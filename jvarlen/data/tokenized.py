@@ -1,6 +1,7 @@
-"""Tokenized text: in go samples of text and the file of a tokenizer, out come samples of token ids.
+"""Datasets of text, tokenized by a tokenizer file when a sample is read.
 
-Needs the package tokenizers, the extra `data`. The file is untrusted: what is wrong with it is a ValueError naming it.
+Needs the package tokenizers, in the extra `data`. The tokenizer file is untrusted: a bad one is a ValueError with its
+path.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ __all__ = ["TokenizedDataset"]
 
 
 class TokenizedDataset:
-    """Texts as the ids of their tokens: a data source that tokenizes a sample when it is asked for.
+    """Texts as token ids: a data source that tokenizes a sample when it is read.
 
-    Special tokens, such as those of a sentence's begin and end, are added as the post-processor in the tokenizer's file
-    says, and not at all where it has none. What the file says of truncation and padding does not count: a sample keeps
-    all its tokens, and gets no others. Worker processes load the tokenizer themselves.
+    Special tokens, such as those for the beginning and end of a sentence, are added by the post-processor in the
+    tokenizer file, if it has one. Truncation and padding in the file are ignored: a sample keeps all its tokens and
+    gets no others. Worker processes load the tokenizer themselves.
 
     Args:
       texts: random access to strings, or to their UTF-8 as bytes or uint8[length].
       tokenizer_path: a file of the package `tokenizers`, `tokenizer.json` by custom; it must not change while in use.
 
     Attributes:
-      num_values: the number of ids, 1 more than the greatest.
-      key: hex key of the tokenizer's file.
+      num_values: the number of ids: the greatest plus 1.
+      key: hex key of the tokenizer file.
 
     Raises:
-      ValueError: tokenizers is missing; the file is no tokenizer; and, when a sample is asked for, it is no UTF-8, or
-        gives no tokens.
+      ValueError: tokenizers is missing; the file is not a tokenizer; and, when a sample is read, it is not UTF-8 or has
+        no tokens.
       OSError: the file cannot be read.
 
     Example:
@@ -80,7 +81,7 @@ class TokenizedDataset:
 
     @functools.cached_property
     def lengths_key(self) -> str:
-        """What decides about lengths beside the texts: the file, and the version of the package that reads it."""
+        """What decides the lengths besides the texts: the tokenizer file, and the version of its package."""
         import tokenizers
 
         return combine_keys(self.key, tokenizers.__version__)

@@ -1,8 +1,4 @@
-"""Datasets in memory: in goes the running interpreter's standard library or any data source, out come data sources.
-
-The built-in corpus holds the source text of every outermost function or method of the standard library: a real
-long-tailed distribution of lengths that is present on every machine, so nothing is downloaded.
-"""
+"""Datasets of tokens in memory, subsets of datasets, and the tokens of any sample."""
 
 from __future__ import annotations
 
@@ -69,11 +65,11 @@ class TokenDataset:
 
 
 class Subset:
-    """Some samples of a dataset, in an order of their own: a data source that copies nothing.
+    """Some samples of a dataset, in any order, without copying: a data source.
 
     Args:
       dataset: random access to the samples.
-      ids: int64[n], those to keep; sample i is `dataset[ids[i]]`.
+      ids: int64[n], the samples to keep; sample i is `dataset[ids[i]]`.
 
     Example:
       >>> subset = Subset(["a", "b", "c"], np.array([2, 0]))
@@ -95,7 +91,7 @@ class Subset:
 
     @property
     def lengths(self) -> Int64[np.ndarray, " n"]:
-        """Tokens of every sample; an AttributeError where the dataset does not know them."""
+        """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
 
 
@@ -115,25 +111,25 @@ class _Tokens:
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
-        """Those that the dataset knows; an AttributeError where it knows none."""
+        """The lengths that the dataset knows; raises AttributeError if it knows none."""
         return self._dataset.lengths  # type: ignore[attr-defined]
 
 
 def as_data_source(dataset: DataSource) -> DataSource:
     """Any random-access dataset as a data source whose samples are 1-D integer arrays.
 
-    A list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset` are such. Where their samples are
-    arrays, lists or tensors already, `load` takes them as they are; here, strings and bytes become arrays as well.
+    It takes a list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset`. If their samples are
+    already arrays, lists or tensors, `load` takes the dataset directly; here, strings and bytes become arrays as well.
 
     Args:
-      dataset: has `len()` and integer indexing. An attribute `lengths`, where it has one, counts the tokens of samples
-        as `to_tokens` makes them.
+      dataset: has `len()` and integer indexing. If it has an attribute `lengths`, this must count the tokens of
+        `to_tokens`.
 
     Returns:
-      A data source that converts a sample when it is asked for, with `to_tokens`.
+      A data source that converts a sample with `to_tokens` when it is read.
 
     Raises:
-      ValueError: no random access: a stream, for example, which `stream_batches` takes.
+      ValueError: it has no random access, such as a stream; use `stream_batches` for these.
 
     Example:
       >>> as_data_source(["ab", [300, 301]])[1]
@@ -154,7 +150,8 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
       sample: a string, which becomes its UTF-8; bytes; or integers as a list, an array, or a tensor in host memory.
 
     Returns:
-      integers[L], of length L: uint8 of strings and bytes, else of the dtype it has. Nothing is copied needlessly.
+      integers[L], L the length of the sample: uint8 for strings and bytes, otherwise of its own dtype. Copied only if
+      needed.
 
     Raises:
       ValueError: none of these.
@@ -182,7 +179,7 @@ def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[
 
     Args:
       parts: the samples.
-      num_values: tokens must lie below it; None for no limit.
+      num_values: tokens must be below it; None for no limit.
 
     Returns:
       The same samples; uint8 where `num_values` is at most 256.

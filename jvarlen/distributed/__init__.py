@@ -1,8 +1,8 @@
 """Meshes, shardings and processes.
 
-- `mesh`: the mesh of devices, and how a step's arrays lie on it.
-- `processes`: starting together, agreeing, ending together.
-- `watchdog`: a process that stalls ends the others.
+- `mesh`: the device mesh, and how a step's arrays are sharded over it.
+- `processes`: processes that start together, agree, and end together.
+- `watchdog`: ends all processes when one of them stalls.
 """
 
 from jvarlen.distributed.mesh import batch_shardings, data_mesh, devices_of, replicate, split_cpu

@@ -1,4 +1,4 @@
-"""Devices: in goes how many, out come a mesh and the shardings of a step's arrays over it."""
+"""Device meshes, and the shardings of a step's arrays."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     """A mesh with one axis, `"data"`.
 
     Args:
-      num_devices: how many of `jax.devices()`, from the first; all where None.
-      of_each_process: so many of the devices of every process.
+      num_devices: how many of `jax.devices()`, from the first; None for all.
+      of_each_process: whether `num_devices` counts the devices of each process.
 
     Returns:
       A `jax.sharding.Mesh` with Auto axes.
 
     Raises:
-      ValueError: there are not so many devices; of processes, those that have too few are listed.
+      ValueError: there are too few devices; processes that have too few are listed.
     """
     devices = jax.devices()
     by_process = [[device for device in devices if device.process_index == p] for p in range(jax.process_count())]
@@ -68,7 +68,7 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
 def auto_axes(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes.
 
-    `jax.make_mesh` makes Explicit ones by default, with which `shard_map` refuses arrays that were not placed by hand.
+    `jax.make_mesh` makes Explicit axes by default, with which `shard_map` rejects arrays that were not placed by hand.
     """
     if all(axis_type == AxisType.Auto for axis_type in mesh.axis_types):
         return mesh
@@ -87,7 +87,7 @@ _compiled_mesh: ContextVar[Mesh | None] = ContextVar("compiled_mesh", default=No
 
 @contextlib.contextmanager
 def compiling_for(mesh: Mesh | None) -> Iterator[None]:
-    """A block in which steps are traced for a mesh; `check_compiled_for` compares it with theirs."""
+    """A block in which steps are traced for a mesh; `check_compiled_for` compares it with their own mesh."""
     token = _compiled_mesh.set(mesh)
     try:
         yield
@@ -96,7 +96,7 @@ def compiling_for(mesh: Mesh | None) -> Iterator[None]:
 
 
 def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
-    """Raises ValueError where a step without a mesh is compiled for one, so that every device would compute all."""
+    """Raises ValueError if a step without a mesh is compiled for a mesh: every device would compute everything."""
     compiled = _compiled_mesh.get()
     if mesh is None and compiled is not None and compiled.shape.get(axis_name, 1) > 1:
         raise ValueError(
@@ -106,17 +106,17 @@ def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
 
 
 def split_cpu(num_devices: int) -> None:
-    """Makes a machine without accelerators have so many devices; nothing changes once JAX has used any.
+    """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
     Args:
-      num_devices: at least 1; fewer devices than asked for are an error of `data_mesh`.
+      num_devices: at least 1. `data_mesh` raises if there are fewer devices than it needs.
     """
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
-    """The devices of the mesh, those of other processes included; the default one where None."""
+    """The devices of the mesh, including those of other processes; for None, the default device."""
     if mesh is not None:
         return mesh.devices.flatten().tolist()
     default = getattr(jax.config, "jax_default_device", None)  # a device, a platform or None
@@ -124,14 +124,14 @@ def devices_of(mesh: Mesh | None) -> list[jax.Device]:
 
 
 def num_shards_of(mesh: Mesh, axis_name: str) -> int:
-    """p, the devices along a mesh axis; raises ValueError where there is no such axis."""
+    """p, the number of devices along a mesh axis; raises ValueError if there is no such axis."""
     if axis_name not in mesh.shape:
         raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
     return mesh.shape[axis_name]
 
 
 def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> None:
-    """Raises ValueError where the microbatches of a step do not spread evenly over a mesh axis."""
+    """Raises ValueError if the microbatches of a step do not divide evenly over a mesh axis."""
     num_shards = num_shards_of(mesh, axis_name)
     if num_microbatches % num_shards:
         raise ValueError(
@@ -145,13 +145,13 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
 
     Args:
       mesh: the devices at one place of the axis belong to one process.
-      axis_name: the axis along which the shards lie.
+      axis_name: the axis of the shards.
 
     Returns:
       int64[q], ascending.
 
     Raises:
-      ValueError: no such axis, or devices of several processes share a place of it.
+      ValueError: no such axis, or devices of several processes share a place on it.
     """
     num_shards = num_shards_of(mesh, axis_name)
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
@@ -162,7 +162,7 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
 
 
 def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DATA_AXIS) -> Int64[np.ndarray, " m"]:
-    """The microbatches of a step that lie on devices of this process.
+    """The microbatches of a step that are on devices of this process.
 
     Args:
       mesh: has an axis `axis_name`, whose p shards hold consecutive microbatches.
@@ -180,11 +180,11 @@ def own_microbatches(mesh: Mesh, microbatches_per_step: int, axis_name: str = DA
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """The same arrays on every device of a mesh, such as a state to begin training with.
+    """Replicates arrays, such as the first state of a training, on every device of a mesh.
 
     Args:
-      tree: a pytree of arrays; where the devices belong to several processes, each has all of it, and the same. A step
-        that donates the result may take these arrays with it: use the result only.
+      tree: a pytree of arrays. If the devices belong to several processes, each process passes the same whole arrays. A
+        step that donates the result may delete these arrays too: use only the result.
       mesh: the devices.
 
     Returns:
@@ -209,10 +209,10 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
 
 
 def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
-    """How a step's arrays lie on a mesh: microbatches spread over the data axis, scalars everywhere.
+    """The shardings of a step's arrays on a mesh: microbatches over the data axis, scalars replicated.
 
     Args:
-      batch: a pytree of arrays or shapes; what is not a scalar has the microbatches, M, as leading axis.
+      batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
       mesh: has an axis `axis_name`.
       axis_name: the data-parallel axis.
 

@@ -1,7 +1,7 @@
-"""Processes: in goes what one of several JAX processes has, out comes the same decision, or an error, on all of them.
+"""Several JAX processes that start together, take the same decisions, and fail together.
 
-A process that raises where the others wait for it makes them hang. So a step that may fail runs inside `together`, and
-what must be equal goes through `agree`; both are collective: every process calls them, in the same order.
+A process that raises while the others wait for it makes them hang. So a step that may fail runs inside `together`, and
+values that must be equal go through `agree`. Both are collective: every process calls them, in the same order.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _failed = threading.Event()
 
 
 class ProcessesError(RuntimeError):
-    """Another process failed, was lost, or is at another call."""
+    """Another process failed, was lost, or is in another call."""
 
 
 def initialize_processes(
@@ -58,26 +58,25 @@ def initialize_processes(
     heartbeat_timeout_seconds: int = 10,
     initialization_timeout: int = 60,
 ) -> None:
-    """Makes this process one of several that compute together; before anything else that touches a device.
+    """Makes this process one of several that compute together. Call it before anything that touches a device.
 
-    When a process dies or is stopped, the others end with an error that names it within about two heartbeat timeouts.
-    So do they when one ends by an exception that it does not catch: it waits that long for the others, which may be
-    about to end as well, and then leaves. One that lives and does not move, as where its disk hangs, is not noticed
-    here.
+    When a process dies or is stopped, the others end within about two heartbeat timeouts, with an error that names it.
+    The same holds when a process ends by an uncaught exception: it waits that long for the others, which may be about
+    to end as well, and then exits. A process that is alive but hangs, for example on its disk, is not detected here.
 
-    SIGTERM does what it did before, where JAX would keep it for a service of its own.
+    SIGTERM keeps its handler; by default JAX would take it over for a service of its own.
 
     Args:
-      coordinator_address: `"host:port"` of process 0. None, as well as for the two that follow: JAX finds it in the
-        environment (Slurm, Open MPI, cloud TPUs, Kubernetes).
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
-      heartbeat_timeout_seconds: a process that is not heard of for so long is dead.
-      initialization_timeout: seconds to wait for all to come.
+      coordinator_address: `"host:port"` of process 0. None, here and in the next two: JAX finds it in the environment
+        (Slurm, Open MPI, cloud TPUs, Kubernetes).
+      num_processes: the number of processes.
+      process_id: the index of this process, from 0.
+      heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead.
+      initialization_timeout: seconds to wait for all processes to connect.
 
     Raises:
-      RuntimeError: JAX has used its devices already, or was initialized before; or not all processes came in time.
-      ValueError: JAX does not find what was not given.
+      RuntimeError: JAX has used its devices already, or was initialized before; or not all processes connected in time.
+      ValueError: an argument is None and JAX does not find it in the environment.
     """
     try:
         jax.distributed.initialize(
@@ -101,15 +100,15 @@ def initialize_processes(
 
 
 def agree(name: str, value: str | bytes | int) -> None:
-    """Returns when all processes have passed the same value; one process agrees with itself.
+    """Checks that all processes pass the same value, and waits for all of them.
 
     Args:
       name: what the value is, for the error; the same on all processes.
-      value: such as the digest of a plan. A long one is compared by its SHA-256.
+      value: for example the digest of a plan. A long value is compared by its SHA-256.
 
     Raises:
-      ValueError: on every process, where values differ; each value is listed with its processes.
-      ProcessesError: processes are at calls of different names, or one has died.
+      ValueError: on every process, if values differ; each value is listed with its processes.
+      ProcessesError: processes are in calls of different names, or one has died.
 
     Example:
       >>> agree("plan digest", "5d41402abc4b")
@@ -121,17 +120,17 @@ def agree(name: str, value: str | bytes | int) -> None:
 
 @contextlib.contextmanager
 def together(name: str) -> Iterator[None]:
-    """The block succeeds on all processes, or raises on all.
+    """A block that succeeds on all processes, or raises on all.
 
-    Each process runs its own block, and leaves when all have run theirs. Nothing that all must take part in belongs
-    inside: one that failed before would not come.
+    Each process runs its own block, and leaves it when all have run theirs. The block must not contain collective
+    calls: a process that has already failed would not take part.
 
     Args:
       name: what the block does, as a verb phrase for the error; the same on all processes.
 
     Raises:
-      ProcessesError: the block failed on other processes, which are listed with their errors; or processes are at calls
-        of different names, or one has died. A process whose own block failed raises that exception.
+      ProcessesError: the block failed on other processes, which are listed with their errors; or processes are in calls
+        of different names, or one has died. A process whose own block failed raises its own exception.
 
     Example:
       >>> with together("read the lengths"):
@@ -149,15 +148,16 @@ def together(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lost_processes(doing: str) -> Iterator[None]:
-    """Where a computation over several processes fails in the block, the error names those that are lost.
+    """A block in which the error of a failed computation over several processes names the lost ones.
 
-    It goes to standard error as well.
+    The error is printed to standard error as well.
 
     Args:
       doing: what the block does, as a noun for the error.
 
     Raises:
-      ProcessesError: the computation failed; what the backend said is part of it. One process keeps its own error.
+      ProcessesError: the computation failed; it includes the backend's message. A single process keeps the original
+        error.
     """
     try:
         yield
@@ -171,15 +171,15 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
 
 
 def end_without_others() -> None:
-    """Bounds how long this process waits for the others when it ends, as an exception that nobody catches does.
+    """Bounds how long this process waits for the others when it ends, as after an uncaught exception.
 
-    For a program that ends by an exit code of its own after an error: the others may be waiting for it.
+    It is for a program that ends with an exit code of its own after an error: the others may be waiting for it.
     """
     _failed.set()
 
 
 def is_any_interrupted() -> bool:
-    """Whether Ctrl-C or SIGTERM came to any process; all take it as theirs then, and end with the same exit code.
+    """Whether any process received Ctrl-C or SIGTERM; all then treat it as their own, with the same exit code.
 
     Raises:
       ProcessesError: a process has died.
@@ -191,17 +191,17 @@ def is_any_interrupted() -> bool:
 
 
 def gather_texts(name: str, text: str) -> list[str]:
-    """What all processes pass.
+    """Gathers a text from every process.
 
     Args:
       name: what the texts are; the same on all processes.
-      text: a short one; of a long one the start and the SHA-256 are passed.
+      text: a short text; of a long one the start and the SHA-256 are passed.
 
     Returns:
       The texts, by process.
 
     Raises:
-      ProcessesError: processes are at calls of different names, or one has died.
+      ProcessesError: processes are in calls of different names, or one has died.
 
     Example:
       >>> gather_texts("host", "a")
@@ -218,10 +218,10 @@ def gather_texts(name: str, text: str) -> list[str]:
 
 
 def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]:
-    """What all processes pass, bit for bit, whether JAX has 64-bit types or not.
+    """Gathers an array from every process, bit for bit, with or without 64-bit types in JAX.
 
     Args:
-      array: of one shape and dtype on all processes, and not empty.
+      array: not empty, with the same shape and dtype on all processes.
 
     Returns:
       The arrays, stacked by process.
@@ -239,15 +239,15 @@ def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]
 
 
 def key_value_store() -> Any:
-    """JAX's client of the strings that processes share, which process 0 keeps.
+    """JAX's client of the key-value store that process 0 keeps for all processes.
 
-    There is no public name for it. What its methods raise depends on the backend.
+    It has no public name. The errors of its methods depend on the backend.
     """
     return distributed.global_state.client
 
 
 def _who_is_lost() -> str:
-    """Which processes do not say, within some seconds, that the same computation has failed for them as well."""
+    """The processes that do not report, within some seconds, that the same computation has failed for them too."""
     try:
         store, missing = key_value_store(), set(range(jax.process_count()))
         store.key_value_set(f"{_FAILED_KEY}{jax.process_index()}", "", allow_overwrite=True)
@@ -271,7 +271,7 @@ def _gather(array: Shaped[np.ndarray, ...], name: str) -> Shaped[np.ndarray, "P 
 
 
 def _to_bytes(text: str, field: np.dtype) -> bytes:
-    """The text, or, where it does not fit the field, its start and its SHA-256."""
+    """The text, or its start and its SHA-256 if it does not fit the field."""
     whole = text.encode(errors="backslashreplace")
     if len(whole) <= field.itemsize:
         return whole
@@ -293,7 +293,7 @@ def _processes(ranks: list[int]) -> str:
 
 
 def _leave_after_error(seconds: int) -> None:
-    """Bounds the wait for other processes at the end of one that ends by an exception: they may be waiting for it."""
+    """Bounds the wait for other processes when this one ends by an exception: they may be waiting for it."""
     if hasattr(sys, "last_value") or _failed.is_set():  # the former is set by an exception that nobody caught
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(seconds)

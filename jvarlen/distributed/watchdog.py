@@ -1,7 +1,7 @@
-"""Watchdog: in go the ticks of several processes at work, out comes their end when none of them ticks any more.
+"""Ends all processes when one of them stalls.
 
-A process whose disk hangs lives on, and the others wait for it in the next collective: for ever, as far as JAX is
-concerned. Waiting in the runtime they cannot raise an error; so the process ends, from a thread that says why.
+A process whose disk hangs stays alive, and the others would wait for it in the next collective for ever. They cannot
+raise an error from inside the runtime, so a thread prints the reason and ends the process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _num_blocks = 0  # so far: all processes enter the same blocks, and each has key
 def ending_stalled_processes(
     doing: str, stall_timeout_s: float, *, interval_s: float = 1.0
 ) -> Iterator[Callable[[], None]]:
-    """In the block, all of several processes end when none has ticked for so long; the error names who is behind.
+    """A block in which all processes end when none has ticked for too long; the error names those that are behind.
 
-    Every process prints that error to its standard error, with the place in the code at which it stands if it is one of
-    those behind, and exits by code 2. Nothing is saved and no exception raised: the main thread may wait in a
+    Every process prints that error to standard error and exits with code 2; a process that is behind also prints where
+    in the code it is. Nothing is saved and no exception is raised, because the main thread may be waiting in a
     collective that nothing interrupts. Processes tick at the same work, such as a step, and none can be far ahead.
 
     Args:
@@ -41,8 +41,8 @@ def ending_stalled_processes(
       interval_s: seconds between two looks at the others.
 
     Yields:
-      What to call at every step as soon as this process has its own part, before the computation that needs those of
-      all: so who is behind has ticked less. It takes no time, and where there is one process, does nothing.
+      A function to call at every step once this process has its own part, before the computation that needs all parts:
+      processes that are behind have then ticked less. It takes no time, and does nothing in a single process.
 
     Example:
       >>> with ending_stalled_processes("training", 600) as tick:
@@ -91,7 +91,7 @@ def ending_stalled_processes(
 
 
 def _who_is_behind(ticks: Mapping[int, int]) -> str:
-    """Which processes have ticked least."""
+    """The processes that have ticked least."""
     least, most = min(ticks.values()), max(ticks.values())
     behind = [process for process, count in ticks.items() if count == least]
     if least == most:

@@ -1,4 +1,4 @@
-"""Collation: in go the samples of one step, out comes a batch of host arrays in the shape of a bucket.
+"""Collate functions: the samples of one step as host arrays of a bucket's shape.
 
 Letters: M microbatches, B rows, P samples of a row, T positions, S and U positions of source and target.
 """
@@ -21,18 +21,18 @@ _INT32 = np.iinfo(np.int32)
 
 
 class StepSamples(NamedTuple):
-    """What a collate function gets: the samples of one step, as the dataset gave them.
+    """The input of a collate function: the samples of one step, as the dataset returned them.
 
-    Where several processes train together, M are the microbatches of this one.
+    If several processes train together, M counts the microbatches of this process.
 
     Attributes:
       bucket: the shape to fill.
-      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 where there is
-        none. Dummy rows are the last of their microbatch.
+      ids: int64[M, B], the sample of every row, or int64[M, B, P], the samples of every packed row; −1 for none. Dummy
+        rows come last in their microbatch.
       samples: M lists of the samples, in the order of `ids`.
-      num_tokens: real tokens that were planned for these rows, cut samples counted as cut; None where that is not known
-        of a part of a step.
-      truncate: whether the plan cuts samples that are longer than the bucket.
+      num_tokens: real tokens that were planned for these rows, truncated samples with their cut length; None if unknown
+        for this part of the step.
+      truncate: whether the plan truncates samples that are longer than the bucket.
       num_sequences: real samples of the whole step, on all processes.
     """
 
@@ -54,8 +54,8 @@ def pad_to_bucket(step: StepSamples) -> Batch:
       A `Batch` of NumPy arrays.
 
     Raises:
-      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not cut; the lengths of
-        the samples are not those that were planned; or the plan is packed. The samples are named.
+      ValueError: a sample is not 1-D integers; it is longer than the bucket, and the plan does not truncate; the
+        lengths of the samples are not the planned ones; or the plan is packed. The samples are listed.
     """
     _check_kind(step, "pad_to_bucket", num_lengths=1, is_packed=False)
     max_length = step.bucket.lengths[0]
@@ -66,10 +66,10 @@ def pad_to_bucket(step: StepSamples) -> Batch:
 
 
 def pack_to_bucket(step: StepSamples) -> PackedBatch:
-    """Lays the samples of each packed row one after the other, in the shape of the bucket.
+    """Concatenates the samples of each packed row, and pads the rows to the shape of the bucket.
 
     Args:
-      step: of a packed plan; its samples are 1-D integer arrays whose tokens fit int32.
+      step: a step of a packed plan; its samples are 1-D integer arrays whose tokens fit int32.
 
     Returns:
       A `PackedBatch` of NumPy arrays.
@@ -113,7 +113,7 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
     """Pads both sides of each pair with zeros to the shape of the bucket.
 
     Args:
-      step: of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32.
+      step: a step of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32.
 
     Returns:
       A `PairBatch` of NumPy arrays.

@@ -1,4 +1,4 @@
-"""Ids digest: in go the samples of one step after the other, out comes a hash of which came, in which order.
+"""A hash of the ids of the samples that were read, in order.
 
 Letters: n samples of a step, m microbatches of a process.
 """
@@ -17,7 +17,7 @@ __all__ = ["IdsDigest", "own_rows", "planned_ids_digest"]
 
 
 class IdsDigest:
-    """SHA-256 over the steps added so far: of each its number, its number of samples and their ids, as int64."""
+    """SHA-256 over the steps added so far: the number of each step, its number of samples and their ids, as int64."""
 
     def __init__(self) -> None:
         self._sha = hashlib.sha256(b"jvarlen-ids-1\0")
@@ -28,7 +28,7 @@ class IdsDigest:
         self._sha.update(ids.astype("<i8", copy=False).tobytes())
 
     def hexdigest(self) -> str:
-        """64 hex digits; more steps can follow."""
+        """The digest as 64 hex digits; more steps can be added afterwards."""
         return self._sha.hexdigest()
 
 
@@ -43,16 +43,16 @@ def own_rows(
 def planned_ids_digest(
     plan: Plan | DistributedPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
 ) -> str:
-    """What `BatchIterator.ids_digest` must be at the end of an epoch: the hash of the rows that were planned.
+    """The hash of the planned rows, which `BatchIterator.ids_digest` must equal at the end of an epoch.
 
     Args:
       plan: the plan of the epoch.
-      microbatches: int64[m], those of this process, as `own_microbatches` gives them; None: all, or those that a
+      microbatches: int64[m], the microbatches of this process, as from `own_microbatches`; None: all, or those that a
         `DistributedPlan` holds.
-      start_step: the step that loading began with.
+      start_step: the step at which loading began.
 
     Returns:
-      64 hex digits. Two processes of one training have different ones, as each reads rows of its own.
+      64 hex digits. Processes of one training have different digests, because each reads its own rows.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan

@@ -1,6 +1,6 @@
-"""Loader: in go a plan and a dataset, out comes an iterator of device arrays, one step at a time.
+"""The data loader: an iterator over the steps of a plan, as device arrays.
 
-The only module that moves data to devices. Collation and transfer run ahead of the step that is computed.
+The only module that moves data to devices. Collation and transfer run ahead of the computation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOST_BUFFER = 4  # collated steps that wait on the host
 
 
 class _Delivered(NamedTuple):
-    """A step on its devices, and what is counted when it is given."""
+    """A step on its devices, with what is counted when it is delivered."""
 
     batch: Any
     num_samples: int
@@ -43,16 +43,16 @@ class _Delivered(NamedTuple):
 
 
 class BatchIterator(Iterator[Any]):
-    """The batches of `load`, one after the other, and what was counted of those that were given.
+    """The batches of `load`, one after the other, with counts of what was delivered.
 
-    Nothing counts steps that were read ahead. Once a batch raised an error, every later one raises it again.
+    Steps that were only read ahead do not count. After a batch has raised an error, every later one raises it again.
 
     Attributes:
-      num_samples: samples given so far, those of this process, over all epochs.
-      num_adjusted: those of them that were cut, or are shorter than planned; with `on_mismatch="adjust"`.
-      ids_digest: 64 hex digits: the hash of the ids that were read for the batches given since the epoch began, or
-        since `start_step`; at its end `planned_ids_digest` of the plan. None before the first batch, and without
-        `verify`.
+      num_samples: samples of this process delivered so far, over all epochs.
+      num_adjusted: how many of them were cut or are shorter than planned, under `on_mismatch="adjust"`.
+      ids_digest: 64 hex digits: the hash of the ids that were read for the batches delivered since the epoch began, or
+        since `start_step`. At the end of the epoch it equals `planned_ids_digest` of the plan. None before the first
+        batch, and without `verify`.
     """
 
     def __init__(self, first: ReadAhead, later: Iterator[ReadAhead], close_later: Callable[[], None]):
@@ -69,7 +69,7 @@ class BatchIterator(Iterator[Any]):
         """The next batch.
 
         Raises:
-          ValueError: a sample was refused, or the batches are closed.
+          ValueError: a sample was rejected, or the iterator is closed.
           RuntimeError: a worker process died, or samples other than planned were read.
           Exception: what the dataset raised for a sample; its id and the step are notes.
         """
@@ -86,7 +86,7 @@ class BatchIterator(Iterator[Any]):
         return delivered.batch
 
     def close(self) -> None:
-        """Ends threads and worker processes within a few seconds; what was counted stays."""
+        """Ends threads and worker processes within a few seconds; the counts stay."""
         if self._ended is None:
             self._end(ValueError("these batches are closed"))
 
@@ -121,38 +121,39 @@ def load(
     """The steps of a plan as device arrays, in the plan's order.
 
     Args:
-      plan: the plan of one epoch, or a function from the epoch to its plan, for training over epochs without end. A
-        `DistributedPlan` goes with the mesh that it was made for.
-      dataset: random access by sample id: `len()` and integer indexing. Its items are what `collate` takes; 1-D integer
-        arrays for the default.
-      mesh: spreads the microbatches of a step over the mesh axis "data"; None puts them on the default device. Where
+      plan: the plan of one epoch, or a function from the epoch to its plan, for training over any number of epochs. A
+        `DistributedPlan` needs the mesh that it was made for.
+      dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
+        takes 1-D integer arrays.
+      mesh: the microbatches of a step are spread over the mesh axis "data"; None puts them on the default device. If
         its devices belong to several processes, all of them load, and each reads only the samples of its own devices.
-      epoch: the epoch to start in, where `plan` is a function.
-      num_epochs: the epoch to end before, where `plan` is a function; None for no end. Each epoch is planned in a
-        thread while the one before is loaded.
-      start_step: the first step to give; no step before it is read.
-      num_workers: processes that read and collate; 0 does it in a thread of this process. The order is the plan's
-        whatever their number. Workers are spawned for each epoch, so that `dataset` and `collate` must pickle; they end
-        with this process, however it ends. Each keeps up to 10 steps in /dev/shm, of which a container of Docker has
-        64 MB where `--shm-size` gives it no more.
-      collate: makes the arrays of one step from its `StepSamples`. What is not a scalar has leading axis M.
-      lengths: integers[N], or [N, 2] of pairs: what the plan was made for. Each sample's `len()` is compared with its
-        own, both cut where the plan cuts. None compares the tokens of a whole step, where `collate` does that.
-      on_mismatch: what becomes of a sample of another length. `"error"`: all of the step are listed. `"adjust"`, which
-        needs `lengths`: a longer one is cut to its planned length, a shorter one fills less of its row, with weight 0
-        behind it; `num_adjusted` counts both.
-      verify: compares the ids that were read for each step, where they were read, with this process's rows of the plan,
-        and hashes them: `ids_digest`.
+      epoch: the first epoch, if `plan` is a function.
+      num_epochs: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
+        while the previous one is loaded.
+      start_step: the first step to return; earlier steps are not read.
+      num_workers: processes that read and collate; 0 does it in a thread of this process. The order is always the
+        plan's. Workers are spawned for each epoch, so `dataset` and `collate` must pickle; they end with this process,
+        however it ends. Each keeps up to 10 steps in /dev/shm, which in a Docker container has 64 MB unless
+        `--shm-size` says more.
+      collate: makes the arrays of one step from its `StepSamples`. Every array that is not a scalar has leading axis M.
+      lengths: integers[N], or [N, 2] of pairs: the lengths that the plan was made for. Each sample's `len()` is
+        compared with its entry, both cut if the plan truncates. None: only the tokens of a whole step are compared, if
+        `collate` does that.
+      on_mismatch: what happens to a sample of another length. `"error"`: all such samples of the step are listed.
+        `"adjust"`, which needs `lengths`: a longer sample is cut to its planned length, a shorter one fills less of its
+        row, with weight 0 after it; `num_adjusted` counts both.
+      verify: compares the ids that were read for each step, in the process that read them, with this process's rows of
+        the plan, and hashes them into `ids_digest`.
 
     Returns:
-      A `BatchIterator` over S − start_step pytrees (those of all epochs where `plan` is a function), `Batch` for the
-      default `collate`. Taken to its end, or forgotten, it leaves no thread or process behind; `close()` ends them at
-      once.
+      A `BatchIterator` over S − start_step pytrees (over those of all epochs if `plan` is a function), `Batch` for the
+      default `collate`. At its end, or when nothing refers to it any more, it leaves no thread or process behind;
+      `close()` ends them at once.
 
     Raises:
       ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
-        `lengths`; shards that do not divide M; processes with plans that differ; and, when a step comes, samples of
-        other lengths than planned, and what `collate` refuses.
+        `lengths`; shards that do not divide M; processes with different plans; and, when a step comes, samples of other
+        lengths than planned, or samples that `collate` rejects.
       RuntimeError: when a step comes: a worker process died, or has too little room in /dev/shm; or, with `verify`,
         other samples were read.
 
@@ -191,7 +192,7 @@ def load(
 
 
 class _PlanAhead(Iterator[AnyPlan]):
-    """The plans of the epochs from `first_epoch` on, each made in a thread while the steps before it are taken."""
+    """The plans of the epochs from `first_epoch` on, each made in a thread while the epoch before it is used."""
 
     def __init__(self, plan_of_epoch: Callable[[int], AnyPlan], first_epoch: int, num_epochs: int | None):
         self._plan_of_epoch = plan_of_epoch
@@ -224,21 +225,21 @@ def load_stream(
 ) -> Iterator[Any]:
     """The steps of a stream as device arrays.
 
-    Nothing is read ahead, so that `stream.state()` after a batch is where training with that batch leaves the stream.
-    Where no result is waited for, the device computes a step while the next one is collated all the same.
+    Nothing is read ahead, so `stream.state()` after a batch is the state to resume from after training on that batch.
+    The device still computes a step while the next one is collated, unless the loop waits for results.
 
     Args:
-      stream: what `stream_batches` gives.
-      dataset: `dataset[i]` is the payload of sample i; read once, when its step comes.
+      stream: the result of `stream_batches`.
+      dataset: `dataset[i]` is sample i; it is read once, when its step comes.
       mesh: as in `load`.
-      truncate: whether the stream cuts samples that are longer than the longest bucket.
+      truncate: whether the stream truncates samples that are longer than the longest bucket.
       collate: as in `load`.
 
     Returns:
       An iterator over pytrees, `Batch` for the default `collate`.
 
     Raises:
-      ValueError: shards that do not divide M; and, when a step comes, what the stream or `collate` refuses.
+      ValueError: shards that do not divide M; and, when a step comes, samples that the stream or `collate` rejects.
 
     Example:
       >>> from jvarlen.planning.streams import stream_batches
@@ -348,7 +349,7 @@ def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> 
 
 
 def _mark_absl_flags_as_parsed() -> None:
-    """Grain's workers read absl flags, which refuse in a program that never parsed its command line with absl."""
+    """Marks absl's flags as parsed: Grain's workers read them, which fails in a program without absl's command line."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():

@@ -1,7 +1,7 @@
-"""Plan source: in go a plan and a dataset, out come its steps: read, compared with what was planned, collated.
+"""Reads the steps of a plan, compares the samples with the plan, and collates them.
 
-All of it runs where samples are read: in a thread, or in a worker process. Letters: N samples of the dataset, n of a
-step, m microbatches of a process.
+It runs wherever samples are read: in a thread or in a worker process. Letters: N samples of the dataset, n of a step, m
+microbatches of a process.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ReadStep(NamedTuple):
     Attributes:
       step: its number in the plan.
       batch: what the collate function made of it.
-      num_samples: samples that were read for it by this process.
-      num_adjusted: those of them that were cut or are shorter than planned.
+      num_samples: samples that this process read for it.
+      num_adjusted: how many of them were cut or are shorter than planned.
       ids: int64[n], the samples in the order in which they were read.
     """
 
@@ -53,7 +53,7 @@ class PlanSource:
       plan: the plan of one epoch.
       dataset: random access by sample id.
       collate: makes the arrays of one step from its `StepSamples`.
-      microbatches: int64[m], those of a `Plan` to read; None reads all. A `DistributedPlan` has its own.
+      microbatches: int64[m], the microbatches of a `Plan` to read; None reads all. A `DistributedPlan` has its own.
       lengths: as in `load`.
       on_mismatch: as in `load`.
 
@@ -98,8 +98,8 @@ class PlanSource:
         """Reads and collates a step; an error says which one it was.
 
         Raises:
-          ValueError: samples of other lengths than planned, or what the collate function refuses.
-          Exception: what the dataset raises, with the sample's id as a note.
+          ValueError: samples of other lengths than planned, or samples that the collate function rejects.
+          Exception: any error of the dataset, with the sample's id as a note.
         """
         try:
             return self._read(step)
@@ -179,7 +179,7 @@ class StepSource:
 
     Args:
       source: what reads them.
-      in_worker: whether that is done in worker processes, from where not every error finds its way by itself.
+      in_worker: whether that happens in worker processes, whose errors do not all pickle.
     """
 
     def __init__(self, source: PlanSource, *, in_worker: bool):

@@ -1,7 +1,7 @@
-"""Read ahead: in go the steps of an epoch as Grain reads them, out come those steps, while the next ones are read.
+"""Reads steps ahead in a thread, from a Grain iterator.
 
-One thread owns the Grain iterator: it starts its threads and worker processes, takes from it, and ends it. Whoever
-waits for a step looks now and then whether the workers still live.
+One thread owns the Grain iterator: it starts it with its threads and worker processes, takes steps from it, and ends
+it. A consumer that waits for a step regularly checks that the workers are alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STARTING = threading.Lock()  # so that each knows the workers which are its own
 
 
 class _Shared(NamedTuple):
-    """What the reading thread and its owner have in common; the thread must not keep the owner alive.
+    """State shared by the reading thread and its owner; the thread must not keep the owner alive.
 
     Attributes:
       found: (step, None) or (None, the error that ended reading); a StopIteration at the regular end.
@@ -49,15 +49,15 @@ class _Shared(NamedTuple):
 
 
 class ReadAhead(Iterator[Any]):
-    """Takes the steps of an epoch in a thread of its own, a few ahead of those that were asked for.
+    """Reads the steps of an epoch in a thread, a few ahead of the consumer.
 
-    Left without `close`, its thread ends when it is forgotten, and the workers with it.
+    Without `close`, the thread and its workers end when nothing refers to this object any more.
 
     Args:
       steps: what to iterate over, in that thread; its iterator has `close()`.
-      deliver: makes of each what is given, in that thread as well.
-      first_step: the number of the first, for errors.
-      num_steps: how many come; fewer are an error.
+      deliver: turns each step into what is returned, in the same thread.
+      first_step: the number of the first step, for errors.
+      num_steps: how many steps come; fewer are an error.
       num_workers: processes that `steps` starts.
     """
 
@@ -142,10 +142,10 @@ class ReadAhead(Iterator[Any]):
 
 
 def end_with_parent(worker_index: int, num_workers: int) -> None:
-    """Makes this worker process end when the one that started it dies, by whatever it dies.
+    """Makes this worker process end when its parent dies, whatever the reason.
 
     Args:
-      worker_index: unused; what Grain calls in every worker is given both.
+      worker_index: unused; Grain passes both to the function that it calls in every worker.
       num_workers: unused.
     """
     parent = multiprocessing.parent_process()
@@ -163,7 +163,7 @@ _OPEN: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends by an error closes nothing; memory shared with workers would be left for others to clean."""
+    """Closes what a program that ends by an error left open; otherwise memory shared with workers would stay behind."""
     for reading in list(_OPEN):
         reading.close()
 

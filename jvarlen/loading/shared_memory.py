@@ -1,4 +1,4 @@
-"""Shared memory: in goes a step that a worker hands over in /dev/shm, out comes the same, or an error without room."""
+"""Checks that a worker's step fits into /dev/shm."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_STEPS = 10  # of a worker: those in Grain's two buffers of 4, one that is 
 def check_room(step: ReadStep) -> ReadStep:
     """Checks in a worker process that the arrays of a step fit into shared memory, and returns the step.
 
-    The kernel grants more memory than there is, and kills the process that writes to it.
+    The kernel grants more memory than there is, and then kills the process that writes to it.
 
     Raises:
       RuntimeError: they do not fit.
@@ -33,7 +33,7 @@ def check_room(step: ReadStep) -> ReadStep:
 
 
 def describe_room() -> str:
-    """How much room there is, and what to do where that is too little."""
+    """How much room there is, and what to do if that is too little."""
     free_bytes, total_bytes = _room()
     return (
         f"{_DIRECTORY} has {free_bytes:,} of {total_bytes:,} bytes free. Make it larger (docker: --shm-size), to hold "

@@ -1,6 +1,6 @@
-"""Mixed precision: in go activations and a float32 kernel, out comes their product, of bfloat16 factors.
+"""bfloat16 matrix products of layers with float32 parameters.
 
-All sums are float32. bfloat16 has the exponents of float32, so gradients need no loss scale.
+All sums are float32. bfloat16 has the exponent range of float32, so gradients need no loss scale.
 
 Letters: D inputs, F outputs of a layer.
 """
@@ -19,19 +19,19 @@ __all__ = ["dot_general_in_bfloat16"]
 def dot_general_in_bfloat16(
     inputs: Float[Array, "*batch D"], kernel: Float[Array, "D F"], dimension_numbers: Any, **options: Any
 ) -> Float[Array, "*batch F"]:
-    """The `dot_general` of an `nnx.Linear` with float32 parameters that multiplies in bfloat16, backward as well.
+    """A `dot_general` for `nnx.Linear` with float32 parameters that multiplies in bfloat16, also backward.
 
-    Sums are float32 and stay so, those of the kernel's gradient over all positions among them: it then depends on how
-    rows are split into microbatches no more than a gradient in float32 does.
+    All sums are float32, including those of the kernel's gradient over all positions. So the gradient depends on the
+    split of rows into microbatches no more than a float32 gradient does.
 
     Args:
-      inputs: float32[..., D] (or float64); what is not a bfloat16 already is rounded to one.
+      inputs: float32[..., D] (or float64), rounded to bfloat16.
       kernel: float32[D, F] (or float64), rounded to bfloat16.
       dimension_numbers: of `jax.lax.dot_general`; `nnx.Linear` contracts the last axis with the first.
-      **options: what else `nnx.Linear` passes, and leaves at its default.
+      **options: other arguments that `nnx.Linear` passes, at their defaults.
 
     Returns:
-      float32[..., F], or float64 where an argument is.
+      float32[..., F], or float64 if an argument is.
 
     Example:
       >>> ones, kernel = jnp.ones((1, 256)), jnp.full((256, 1), 1 + 2**-9)

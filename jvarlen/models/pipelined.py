@@ -1,4 +1,4 @@
-"""The transformer in stages: in go its parameters, out come those of every stage, and the functions that a stage runs.
+"""The demo transformer, cut into pipeline stages.
 
 Letters: S stages, L layers, B rows, T positions, D width.
 """
@@ -25,7 +25,7 @@ def make_stages(config: TransformerConfig) -> Stages:
       config: the model that the parameters belong to.
 
     Returns:
-      `Stages` of a `Batch` or a `PackedBatch`; its sums are those of `make_loss_fn`, in nats.
+      `Stages` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats.
     """
 
     def graphs() -> tuple[nnx.GraphDef, nnx.GraphDef]:
@@ -56,12 +56,12 @@ def split_stages(params: nnx.State, num_stages: int) -> StagedParams:
     """Cuts the blocks into stages of consecutive ones.
 
     Args:
-      params: what `init_params` gave, or what training made of it; gradients are cut just so.
+      params: the result of `init_params`, trained or not, or gradients of the same structure.
       num_stages: S; must divide the number of blocks, L.
 
     Returns:
-      `StagedParams`: embedding, last norm and head are the ends; every leaf of a block, stacked to [S, L / S, …], is in
-      the stages.
+      `StagedParams`: embedding, last norm and head are the ends; the stages hold every leaf of the blocks, stacked to
+      [S, L / S, …].
 
     Raises:
       ValueError: S does not divide L.
@@ -85,13 +85,13 @@ def split_stages(params: nnx.State, num_stages: int) -> StagedParams:
 
 
 def merge_stages(staged: StagedParams) -> nnx.State:
-    """The parameters of the unsplit model: undoes `split_stages`.
+    """The parameters of the unsplit model; the inverse of `split_stages`.
 
     Args:
-      staged: what `split_stages` gave, or what training made of it.
+      staged: the result of `split_stages`, trained or not.
 
     Returns:
-      Parameters as `init_params` gives them.
+      Parameters with the structure of `init_params`.
     """
     num_stages, per_stage = jax.tree.leaves(staged.stages)[0].shape[:2]
 

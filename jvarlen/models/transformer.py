@@ -1,4 +1,4 @@
-"""A small byte-level decoder in Flax NNX: in go tokens and lengths, out come logits, or the sums of a loss.
+"""The demo transformer: a small byte-level decoder in Flax NNX.
 
 Letters: B rows, T positions, D width, H heads, K head size, V = 256 byte values.
 """
@@ -53,18 +53,18 @@ class TransformerConfig:
     width: int = 128
     """Size of the residual stream."""
     vocab_size: int = 256
-    """How many values a token has; the 256 of a byte, or as many as the tokenizer has where those are more."""
+    """Vocabulary size: 256 for bytes, or that of the tokenizer if it is larger."""
     num_heads: int = 2
     """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
     attention: AttentionImplementation | None = None
-    """How rows of one sample attend, each position to itself and those before it: told their lengths (xla, cudnn),
-    through a mask of all pairs of positions (mask), or some queries at a time (chunked); None decides by their length.
+    """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
+    None chooses by the length of the rows.
     """
     packed_attention: SegmentAttentionImplementation | None = None
-    """How packed rows attend; None chooses by their length."""
+    """Attention in packed rows. None chooses by the length of the rows."""
     compute_dtype: Literal["bfloat16"] | None = None
-    """Type of activations and of what is multiplied; parameters, sums, softmax and loss stay float32. None computes in
-    the type of the parameters."""
+    """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
+    None uses the type of the parameters."""
 
     def __post_init__(self):
         if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
@@ -78,12 +78,12 @@ class TransformerConfig:
 
 
 class Rows(NamedTuple):
-    """What attention must know of the rows.
+    """Where samples begin and end in the rows, for attention.
 
     Attributes:
-      lengths: int[B], tokens of a row that holds one sample; None where rows are packed.
-      segment_ids: int[B, T], the sample of each position of packed rows; None where they are not.
-      positions: int[B, T], the place of each position in its own sample; None where that is its place in the row.
+      lengths: int[B], tokens of a row that holds one sample; None for packed rows.
+      segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
+      positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
     """
 
     lengths: Any = None
@@ -92,7 +92,7 @@ class Rows(NamedTuple):
 
 
 def _linear(config: TransformerConfig, num_in: int, num_out: int, **options: Any) -> nnx.Linear:
-    """A layer without bias that multiplies in the configured type, of float32 outputs where that is bfloat16."""
+    """A layer without bias that multiplies in the configured type; with bfloat16 its outputs are float32."""
     if config.compute_dtype is not None:
         options["dot_general"] = dot_general_in_bfloat16
     return nnx.Linear(num_in, num_out, use_bias=False, **options)
@@ -132,12 +132,12 @@ class _Block(nnx.Module):
 
 @functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
 def run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
-    """What a block of these parameters makes of the residual stream."""
+    """The residual stream after a block with these parameters."""
     return nnx.merge(graphdef, params)(x_BxTxD, rows)
 
 
 class Transformer(nnx.Module):
-    """A decoder that gives the logits of every token from the tokens before it."""
+    """A decoder that predicts every token from the tokens before it."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
@@ -149,14 +149,14 @@ class Transformer(nnx.Module):
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
-        """Logits of every token, at least float32; positions without a token give numbers without meaning."""
+        """Logits of every token, at least float32; values at positions without a token are meaningless."""
         x_BxTxD = self.embed_tokens(tokens_BxT, rows)
         for block in self.blocks:
             x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
         return self.logits(x_BxTxD)
 
     def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
-        """What the first block takes: the token before each position, in the type that is computed in.
+        """The input of the first block: embeddings of the token before each position, in the compute type.
 
         Args:
           tokens_BxT: int[B, T].
@@ -172,7 +172,7 @@ class Transformer(nnx.Module):
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
     def logits(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        """Logits of every token from what the last block gave.
+        """Logits of every token from the output of the last block.
 
         Args:
           x_BxTxD: float[B, T, D].
@@ -199,11 +199,11 @@ def _rotate_positions(
 
 
 def init_params(config: TransformerConfig, seed: int) -> nnx.State:
-    """The parameters of a fresh model.
+    """The initial parameters of a model.
 
     Args:
-      config: its sizes.
-      seed: the same parameters for the same seed.
+      config: the sizes of the model.
+      seed: equal seeds give equal parameters.
 
     Returns:
       A pytree of float32 arrays.
@@ -223,9 +223,9 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
     Returns:
       A function of the parameters and a `Batch` or a `PackedBatch` without its leading axis (tokens int32[B, T],
-      weights float32[B, T] and the rest) that gives two float32 scalars: the weighted sum of the cross-entropy of every
-      token given the tokens before it in its sample, and the sum of the weights. Its gradients have the parameters'
-      type, whatever it computes in.
+      weights float32[B, T] and the rest) that returns two float32 scalars: the weighted sum of the cross-entropy of
+      every token given the tokens before it in its sample, and the sum of the weights. Gradients always have the type
+      of the parameters.
     """
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
@@ -236,7 +236,7 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
 
 def rows_of(microbatch: Batch | PackedBatch) -> Rows:
-    """What attention must know of the rows of a microbatch."""
+    """The `Rows` of a microbatch."""
     if isinstance(microbatch, PackedBatch):
         return Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
     return Rows(lengths=microbatch.lengths)
@@ -254,7 +254,7 @@ def flat_params(params: nnx.State) -> dict[str, np.ndarray]:
     """The parameters as host arrays under dotted names, to carry them into another framework.
 
     Args:
-      params: what `init_params` gave, or what training made of it.
+      params: the result of `init_params`, trained or not.
 
     Returns:
       A dict from names such as `blocks.0.qkv.kernel` to float32 arrays; kernels are [inputs, outputs].

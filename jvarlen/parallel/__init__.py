@@ -1,4 +1,4 @@
-"""Layouts beyond data parallelism.
+"""Parallelism beyond data parallelism.
 
-- `pipeline`: a model in stages on the devices of a mesh axis.
+- `pipeline`: a model in stages over a mesh axis.
 """

@@ -1,6 +1,6 @@
-"""Pipeline: in go a model cut into stages and an optimizer, out comes a train step whose stages lie on many devices.
+"""Pipeline parallelism: a train step for a model cut into stages.
 
-All microbatches of a step have one shape, so they can follow each other through the stages: in tick t stage s works on
+All microbatches of a step have one shape, so they can follow each other through the stages: in tick t, stage s works on
 microbatch t − s. Letters: M microbatches of a step, m those of a data shard, S stages.
 """
 
@@ -41,12 +41,12 @@ _AXES = (DATA_AXIS, STAGE_AXIS)
 
 
 class Stages(NamedTuple):
-    """A model cut into stages: three pure functions of one microbatch, which is the batch without its leading axis.
+    """A model cut into stages: three pure functions of one microbatch, the batch without its leading axis.
 
     Attributes:
-      embed: `embed(ends, microbatch) -> x`, what the first stage gets; a pytree of arrays.
-      stage: `stage(stage_params, x, microbatch) -> x`, of the same shapes and dtypes.
-      loss: `loss(ends, x, microbatch) -> (loss_sum, weight_sum)`, two float scalars, from what the last stage gave.
+      embed: `embed(ends, microbatch) -> x`, the input of the first stage; a pytree of arrays.
+      stage: `stage(stage_params, x, microbatch) -> x`, with the same shapes and dtypes.
+      loss: `loss(ends, x, microbatch) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last stage.
     """
 
     embed: Callable[[Any, Any], Any]
@@ -58,7 +58,8 @@ class StagedParams(NamedTuple):
     """The parameters of a model cut into stages.
 
     Attributes:
-      ends: pytree of arrays, of `embed` and `loss`. One tree, so that both may use the same weights; on every device.
+      ends: pytree of arrays for `embed` and `loss`, on every device. It is one tree, so that both may use the same
+        weights.
       stages: pytree of arrays with leading axis S; a device holds those of its own stage.
     """
 
@@ -71,7 +72,7 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 
     Args:
       num_stages: S, at least 1.
-      num_microbatches: microbatches that follow each other, at least 1: those of one data shard.
+      num_microbatches: consecutive microbatches, at least 1: those of one data shard.
 
     Returns:
       A share in [0, 1).
@@ -91,19 +92,20 @@ def bubble_fraction(num_stages: int, num_microbatches: int) -> float:
 
 
 def pipeline_mesh(num_stages: int, num_devices: int | None = None) -> Mesh:
-    """A mesh with axes `"data"` and `"stage"`: several pipelines side by side, or one.
+    """A mesh with axes `"data"` and `"stage"`, for one pipeline or several in parallel.
 
-    Where the devices belong to several processes, those of a pipeline must belong to one, which reads its batches.
+    If the devices belong to several processes, all devices of a pipeline must belong to one process, which reads its
+    batches.
 
     Args:
-      num_stages: S; neighbouring stages lie on neighbouring devices.
-      num_devices: how many of `jax.devices()`, from the first; all where None.
+      num_stages: S; neighbouring stages are on neighbouring devices.
+      num_devices: how many of `jax.devices()`, from the first; None for all.
 
     Returns:
       A `jax.sharding.Mesh` with Auto axes, of num_devices / S and S devices.
 
     Raises:
-      ValueError: there are not so many devices, or S does not divide them.
+      ValueError: there are too few devices, or S does not divide their number.
 
     Example:
       >>> dict(pipeline_mesh(1, num_devices=1).shape)
@@ -122,7 +124,7 @@ def pipeline_mesh(num_stages: int, num_devices: int | None = None) -> Mesh:
 
 
 def place_stages(params: StagedParams, mesh: Mesh) -> StagedParams:
-    """Puts every stage on its devices, and the ends on all; an optimizer's state made from the result lies so as well.
+    """Puts every stage on its devices, and the ends on all. An optimizer state made from the result is placed alike.
 
     Args:
       params: arrays.
@@ -132,7 +134,7 @@ def place_stages(params: StagedParams, mesh: Mesh) -> StagedParams:
       `StagedParams` of arrays on the mesh, for `init_train_state` and `compile_buckets`.
 
     Raises:
-      ValueError: an axis is missing, or leaves whose leading axis is not S; they are listed.
+      ValueError: an axis is missing, or the leading axis of some leaves is not S; they are listed.
     """
     _check_stages(params, mesh)
     return jax.device_put(
@@ -143,11 +145,11 @@ def place_stages(params: StagedParams, mesh: Mesh) -> StagedParams:
 def make_pipeline_train_step(
     stages: Stages, optimizer: optax.GradientTransformation, *, mesh: Mesh, rematerialize: bool = False
 ) -> StepFn:
-    """A train step that is `make_train_step` of the unsplit model, with its stages on the devices of a mesh.
+    """A train step with the result of `make_train_step` on the unsplit model, and the stages on the devices of a mesh.
 
     Args:
       stages: the model.
-      optimizer: any Optax optimizer. It sees the gradients of all stages at once: a global norm is that of the whole
+      optimizer: any Optax optimizer. It gets the gradients of all stages at once, so a global norm is that of the whole
         model.
       mesh: has axes `"data"`, over which a step's microbatches are spread, and `"stage"`.
       rematerialize: as for `make_pipeline_loss_fn`.
@@ -192,14 +194,13 @@ def make_pipeline_eval_step(stages: Stages, *, mesh: Mesh) -> StepFn:
 def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = False) -> LossFn:
     """The loss of a whole step; its gradient runs through the same pipeline backwards.
 
-    A step takes m + S − 1 ticks forward, and as many backward. A stage that has nothing to do in a tick computes
-    nothing. Kept for the backward pass are, of every tick, what a stage was given and the results of its matrix
-    products; everything else is computed again.
+    A step takes m + S − 1 ticks forward, and as many backward. An idle stage computes nothing. For the backward pass,
+    each tick keeps the input of the stage and the results of its matrix products; everything else is recomputed.
 
     Args:
       stages: the model.
       mesh: has axes `"data"` and `"stage"`.
-      rematerialize: keeps only what a stage was given, and computes the matrix products again as well.
+      rematerialize: keeps only the input of the stage, and recomputes the matrix products too.
 
     Returns:
       `loss_fn(params, batch) -> (loss_sum, weight_sum)`, summed over all microbatches and shards. `params` are
@@ -207,7 +208,7 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
 
     Raises:
       ValueError: an axis of the mesh is missing. When it is traced: parameters that are not of S stages, data shards
-        that do not divide M, a stage that gives something else than it takes.
+        that do not divide M, or a stage whose output differs from its input in shape or dtype.
 
     Example:
       >>> def loss(ends, x, microbatch):
@@ -263,7 +264,7 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
 def _run_ticks(
     stages: Stages, ends: Any, own: Any, batch: Any, num_stages: int, num_microbatches: int, *, rematerialize: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The sums of one device: those of its microbatches on the last stage, and 0 on the others."""
+    """The sums of one device: those of its microbatches on the last stage, and 0 on other stages."""
     stage_index = jax.lax.axis_index(STAGE_AXIS)
 
     def microbatch_at(index: Any) -> Any:

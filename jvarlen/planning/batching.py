@@ -1,7 +1,7 @@
-"""Batching: in go lengths, an order and a token budget, out come the batches of a greedy walk over the order.
+"""Greedy token batches over a given order.
 
-NumPy only. Here batches have as many shapes as they like, or fixed ones; `make_plan` is for few, optimal ones. Letters:
-N samples, n of them in the order, b batches.
+NumPy only. Batches have any number of shapes here, or fixed ones; `make_plan` is for few, optimal shapes. Letters: N
+samples, n of them in the order, b batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_LIMIT = np.iinfo(np.int64).max
 
 
 class Batches(NamedTuple):
-    """Batches of an order.
+    """The batches of an order of samples.
 
     Attributes:
       sample_ids: int64[n], the order; batch i holds `sample_ids[offsets[i]:offsets[i+1]]`.
@@ -40,7 +40,7 @@ class Batches(NamedTuple):
 
     @property
     def num_batches(self) -> int:
-        """How many, b."""
+        """b, the number of batches."""
         return len(self.offsets) - 1
 
     @property
@@ -61,19 +61,21 @@ def batch_by_tokens(
     seed: int = 0,
     epoch: int = 0,
 ) -> Batches:
-    """Cuts an order of samples into batches within a token budget; every sample of the order comes exactly once.
+    """Cuts an order of samples into batches within a token budget. Every sample of the order comes exactly once.
 
-    A batch takes the next sample while it stays inside its limits. When the next sample would break them, what has an
-    allowed size is closed, and the samples after it, fewer than `sequence_multiple`, are carried on.
+    A batch takes the next sample as long as it stays inside its limits. When the next sample would break them, the
+    batch is closed at the largest allowed size. Samples beyond that size, fewer than `sequence_multiple`, go to the
+    next batch.
 
     Args:
       lengths: integers[N], tokens a sample.
       max_tokens: budget of a batch in tokens.
       order: as in `sample_order`.
-      budget: what counts: `"padded"`, sequences × longest, which is what memory sees, or `"sum"`, real tokens.
-      max_sequences: the most samples of a batch; None for no limit.
-      sequence_multiple: a batch's size is below it or a multiple of it.
-      shapes: (rows, length) pairs; each batch then fits one of them, the smallest that holds it (least rows × length,
+      budget: what the budget counts: `"padded"`, sequences × longest, which is what memory holds, or `"sum"`, real
+        tokens.
+      max_sequences: the most samples in a batch; None for no limit.
+      sequence_multiple: the number of samples in a batch is below it or a multiple of it.
+      shapes: (rows, length) pairs. Each batch then goes into the smallest shape that holds it (least rows × length,
         then least length, then the first), and the limits above do not apply.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
@@ -90,8 +92,8 @@ def batch_by_tokens(
       array([0, 3, 4])
 
     References:
-      The greedy rule and its treatment of the tail are those of fairseq (Ott et al. 2019), the sum those of DeepSpeed's
-      variable batch sizes.
+      The greedy rule and its treatment of the tail are those of fairseq (Ott et al. 2019). The budget by sum is that of
+      DeepSpeed's variable batch sizes.
     """
     _check_options(max_tokens, budget, max_sequences, sequence_multiple)
     lengths = check_lengths(lengths)

@@ -1,4 +1,4 @@
-"""Buckets: in go lengths and a token budget, out comes a small tuple of static shapes (rows, length).
+"""Token-budget buckets, chosen by dynamic programming.
 
 NumPy only. Letters: N samples, D distinct (rounded) lengths, K buckets, M microbatches a step, B rows, T length, n
 samples of a bucket, s its steps.
@@ -46,12 +46,12 @@ class Bucket(NamedTuple):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of a row, one number for each sequence of a sample."""
+        """Tokens of a row, as a tuple with one entry."""
         return self[1:]
 
     @property
     def num_positions(self) -> int:
-        """Tokens that the bucket has room for."""
+        """Tokens that fit into the bucket."""
         return self.rows * self.length
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class PairBucket(NamedTuple):
 
     @property
     def num_positions(self) -> int:
-        """Tokens that the bucket has room for, of both sides."""
+        """Tokens of both sides that fit into the bucket."""
         return self.rows * (self.source_length + self.target_length)
 
     def __str__(self) -> str:
@@ -111,36 +111,36 @@ def make_buckets(
     Args:
       lengths: integers[N], tokens a sample.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
-      counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
+      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
         bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
-        `"quantile"`: equal samples a bucket. `"equal_tokens"`: equal tokens a bucket. Or the lengths themselves,
-        strictly ascending; the last is then the longest bucket.
+        `"quantile"`: equally many samples a bucket. `"equal_tokens"`: equally many tokens a bucket. Or the bucket
+        lengths themselves, strictly ascending; the last is then the longest bucket.
       max_shapes: the most buckets.
       max_length: the longest bucket in tokens. None: the longest sample.
-      overlong: how longer samples count here: `"truncate"` as cut to it, `"drop"` not at all, `"error"` refuses them.
-        What becomes of them is the choice of `make_plan(overlong=)`.
+      overlong: how samples above `max_length` count here: `"truncate"` as cut to it, `"drop"` not at all; `"error"`
+        raises. `make_plan(overlong=)` decides what happens to them in the plan.
       microbatches_per_step: M, the microbatches of one optimizer update.
-      row_multiple: rows are a multiple of it, where the budget allows one.
-      length_multiple: bucket lengths are rounded up to a multiple of it.
-      cost: cost(rows, length) of one microbatch: takes int64 arrays that broadcast and gives float64, finite and at
-        least 0; seconds, say, as a `CostModel` gives them. `"optimal"` minimises its sum over all microbatches. None:
+      row_multiple: rows are a multiple of this where the budget allows it.
+      length_multiple: bucket lengths are rounded up to a multiple of this.
+      cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
+        broadcast and returns float64, finite and at least 0. `"optimal"` minimises its sum over all microbatches. None:
         rows × length tokens, in int64.
-      compile_seconds: for `"optimal"` with a `cost` in seconds, what compiling one bucket adds; it then decides how
-        many of the `max_shapes` are worth having.
-      max_cost: no microbatch costs more, so that all take about the same time; needs a `cost` that does not fall as
-        rows grow.
-      memory: memory(rows, length) in bytes of a step in a bucket, as a `CostModel` of bytes gives them; must not fall
-        as rows grow.
-      max_bytes: no bucket needs more of that.
+      compile_seconds: for `"optimal"` with a `cost` in seconds: the seconds that compiling one bucket adds. It then
+        decides how many of the `max_shapes` are worth compiling.
+      max_cost: the most that a microbatch may cost, so that all take about the same time. Needs a `cost` that does not
+        fall as rows grow.
+      memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
+        not fall as rows grow.
+      max_bytes: the most bytes that a bucket may need by `memory`.
 
     Returns:
-      A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket that holds no sample
-      (given lengths, `"geometric"` and `"powers_of_two"` can make such) has as many rows as the budget allows.
+      A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket without samples
+      (possible with given lengths, `"geometric"` and `"powers_of_two"`) has as many rows as the budget allows.
 
     Raises:
-      ValueError: lengths or options that are not as described; samples of which not even one fits the budget are
-        listed as id, value, limit.
+      ValueError: lengths or options that are not as described. Samples that alone exceed the budget are listed as id,
+        value, limit.
 
     Example:
       >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
@@ -148,7 +148,7 @@ def make_buckets(
 
     References:
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
-      "Ckmeans.1d.dp"; here the cost of a cluster is that of the padded steps it takes.
+      "Ckmeans.1d.dp"; here a cluster costs what its padded steps cost.
     """
     budget = checked_budget(
         max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
@@ -188,7 +188,7 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
       A tuple of `Bucket`, or of `PairBucket`.
 
     Raises:
-      ValueError: not so; the buckets at fault are listed.
+      ValueError: buckets that are not as described; they are listed.
     """
     given = [tuple(bucket) for bucket in buckets]
     widths = {len(bucket) for bucket in given}
@@ -215,7 +215,7 @@ def checked_budget(
     memory: CostFn | None,
     max_bytes: float | None,
 ) -> Budget:
-    """The budget of a choice of shapes; raises ValueError where an argument of it is not as `make_buckets` says."""
+    """The budget that shapes are chosen for; raises ValueError for arguments that are not as `make_buckets` says."""
     check_at_least_one(max_shapes=max_shapes)
     if compile_seconds is not None:
         is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf

@@ -1,4 +1,4 @@
-"""Budget: in go what a microbatch may hold, cost and occupy, out comes how many rows of a length it gets.
+"""The budget of a microbatch, in tokens, cost and bytes, and how many rows of a length it allows.
 
 NumPy only. Letters: M microbatches a step, B rows, T length.
 """
@@ -21,7 +21,7 @@ CostFn = Callable[..., npt.ArrayLike]
 
 
 class _Limit(NamedTuple):
-    """The most that a function of rows and length may give, and the names of both."""
+    """A limit on a function of rows and length, and the names of both."""
 
     name: str
     value: float
@@ -30,7 +30,7 @@ class _Limit(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What decides the rows of a bucket.
+    """The limits that decide the rows of a bucket.
 
     Attributes:
       max_tokens: the most tokens of a microbatch, padding included.
@@ -85,7 +85,7 @@ class Budget(NamedTuple):
         return steps, np.where(num_samples > 0, np.minimum(cap, round_up(needed, multiple)), cap)
 
     def broken_by_one_row(self, length: int) -> str:
-        """The limits that a single row of this length breaks, in words."""
+        """The limits that a single row of this length exceeds, in words."""
         broken = [f"max_tokens {self.max_tokens}"] if length > self.max_tokens else []
         for limit in self.limits:
             value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.function_name)[0]

@@ -1,4 +1,4 @@
-"""Comparison: in go lengths and a token budget, out comes what every strategy, and no plan at all, would make of them.
+"""Compares bucketing strategies, and unplanned batching, on the same lengths.
 
 NumPy only. Letters: N samples, S steps, K buckets, M microbatches a step, b batches.
 """
@@ -30,16 +30,16 @@ _PROBLEM_WIDTH = 100  # characters
 
 
 class StrategyFigures(NamedTuple):
-    """What a strategy makes of the lengths; all figures are 0, NaN or None where it cannot be made.
+    """Figures of a strategy on the given lengths. All are 0, NaN or None where its plan cannot be made.
 
     Attributes:
-      name: a strategy of `make_buckets`, "packed", or "no plan, ..." for what users have without a plan.
+      name: a strategy of `make_buckets`, "packed", or "no plan, ..." for batching without a plan.
       is_plan: whether all its shapes are known, and few, before the first step.
       num_shapes: shapes to compile.
       num_steps: steps of an epoch.
-      num_positions: tokens that all steps have room for.
-      padding: the share of these that holds no token.
-      seconds: what a cost predicts for an epoch, compiling included where its seconds are given; None without a cost.
+      num_positions: positions of all steps.
+      padding: the share of these that hold no token.
+      seconds: predicted for an epoch by the cost, compiling included where its seconds are given; None without a cost.
       relative: seconds, or positions without a cost, over those of the best plan.
       unevenness: seconds, or positions without a cost, of the largest step over those of the mean step.
       num_samples: samples of an epoch.
@@ -64,7 +64,7 @@ class StrategyFigures(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """An epoch: its shapes, and what each step has room for and costs."""
+    """An epoch: its shapes, and the positions and cost of each step."""
 
     num_shapes: int
     num_positions: Int64[np.ndarray, " S"]
@@ -89,17 +89,17 @@ def compare_strategies(
 ) -> list[StrategyFigures]:
     """Plans an epoch by every strategy, and by none, and gives the figures of each.
 
-    Packed rows have the longest length alone, or with a cost those of `choose_row_lengths`. Two lines are what users
-    have without a plan: batches of samples sorted by length, as many as the budget allows (`batch_by_tokens`), and
-    batches of a fixed number of samples in the order of the dataset, as many as would fit the budget if all were the
-    longest. Each batch is a microbatch, padded to its own longest sample, so that there are many shapes.
+    Packed rows have only the longest length, or with a cost those of `choose_row_lengths`. Two lines show batching
+    without a plan: batches of samples sorted by length, as large as the budget allows (`batch_by_tokens`), and batches
+    of a fixed number of samples in dataset order, as many as fit the budget if all are the longest. There each batch is
+    a microbatch padded to its own longest sample, so there are many shapes.
 
     Args:
       lengths: integers[N], tokens a sample.
       max_tokens: budget of one microbatch in tokens, padding included.
       max_shapes: as in `make_buckets`.
       max_length: as in `make_buckets`.
-      overlong: what becomes of samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
+      overlong: what happens to samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
       microbatches_per_step: M.
       row_multiple: as in `make_buckets`; without a plan, as `sequence_multiple` in `batch_by_tokens`.
       length_multiple: all lengths of shapes are rounded up to a multiple of it, without a plan as well.
@@ -165,7 +165,7 @@ def compare_strategies(
 
 
 def best_of(figures: Sequence[StrategyFigures]) -> StrategyFigures:
-    """The one with the least seconds, or positions, of those that are plans; the first of several.
+    """The plan with the least seconds, or positions; the first of several.
 
     Args:
       figures: as from `compare_strategies`.
@@ -189,7 +189,8 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
       figures: as from `compare_strategies`.
 
     Returns:
-      Lines: a header, a strategy each, the best plan marked; then how many samples these are, and what is compared.
+      Lines: a header, then one line a strategy with the best plan marked; then the number of samples, and what is
+        compared.
 
     Raises:
       ValueError: none is a plan that can be made.
@@ -218,7 +219,7 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
 
 
 def _spent(figures: StrategyFigures) -> float:
-    """What strategies are compared by."""
+    """The figure that strategies are compared by."""
     return float(figures.num_positions) if figures.seconds is None else figures.seconds
 
 

@@ -1,6 +1,6 @@
-"""Costs: in go a few measured shapes, out comes a function that predicts the seconds, or the bytes, of any shape.
+"""Cost models: seconds or bytes of any shape, fitted to a few measured shapes.
 
-NumPy and SciPy only; `jvarlen.measure_buckets` measures. Letters: B rows, T length.
+NumPy and SciPy only; `jvarlen.measure_buckets` does the measuring. Letters: B rows, T length.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _LEAST_INDEPENDENCE = 1e-6  # of the three terms: the least singular value over 
 class CostModel:
     """The cost of one microbatch: constant + B·T·(linear + quadratic·T).
 
-    The linear term is what every position costs; the quadratic one is attention, where a position looks at all others
-    of its row.
+    The linear term is the cost of every position. The quadratic term is attention, where a position attends to all
+    others of its row.
 
     Attributes:
-      constant: of any shape.
-      linear: of a position.
-      quadratic: of a position, for each position of its row.
+      constant: the same for any shape.
+      linear: for each position.
+      quadratic: for each position, times the positions of its row.
       unit: "seconds" or "bytes".
       device: the device that was measured.
       model: the model that was measured.
@@ -61,13 +61,13 @@ class CostModel:
         return self.constant + rows * length * (self.linear + self.quadratic * length)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the model as JSON, in one piece or not at all.
+        """Writes the model as JSON, atomically.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          OSError: it cannot be written; what was there stays.
+          OSError: it cannot be written; an existing file stays.
         """
         with write_atomically(Path(path)) as file:
             file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
@@ -84,7 +84,7 @@ class CostModel:
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: it holds no cost model; it says what is wrong.
+          ValueError: it holds no cost model; the message says what is wrong.
         """
         try:
             fields = json.loads(Path(path).read_text())
@@ -115,19 +115,20 @@ def fit_cost_model(
     """Fits a cost model to measured shapes, by least squares of the relative error, no coefficient below 0.
 
     Args:
-      shapes: (rows, length) pairs, at least 3 different ones of at least 2 different lengths. Full buckets of one
-        budget hold nearly as many tokens each, which tells nothing of the constant: measure some with fewer rows too.
+      shapes: (rows, length) pairs, at least 3 different ones with at least 2 different lengths. Full buckets of one
+        budget all hold nearly the same number of tokens, which does not determine the constant: measure some with fewer
+        rows too.
       measured: floats[len(shapes)], the cost of one microbatch of each, above 0.
       unit: "seconds" or "bytes".
-      device: what was measured on, to be kept with the model.
-      model: what was measured, to be kept with the model.
+      device: the device that was measured, kept in the cost model.
+      model: the model that was measured, kept in the cost model.
 
     Returns:
       `CostModel`.
 
     Raises:
-      ValueError: too few shapes, or such that do not tell the three terms apart; not one value a shape; values that are
-        not finite and above 0, listed by shape.
+      ValueError: too few shapes, or shapes that cannot determine the three terms; not one value a shape; values that
+        are not finite and above 0, listed by shape.
 
     Example:
       >>> shapes = [(8, 64), (4, 128), (1, 512), (2, 512)]

@@ -1,4 +1,4 @@
-"""Edges: in go the histogram of lengths and a budget, out come the lengths of the buckets.
+"""Bucket lengths from the histogram of lengths.
 
 NumPy only. Letters: D distinct (rounded) lengths, K buckets, M microbatches a step.
 """

@@ -1,7 +1,7 @@
-"""Grouping: in go lengths, an order and bucket lengths, out come the samples grouped by bucket, in order within each.
+"""Groups samples by bucket, in order within each bucket.
 
-NumPy only; this is where the time of planning goes, so the usual orders take shorter ways to the same result. Letters:
-N samples, n of them in the plan, K buckets.
+NumPy only. Planning spends most of its time here, so the common orders have shortcuts that give the same result.
+Letters: N samples, n of them in the plan, K buckets.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Lengths: in goes an array, out comes a checked int64[N] of tokens a sample.
+"""Checked sample lengths, int64[N] in tokens.
 
-NumPy only. Nothing here knows of buckets or batches.
+NumPy only. This module knows nothing of buckets or batches.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Overlong = Literal["error", "drop", "truncate"]
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
-    """Checks that `lengths` is what every planner needs.
+    """Checks the lengths of samples and returns them as int64.
 
     Args:
       lengths: integers[N], tokens a sample; N ≥ 1, every length ≥ 1.
 
     Returns:
-      int64[N]; the same array where it was int64 already.
+      int64[N]; the same array if it was int64 already.
 
     Raises:
       ValueError: not 1-D, empty, not integers, or lengths below 1; the first offenders are listed as id and value.
@@ -63,7 +63,7 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
       int64[N, 2].
 
     Raises:
-      ValueError: not so; the first offenders are listed as id and value.
+      ValueError: lengths that are not as described; the first offenders are listed as id and value.
     """
     array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
@@ -90,11 +90,11 @@ class DataSource(Protocol):
 
 
 def check_overlong(overlong: str) -> None:
-    """Raises ValueError where it is no rule for samples that are too long."""
+    """Raises ValueError for an unknown rule for samples that are too long."""
     if overlong not in get_args(Overlong):
         raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
 
 
 def ends_to_offsets(ends: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n_plus_1"]:
-    """Where consecutive segments begin and end, from where they end: a zero in front."""
+    """Offsets of consecutive segments from their ends: the same with a zero in front."""
     return np.concatenate([np.zeros(1, np.int64), ends])

@@ -1,7 +1,7 @@
-"""Order: in go lengths or difficulties and a seed, out comes the order in which samples come, int64[N].
+"""The order of samples: by length or difficulty, shuffled, or as in the dataset.
 
 NumPy only. Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
-device or the clock, so that the order is the same everywhere.
+device or the clock, so the order is the same everywhere.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def sample_order(
       order: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
         difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
         sample ids, which may be a subset.
-      difficulty: ints or floats[N] without NaN, what the two sorted orders go by; the length where None.
-      block_size: shuffles within blocks of so many places of the order: a sorted order becomes sorted with local
-        disorder. With `"shuffle"` the blocks are consecutive ids, and come in random order: samples that are near each
-        other in storage stay so.
+      difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length.
+      block_size: shuffles within blocks of this many places of the order, so that a sorted order gets local disorder.
+        With `"shuffle"` the blocks are consecutive ids in random order: samples near each other in storage stay near
+        each other.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
 

@@ -1,4 +1,4 @@
-"""Pacing: in go a number of steps and a starting share, out comes which share of the samples each step may draw from.
+"""Curriculum pacing: the share of samples that each step may draw from.
 
 NumPy only. A pacing is a function of the step; samples are admitted in their order, the easiest first.
 """
@@ -30,8 +30,8 @@ def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:
       initial: the share at step 0, above 0 and at most 1.
 
     Returns:
-      A function of the step, an integer or integers[...] of at least 0, that gives float64[...]: the share, in [0, 1],
-      never falling.
+      A function from the step, an integer or integers[...] of at least 0, to the admitted share, float64[...] in
+      [0, 1], which never falls.
 
     Raises:
       ValueError: options that are not as described; from the function, steps that are not.
@@ -75,10 +75,10 @@ def root_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Paci
 
 
 def competence_pacing(num_steps: int, initial: float = 0.1, degree: float = 2) -> Pacing:
-    """The admitted share grows such that its power `degree` grows linearly.
+    """The admitted share grows so that its power `degree` grows linearly.
 
     It is (initial^degree + (1 − initial^degree)·x)^(1/degree), where x = min(step / num_steps, 1). With degree 2, the
-    default, new samples come at a rate inverse to the share: every sample gets about the same time.
+    default, new samples come at a rate inverse to the share, so that every sample gets about the same time.
 
     Args:
       num_steps: as in `linear_pacing`.

@@ -1,8 +1,8 @@
-"""Packing: in go lengths and the lengths that rows may have, out come rows that hold several samples each.
+"""Packs several samples into each row.
 
 NumPy only. Best fit, longest samples first, on the histogram: samples of one length are placed together, and rows with
-equally much space are kept together, so that the time depends on the distinct lengths and hardly on the samples.
-Letters: N samples, n of them packed, R rows, D distinct lengths.
+the same free space are kept together, so the time depends on the number of distinct lengths and hardly on the number of
+samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = ["Packing", "pack_samples", "rows_by_tokens"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Rows of several samples each; `make_plan` takes it in place of lengths and plans the rows.
+    """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
 
     Attributes:
-      sample_ids: int64[n], row by row, in a row from its beginning.
+      sample_ids: int64[n], row by row, each row from its beginning.
       row_offsets: int64[R+1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r+1]]`.
-      sample_lengths: int64[n], tokens of each, cut samples as cut.
-      capacity: int64[R], the tokens that each row has room for.
-      row_lengths: the capacities that rows may have, ascending.
+      sample_lengths: int64[n], tokens of each sample; a truncated sample counts with its cut length.
+      capacity: int64[R], the length of each row.
+      row_lengths: the lengths that rows may have, ascending.
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
@@ -56,7 +56,7 @@ class Packing:
 
     @property
     def num_tokens(self) -> Int64[np.ndarray, " R"]:
-        """int64[R], tokens in each row: the length of what a plan plans."""
+        """int64[R], tokens in each row, which a plan takes as the length of the row."""
         return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
 
     @property
@@ -68,7 +68,7 @@ class Packing:
 
     @property
     def fill(self) -> float:
-        """The share of all rows' positions that holds a token, in (0, 1]."""
+        """The share of all positions that hold a token, in (0, 1]."""
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
@@ -81,22 +81,22 @@ def pack_samples(
     epoch: int = 0,
     overlong: Overlong = "error",
 ) -> Packing:
-    """Packs samples into rows, several in a row.
+    """Packs several samples into each row, by best fit.
 
-    Samples come by descending length, ties as in `order`. Each goes into the open row with the least space that still
-    holds it, of several such into the one that has had this space longest. Where none holds it, a row opens, of the
-    smallest length that does. The sizes of the rows depend on the lengths only: another epoch under
-    `order="shuffle"` fills the same rows with other samples, so that its buckets stay the same.
+    Samples are placed by descending length, ties as in `order`. Each goes into the open row with the least free space
+    that still holds it; of several such rows, into the one that has had this space longest. If no open row holds it, a
+    new one is opened with the smallest length that does. The sizes of the rows depend only on the lengths: with
+    `order="shuffle"`, another epoch fills rows of the same sizes with other samples, so the buckets stay the same.
 
     Args:
       lengths: integers[N], tokens a sample.
-      row_lengths: the tokens that rows may hold: one integer, or several, strictly ascending, as `choose_row_lengths`
-        gives them.
-      order: as in `sample_order`, but that `"shuffle"` draws from a random stream of the packing's own: a plan of the
+      row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
+        `choose_row_lengths`.
+      order: as in `sample_order`, except that `"shuffle"` draws from a separate random stream, so that a plan of the
         rows with the same seed is independent of it.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what becomes of samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
 
     Returns:
       `Packing`.
@@ -154,12 +154,12 @@ def pack_samples(
 
 
 def rows_by_tokens(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> dict[int, int]:
-    """How many rows `pack_samples` fills with how many tokens.
+    """The histogram of tokens in the rows of `pack_samples`.
 
     Args:
       lengths: distinct lengths of samples, descending, each at most the last capacity.
       counts: samples of each.
-      capacities: the tokens that rows may hold, ascending.
+      capacities: the lengths that rows may have, ascending.
 
     Returns:
       Numbers of rows by their tokens; some may be 0.

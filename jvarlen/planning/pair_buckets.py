@@ -1,4 +1,4 @@
-"""Pairs: in go source and target lengths and a token budget, out come static shapes (rows, source, target).
+"""Buckets for pairs of source and target: static shapes (rows, source, target).
 
 NumPy only; `make_plan` plans pairs as it plans samples. Letters: N samples, S and T candidates for the lengths of the
 two sides, K buckets, M microbatches a step.
@@ -36,23 +36,24 @@ def make_pair_buckets(
     row_multiple: int = 1,
     length_multiple: int = 1,
 ) -> tuple[PairBucket, ...]:
-    """Chooses the static shapes for a dataset of pairs, as translation has them.
+    """Chooses the static shapes for a dataset of pairs, such as translations.
 
-    Two families are searched, each exactly by dynamic programming, and the set with the fewest padded positions is
-    taken. In a chain, both lengths grow from bucket to bucket, which suits sides that are nearly of the same length. In
-    a nested set, source lengths cut the samples into classes, and every class has target lengths of its own, which
-    suits sides that have little to do with each other.
+    Two families are searched, each exactly by dynamic programming, and the set with the fewest padded positions wins.
+    In a chain, both lengths grow from bucket to bucket, which suits sides of nearly the same length. In a nested set,
+    source lengths cut the samples into classes, and every class has target lengths of its own, which suits sides whose
+    lengths are hardly correlated.
 
     Args:
       lengths: integers[N, 2], tokens of source and target.
       max_tokens: budget of one microbatch in tokens, padding included.
-      budget: what counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
+      budget: what the budget counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
       max_shapes: the most buckets.
-      max_candidates: lengths of each side that are tried: the best so many for that side alone. Time grows with its
-        fourth power, and with the square of a side's distinct lengths: round many of them by `length_multiple`.
+      max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
+        fourth power, and with the square of the number of distinct lengths of a side; if these are many, round them by
+        `length_multiple`.
       microbatches_per_step: M.
-      row_multiple: rows are a multiple of it, where the budget allows one.
-      length_multiple: lengths are rounded up to a multiple of it.
+      row_multiple: rows are a multiple of this where the budget allows it.
+      length_multiple: lengths are rounded up to a multiple of this.
 
     Returns:
       A tuple of `PairBucket`, ascending by source, then target.
@@ -105,7 +106,7 @@ class _Found(NamedTuple):
 
 
 class _Problem(NamedTuple):
-    """What the dynamic program works on.
+    """The input of the dynamic program.
 
     Attributes:
       sources: int64[S], candidates, ascending.

@@ -1,4 +1,4 @@
-"""Plan: in go lengths and buckets, out comes every step of an epoch, fixed before training.
+"""The plan: every step of an epoch, fixed before training.
 
 NumPy only. Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
 microbatch, P samples of a row.
@@ -36,7 +36,7 @@ __all__ = ["Plan", "make_plan"]
 class Plan(PlannedSteps):
     """The steps of an epoch: which samples, in which shape, in which order.
 
-    It has all attributes of `PlannedSteps`, and these:
+    It has the attributes of `PlannedSteps`, and these:
 
     Attributes:
       sample_ids: int64[n], real samples in order of step, then row; step t holds
@@ -50,7 +50,7 @@ class Plan(PlannedSteps):
 
     @property
     def num_rows(self) -> int:
-        """R, rows that hold samples: n where nothing is packed."""
+        """R, the number of rows that hold samples; n where nothing is packed."""
         return self.num_samples if self.row_offsets is None else len(self.row_offsets) - 1
 
     @property
@@ -71,15 +71,15 @@ class Plan(PlannedSteps):
         )
 
     def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
-        """The sample of every row of a step; of a packed plan, the samples.
+        """The sample of every row of a step; for a packed plan, the samples of every row.
 
         Args:
           step: 0 ≤ step < S.
 
         Returns:
-          int64[M, B] of sample ids, −1 for a dummy row; of a packed plan int64[M, B, P], a row's samples from its
-          beginning, −1 after them, P the most of any row of the step. Row j of the step lies in microbatch j mod M,
-          slot j // M, so that all microbatches hold nearly the same tokens.
+          int64[M, B] of sample ids, −1 for a dummy row. For a packed plan int64[M, B, P]: a row's samples from its
+          beginning, then −1, where P is the most samples of any row of the step. Row j of the step is in microbatch j
+          mod M, slot j // M, so that all microbatches hold nearly the same number of tokens.
 
         Raises:
           IndexError: no such step.
@@ -100,13 +100,13 @@ class Plan(PlannedSteps):
         return rows_BMxP.reshape(num_rows, self.microbatches_per_step, -1).swapaxes(0, 1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to one uncompressed `.npz` file, in one piece or not at all.
+        """Writes the plan to one uncompressed `.npz` file, atomically.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          OSError: it cannot be written; what was there stays.
+          OSError: it cannot be written; an existing file stays.
         """
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
@@ -124,7 +124,8 @@ class Plan(PlannedSteps):
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
+          ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
+            wrong.
         """
         fields = read_plan_file(Path(path))
         return Plan(
@@ -162,32 +163,32 @@ def make_plan(
     rows; only a bucket's last step can be short, and dummy rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], source and target, where the buckets are for pairs. Or a
-        `Packing`: then its rows are planned as samples would be, and all that goes by sample here goes by row.
+      lengths: integers[N], tokens a sample. Integers[N, 2], source and target, if the buckets are for pairs. Or a
+        `Packing`: then its rows are planned as samples would be, and everything said of samples here holds for rows.
       buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length).
-      microbatches_per_step: M, microbatches of one optimizer update. The plan depends on it, and on no number of
-        devices or processes.
-      order: as in `sample_order`; pairs have the sum of both lengths. It also decides when a step comes. `"length"`:
-        by bucket ascending. `"length_descending"`: by bucket descending. `"shuffle"`: at random. `"dataset"`, an array,
-        or any order with a difficulty other than the length, a block size or pacing: when the step's last sample
-        arrives, short steps at the end.
+      microbatches_per_step: M, the microbatches of one optimizer update. The plan depends on M, but not on the number
+        of devices or processes.
+      order: as in `sample_order`; the length of a pair is the sum of both lengths. It also decides the order of the
+        steps. `"length"`: by bucket, ascending. `"length_descending"`: by bucket, descending. `"shuffle"`: at random.
+        `"dataset"`, an array, or any order with a difficulty other than the length, a block size or pacing: a step
+        comes when its last sample arrives; short steps come at the end.
       difficulty: as in `sample_order`.
       block_size: as in `sample_order`.
-      pacing: from the step, counted over all epochs, to the share of the samples that it may draw from, easiest first;
-        `linear_pacing` makes such a function. A sample is in no step that does not admit it, as long as admitted ones
-        are left. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
+      pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
+        easiest first; `linear_pacing` makes one. As long as admitted samples are left, no step holds a sample that it
+        does not admit. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
-        has its own; pairs are not cut.
+      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
+        has its own rule; pairs are never cut.
 
     Returns:
       A `Plan`.
 
     Raises:
-      ValueError: arguments that are not as described, or do not go together; offending samples are listed as id, value,
+      ValueError: arguments that are not as described, or exclude each other; offending samples are listed as id, value,
         limit.
 
     Example:

@@ -1,4 +1,4 @@
-"""Digest and file of a plan: in go its arrays, out comes a hash or an `.npz`, and the same arrays back, verified.
+"""The digest of a plan, and its `.npz` file, verified when it is loaded.
 
 NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n samples.
 """
@@ -94,7 +94,7 @@ def digest_of_chunks(
 
 
 def write_plan_file(path: Path, fields: Fields) -> None:
-    """Writes a plan's arrays and their digest to one uncompressed `.npz` file, in one piece or not at all."""
+    """Writes a plan's arrays and their digest to one uncompressed `.npz` file, atomically."""
     sealed = fields | {
         "format_version": np.array(_FORMAT_VERSION, np.int64),
         "checksum": np.array(_checksum(fields)),
@@ -111,7 +111,7 @@ def read_plan_file(path: Path) -> Fields:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is no plan, is damaged, of another version, or was edited; it says what is wrong.
+      ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is wrong.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -131,7 +131,7 @@ def read_plan_file(path: Path) -> Fields:
 
 
 def _read_arrays(archive: zipfile.ZipFile) -> Fields:
-    """All arrays of an archive; no size that it claims takes memory that its bytes do not fill.
+    """All arrays of an archive. A claimed size takes no memory unless the file has the bytes to fill it.
 
     Raises:
       Exception: it holds something else; of many types, as zipfile and NumPy have it.
@@ -183,7 +183,7 @@ def _check_fields(fields: Fields) -> None:
 
 
 def _check_structure(fields: Fields) -> None:
-    """Raises ValueError that lists all that no plan can be like."""
+    """Raises ValueError that lists everything impossible in a plan."""
     microbatches = int(fields["microbatches_per_step"])
     step_bucket, offsets, ids = fields["step_bucket"], fields["step_offsets"], fields["sample_ids"]
     buckets = check_buckets(fields["buckets"].tolist())

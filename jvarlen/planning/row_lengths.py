@@ -1,6 +1,6 @@
-"""Row lengths: in go lengths and a token budget, out come the lengths of packed rows whose plan costs least.
+"""Chooses the lengths of packed rows so that their plan costs least.
 
-NumPy only. Packing by histogram takes milliseconds, so that many sets of row lengths can be tried. Letters: V distinct
+NumPy only. Packing by histogram takes milliseconds, so many sets of row lengths can be tried. Letters: V distinct
 lengths, D distinct rounded lengths, K lengths of rows.
 """
 
@@ -46,24 +46,24 @@ def choose_row_lengths(
     memory: CostFn | None = None,
     max_bytes: float | None = None,
 ) -> tuple[int, ...]:
-    """Chooses a few lengths of rows for packing, by what the plan of the packed rows costs.
+    """Chooses a few row lengths for packing, so that the plan of the packed rows costs least.
 
-    For a set of row lengths that plan is::
+    For a set of row lengths, the plan is::
 
         packing = pack_samples(lengths, row_lengths)
         buckets = make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, ...)
         plan = make_plan(packing, buckets, ...)
 
-    with the other arguments as here. Its cost is the sum over all microbatches of rows × length, so that dummy rows and
-    rows that are not full count; or of `cost(rows, length)`, and `compile_seconds` for every length. A set is made of
-    rounded lengths of samples, always with the longest. Of equal costs the fewest lengths win, then, from the longest
-    down, the smaller ones.
+    with the other arguments as here. Its cost is the sum over all microbatches of rows × length, which counts dummy
+    rows and unfilled rows too; or of `cost(rows, length)`, plus `compile_seconds` for every length. A set consists of
+    rounded lengths of samples and always includes the longest. Among equal costs the fewest lengths win, then, from the
+    longest down, the smaller ones.
 
-    Every set is tried where there are at most 4,096, and at most 2**20 / V for V distinct lengths. Of more sets so many
-    are tried, by local search from three of them: the longest length alone; the best set if samples between two row
-    lengths had rows of their own, as few as can be (an exact dynamic program); the best set of an even grid. The search
-    leaves a length out, moves one among the D rounded ones or adds one as long as that is cheaper, by D / 8 places
-    first, by one in the end.
+    If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths, every set is tried. If there are
+    more, that many are tried, by local search from three sets: the longest length alone; the best set under the
+    assumption that samples between two row lengths have rows of their own, as few as possible (an exact dynamic
+    program); and the best set of an even grid. The search removes a length, moves one among the D rounded lengths, or
+    adds one, as long as that is cheaper; it moves by D / 8 places at first and by one at the end.
 
     Args:
       lengths: as in `make_buckets`.
@@ -81,7 +81,7 @@ def choose_row_lengths(
       max_bytes: as in `make_buckets`.
 
     Returns:
-      Lengths of rows, strictly ascending; the last holds the longest sample.
+      Row lengths, strictly ascending; the last holds the longest sample.
 
     Raises:
       ValueError: as in `make_buckets`.

@@ -1,4 +1,4 @@
-"""Emission: in go samples grouped by bucket, out come the steps of an epoch and the order in which they are taken.
+"""Cuts grouped samples into steps, and puts the steps of an epoch in order.
 
 NumPy only. Letters: n samples (or rows), S steps, K buckets, M microbatches a step.
 """

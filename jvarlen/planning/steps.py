@@ -1,7 +1,7 @@
-"""Planned steps: in go buckets and the sizes of steps, out come the shape, size and padding of every step of an epoch.
+"""Shape, size and padding of every step of an epoch.
 
-Which samples are in a step is for `Plan` and `DistributedPlan` to add. NumPy only. Letters: n samples in the plan, S
-steps, K buckets, M microbatches a step.
+`Plan` and `DistributedPlan` add which samples are in each step. NumPy only. Letters: n samples in the plan, S steps, K
+buckets, M microbatches a step.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class PlannedSteps:
       microbatches_per_step: M.
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
-      num_tokens: int64[S], real tokens of each step, cut samples counted as cut.
+      num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length.
       overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
-      num_dropped: samples left out by that rule.
-      num_truncated: samples cut by that rule.
+      num_dropped: samples dropped by that rule.
+      num_truncated: samples truncated by that rule.
     """
 
     buckets: tuple[AnyBucket, ...]
@@ -52,17 +52,17 @@ class PlannedSteps:
 
     @property
     def num_steps(self) -> int:
-        """S."""
+        """S, the number of steps."""
         return len(self.step_bucket)
 
     @property
     def num_samples(self) -> int:
-        """n, real samples; every one comes exactly once."""
+        """n, the number of real samples; each comes exactly once."""
         return int(self.step_offsets[-1])
 
     @property
     def num_rows(self) -> int:
-        """R, rows that hold samples: n where nothing is packed."""
+        """R, the number of rows that hold samples; n where nothing is packed."""
         return self.num_samples
 
     @property
@@ -77,34 +77,34 @@ class PlannedSteps:
 
     @functools.cached_property
     def positions_per_step(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], tokens that the arrays of each step have room for: M × rows × length."""
+        """int64[S], positions in the arrays of each step: M × rows × length."""
         num_positions = np.array([bucket.num_positions for bucket in self.buckets], np.int64)
         return _fixed((self.microbatches_per_step * num_positions)[self.step_bucket])
 
     def steps_of_buckets(self, start_step: int = 0, end_step: int | None = None) -> dict[AnyBucket, int]:
-        """How many steps are of each bucket; of some there may be none.
+        """How many steps each bucket has; possibly 0.
 
         Args:
-          start_step: the first that counts.
-          end_step: the first that does not any more; None: all from `start_step` on count.
+          start_step: the first step that counts.
+          end_step: the first step that no longer counts; None: all steps from `start_step` on count.
 
         Returns:
-          The number for every bucket.
+          The number of steps by bucket.
         """
         counts = np.bincount(self.step_bucket[start_step:end_step], minlength=len(self.buckets))
         return dict(zip(self.buckets, counts.tolist(), strict=True))
 
     @property
     def padding(self) -> float:
-        """The share of all positions that holds no token, dummy rows included, in [0, 1)."""
+        """The share of all positions that hold no token, dummy rows included, in [0, 1)."""
         return 1.0 - int(self.num_tokens.sum()) / int(self.positions_per_step.sum())
 
     @property
     def neighbour_correlation(self) -> float:
-        """Pearson's correlation of the mean sample length of neighbouring steps, in [−1, 1].
+        """Pearson correlation of the mean sample lengths of neighbouring steps, in [−1, 1].
 
-        Near 1 in a curriculum by length; near 0 where a step's length says nothing of the next one's. NaN with fewer
-        than 3 steps, or where all are alike.
+        It is near 1 in a curriculum by length, and near 0 if a step's length says nothing about the next one's. It is
+        NaN with fewer than 3 steps, or if all steps are alike.
         """
         mean_length = self.num_tokens / self.num_sequences
         before, after = mean_length[:-1], mean_length[1:]
@@ -123,8 +123,8 @@ class PlannedSteps:
 
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
-          cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
-          compile_seconds: of one bucket, to be shown with the prediction.
+          cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
+          compile_seconds: seconds of compiling one bucket, shown with the prediction.
 
         Returns:
           Lines of text.
@@ -133,20 +133,20 @@ class PlannedSteps:
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """The array, read-only: it is made once, and all get the same."""
+    """The array, read-only: it is made once and shared by all callers."""
     array.setflags(write=False)
     return array
 
 
 class BucketFigures(NamedTuple):
-    """What a plan makes of each bucket; a figure each, in the order of the buckets.
+    """Figures of each bucket of a plan, in the order of the buckets.
 
     Attributes:
       num_samples: int64[K].
       num_steps: int64[K].
       num_tokens: int64[K], real ones.
-      num_positions: int64[K], tokens that the steps have room for.
-      seconds: float64[K], what a cost predicts for all steps of the bucket; None without one.
+      num_positions: int64[K], positions of the steps.
+      seconds: float64[K], predicted by the cost for all steps of the bucket; None without one.
     """
 
     num_samples: Int64[np.ndarray, " K"]

@@ -1,4 +1,4 @@
-"""State of a stream: in go plain values, as JSON has them, out comes a checked place from which a stream goes on."""
+"""The state of a stream: plain JSON values, checked before the stream resumes from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STATE_VERSION = 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """Plain values, from which a stream goes on; the waiting samples by bucket."""
+    """Plain values from which a stream resumes; the waiting samples are grouped by bucket."""
 
     version: int
     buckets: list[list[int]]
@@ -35,7 +35,7 @@ class StreamState:
 
 
 def read_state(fields: Mapping[str, Any]) -> StreamState:
-    """Checks that it is what `StreamBatches.state` gives; raises ValueError that says what is wrong."""
+    """Checks a state from `StreamBatches.state`; raises ValueError that says what is wrong."""
     try:
         if missing := [field.name for field in dataclasses.fields(StreamState) if field.name not in fields]:
             raise ValueError(f"it has no {', '.join(missing)}")
@@ -52,7 +52,7 @@ def read_state(fields: Mapping[str, Any]) -> StreamState:
 
 
 def _check_waiting(state: StreamState, buckets: tuple[Bucket, ...]) -> None:
-    """Raises ValueError where no stream can have such samples waiting, or such counts."""
+    """Raises ValueError if no stream can have these waiting samples or these counts."""
     if not len(buckets) == len(state.waiting_ids) == len(state.waiting_lengths):
         raise ValueError(
             f"{len(buckets)} buckets, and waiting samples of {len(state.waiting_ids)} and {len(state.waiting_lengths)}"

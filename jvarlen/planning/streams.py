@@ -1,8 +1,8 @@
-"""Streams: in go lengths one by one, out come steps in the same few static shapes, where no plan can be made ahead.
+"""Streams: steps in a few static shapes, for lengths that are not known in advance.
 
-A stream is read once, from its beginning, and need not end. Its steps depend on the lengths and on nothing else, so
-every process that reads the same lengths gets the same steps. Each then loads the samples of its own microbatches only.
-Of four microbatches a step, the second of two processes takes the last two, and reads what these ids name:
+A stream is read once, from its beginning, and need not end. Its steps depend only on the lengths, so every process that
+reads the same lengths gets the same steps. Each process then loads only the samples of its own microbatches. With four
+microbatches a step, the second of two processes takes the last two, and reads the samples with these ids:
 
     >>> lengths = [3, 1, 4, 2, 8, 2, 7, 6, 5, 1]
     >>> process, num_processes, microbatches_per_step = 1, 2, 4
@@ -46,10 +46,10 @@ class StreamStep(NamedTuple):
     """A step of a stream.
 
     Attributes:
-      bucket_index: which bucket.
+      bucket_index: the index of the bucket.
       bucket: its shape.
-      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a dummy row. Row j of the step
-        lies in microbatch j mod M, slot j // M.
+      ids: int64[M, B], the place of each sample in the stream, counted from 0; −1 for a dummy row. Row j of the step is
+        in microbatch j mod M, slot j // M.
       lengths: int64[M, B], tokens of each row, cut at the bucket; 0 for a dummy row.
     """
 
@@ -76,34 +76,35 @@ def stream_batches(
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
-    A sample waits with the others of the smallest bucket that holds it, and M × rows of them are a step. Where the
-    stream ends, what still waits comes by bucket ascending, filled with dummy rows.
+    A sample waits in the queue of the smallest bucket that holds it; M × rows waiting samples make a step. At the end
+    of the stream the remaining samples come by bucket, ascending, filled up with dummy rows.
 
     Args:
-      lengths: tokens of each sample, integers of at least 1. No more of them are read than a step needs, but for the
-        estimate.
-      buckets: (rows, length) pairs, lengths strictly ascending; or give `max_tokens`.
-      max_tokens: budget of one microbatch in tokens, padding included. The first `num_estimate` samples are read at
-        once, the buckets are those of `make_buckets` for them, each with as many rows as the budget allows.
+      lengths: tokens of each sample, integers of at least 1. Apart from the estimate, no more of them are read than a
+        step needs.
+      buckets: (rows, length) pairs, lengths strictly ascending. Give these or `max_tokens`.
+      max_tokens: budget of one microbatch in tokens, padding included. The first `num_estimate` samples are then read
+        at once, and `make_buckets` chooses the bucket lengths for them; each bucket has as many rows as the budget
+        allows.
       microbatches_per_step: M, the microbatches of one optimizer update.
       num_estimate: how many samples the buckets are estimated from.
-      max_shapes: the most buckets of the estimate.
-      max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest sample among
-        the first ones, which a longer one can follow.
+      max_shapes: the most buckets in the estimate.
+      max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest of the first
+        samples; a longer sample may still follow.
       row_multiple: as in `make_buckets`, for the estimate.
       length_multiple: as in `make_buckets`, for the estimate.
-      max_waiting: the most samples that wait at a time, at least 1. Where one more does, the bucket that is filled
-        best (ties: the shorter) gives a step with dummy rows. None: as many as the buckets hold.
-      overlong: what becomes of samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
-      state: what `StreamBatches.state` gave. With the same stream, from its beginning again, the steps go on where they
-        were then. All other options are those of that time, and what is given here is ignored.
+      max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
+        the shorter) gives a step with dummy rows. None: as many as the buckets hold.
+      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
+      state: a state from `StreamBatches.state`. Given the same stream from its beginning, the steps continue after that
+        state. All other options come from the state; those given here are ignored.
 
     Returns:
       `StreamBatches`, an iterator of `StreamStep`.
 
     Raises:
-      ValueError: options that are not as described, a state that is none; while reading, a length that is no integer
-        of at least 1, or longer than the longest bucket under `"error"`, named as id, value, limit.
+      ValueError: options that are not as described, or an invalid state; while reading, a length that is not an integer
+        of at least 1, or under `"error"` is longer than the longest bucket, listed as id, value, limit.
 
     Example:
       >>> for step in stream_batches([3, 1, 8, 4, 2], [(2, 4), (1, 8)]):
@@ -167,8 +168,8 @@ class StreamBatches:
     Attributes:
       buckets: the static shapes, lengths ascending.
       microbatches_per_step: M.
-      num_dropped: samples left out so far, because they are longer than the longest bucket.
-      num_truncated: samples cut to it so far.
+      num_dropped: samples dropped so far, because they are longer than the longest bucket.
+      num_truncated: samples truncated to it so far.
     """
 
     def __init__(self, stream: Iterator[Any], start: StreamState):
@@ -196,14 +197,14 @@ class StreamBatches:
 
     @property
     def num_read(self) -> int:
-        """Samples taken so far; those that were only read ahead for the estimate are not."""
+        """Samples taken so far, without those that were only read ahead for the estimate."""
         return self._num_emitted + self.num_dropped + sum(len(queue.ids) for queue in self._queues)
 
     def state(self) -> dict[str, Any]:
-        """What `stream_batches(state=)` goes on from, after the last step that was given out.
+        """The state from which `stream_batches(state=)` resumes, after the last step that was returned.
 
         Returns:
-          A dict of plain values, which JSON gives back equal: the options, the counts, and the samples that wait.
+          A dict of plain values that survive JSON unchanged: the options, the counts, and the waiting samples.
         """
         state = StreamState(
             version=STATE_VERSION,

@@ -1,6 +1,6 @@
-"""Page: in go texts, pictures and tables, out comes one HTML file that loads nothing and works offline.
+"""One HTML file of texts, pictures and tables that loads nothing and works offline.
 
-All text that comes from elsewhere goes through `text`.
+Text from elsewhere is escaped by `text`.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ details .scroll { margin-top: 0.5rem; }
 def write_page(
     path: str | os.PathLike[str], *, title: str, summary: str, sections: Iterable[str], footer: Sequence[str] = ()
 ) -> None:
-    """Writes a page, in one piece or not at all.
+    """Writes a page, atomically.
 
     Args:
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
       title: plain text.
       summary: plain text under the title.
       sections: HTML, as the other functions here make it.
       footer: HTML of its paragraphs; the version follows them.
 
     Raises:
-      OSError: the file cannot be written; what was there stays.
+      OSError: the file cannot be written; an existing file stays.
     """
     page = _PAGE.format(
         title=text(title),
@@ -140,12 +140,12 @@ def text(plain: str) -> str:
 
 
 def printable(plain: str) -> str:
-    """Text without what terminals and browsers obey: control characters, marks of direction, halves of characters."""
+    """Text without characters that act on terminals or browsers: controls, direction marks, lone surrogates."""
     return "".join(character if character.isprintable() else "\ufffd" for character in plain)
 
 
 def key_figures(figures: Iterable[tuple[str, str, str]]) -> str:
-    """Boxes of a name, a value and what more there is to say, all plain text."""
+    """Boxes with a name, a value and a note, all plain text."""
     entries = "\n".join(
         f"<div><dt>{text(name)}</dt><dd>{text(value)}<small>{text(more)}</small></dd></div>"
         for name, value, more in figures
@@ -154,18 +154,18 @@ def key_figures(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def figure_grid(figures: Iterable[str]) -> str:
-    """Figures side by side, as many as the window has room for."""
+    """Figures side by side, as many as fit the window."""
     return f'<div class="figures">\n{"".join(figures)}</div>'
 
 
 def figure(name: str, title: str, caption: str, svg: str, *, legend: str = "") -> str:
-    """A picture in a box; the title and the caption name and describe it to who can't see it.
+    """A picture in a box; title and caption describe it to readers who cannot see it.
 
     Args:
       name: of letters and hyphens, unlike that of any other.
       title: plain text.
       caption: plain text.
-      svg: an `<svg>` element; nothing where there is none to see.
+      svg: an `<svg>` element; empty if there is nothing to show.
       legend: HTML above the picture.
     """
     picture = '<p class="unknown">not known</p>'

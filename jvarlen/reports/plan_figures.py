@@ -1,7 +1,7 @@
-"""Figures of a plan: in go a plan and its lengths, out come pictures as SVG that take their colours from the page.
+"""SVG figures of a plan, in the colours of the page around them.
 
-Everything is counted before it is drawn, so that the size of a picture does not depend on samples or steps. Letters: N
-samples, n of them in the plan, S steps, K buckets, R rows.
+Everything is counted before it is drawn, so the size of a picture does not depend on the number of samples or steps.
+Letters: N samples, n of them in the plan, S steps, K buckets, R rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class PlanFigure(NamedTuple):
       name: of letters and hyphens, unlike that of any other.
       title: what it shows.
       caption: how to read it.
-      svg: an `<svg>` element without namespaces, to stand in an HTML page.
+      svg: an `<svg>` element without namespaces, for an HTML page.
     """
 
     name: str
@@ -51,7 +51,7 @@ def draw_plan(
     learning_rates: Float[np.ndarray, " S"] | None = None,
     cost: CostFn | None = None,
 ) -> list[PlanFigure]:
-    """Draws what there is to see of a plan.
+    """Draws the pictures of a plan.
 
     Args:
       plan: the plan.
@@ -223,7 +223,7 @@ def _bars(plan: Plan, axis: Any, values: np.ndarray, colour: str, bottom: Any = 
 
 
 def _over_steps(axis: Any, values: Real[np.ndarray, " S"], colour: str) -> None:
-    """A point a step where they are few; else the range and the mean of as many neighbours as it takes."""
+    """One point a step if steps are few; otherwise the range and the mean of groups of neighbours."""
     num_steps = len(values)
     if num_steps <= _MOST_POINTS:
         axis.plot(np.arange(num_steps), values, ".", color=COLOURS[colour], markersize=4)

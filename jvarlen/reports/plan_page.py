@@ -1,4 +1,4 @@
-"""Page of a plan: in go a plan and its lengths, out comes one HTML file that loads nothing and works offline."""
+"""A plan as one HTML file that loads nothing and works offline."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def write_html_report(
 ) -> None:
     """Writes a page that shows a plan: key figures, pictures, and a table of its buckets.
 
-    The page is one file without script that loads nothing. Its size hardly depends on samples and steps, since all is
-    counted before it is drawn.
+    The page is one file without scripts that loads nothing. Its size hardly depends on the number of samples and steps,
+    since everything is counted before it is drawn.
 
     Args:
-      path: the file, whose directory exists; a file of that name is replaced.
+      path: the file; its directory must exist, and an existing file is replaced.
       plan: the plan.
-      lengths: integers[N], the tokens of every sample that it was made for, before any is cut or packed; integers[N, 2]
-        of pairs.
+      lengths: integers[N], the tokens of every sample that it was made for, before truncation and packing; integers[N,
+        2] for pairs.
       learning_rates: floats[S], as from `lr_sequence`.
-      cost: cost(rows, length) of one microbatch in seconds; what it predicts is shown.
-      comparison: as from `compare_strategies`, to be shown as a table.
+      cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
+      comparison: as from `compare_strategies`, shown as a table.
 
     Raises:
-      ValueError: lengths that are not those of the plan, learning rates that are not one a step, or a comparison
-        without a plan that can be made.
-      OSError: the file cannot be written; what was there stays.
+      ValueError: lengths that are not those of the plan, another number of learning rates than of steps, or a
+        comparison without any possible plan.
+      OSError: the file cannot be written; an existing file stays.
     """
     checked = _checked_lengths(plan, lengths)
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)

@@ -1,4 +1,4 @@
-"""Reports: in go lengths, the metrics of a run or its ledger, out come text and pictures."""
+"""Histograms of lengths, curves of a run and ledgers, as text and pictures."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MOST_LABELS = 24  # of buckets side by side
 
 
 def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
-    """A histogram of lengths as text, the bins growing by equal ratios.
+    """A histogram of lengths as text, with bins that grow by equal ratios.
 
     Args:
       lengths: int64[N], each ≥ 1.
 
     Returns:
-      A line a bin: its range, how many samples, their share of all tokens, a bar; then a line of figures.
+      One line a bin, with its range, number of samples, share of all tokens, and a bar; then a line of figures.
     """
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, _MOST_BINS + 1).round().astype(np.int64))
     bin_of_sample = np.searchsorted(edges, lengths, side="right") - 1
@@ -47,22 +47,22 @@ def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`, in order; a last line that was cut off is left out.
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line.
 
     Args:
       path: the file.
 
     Returns:
-      A record a line.
+      One record a line.
 
     Raises:
-      ValueError: another line is no JSON object with a step; it is named.
+      ValueError: any other line is not a JSON object with a step; it is named.
     """
     return list(iterate_metrics(path))
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """What `read_metrics` returns, one line after the other."""
+    """The records of `read_metrics`, one at a time."""
     wrong: ValueError | None = None
     with path.open(errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -79,11 +79,11 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
-    """Draws loss, learning rate, batch size and bucket length over steps into a PNG file.
+    """Plots loss, learning rate, batch size and bucket length over steps into a PNG file.
 
     Args:
-      metrics: records of steps, as `read_metrics` gives them.
-      path: the file, whose directory exists; a file of that name is replaced.
+      metrics: records of steps, as from `read_metrics`.
+      path: the file; its directory must exist, and an existing file is replaced.
     """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 
@@ -111,14 +111,14 @@ def plot_curves(metrics: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def plot_ledger(ledger: Ledger, path: Path) -> None:
-    """Draws seconds of compiling, uses, seconds of a step, padding and bytes of each bucket into a PNG file.
+    """Plots compile seconds, uses, seconds of a step, padding and bytes of each bucket into a PNG file.
 
-    Buckets stand in the order of their lengths. What is not known of a bucket is left blank, and said where it is not
-    known of any.
+    Buckets are in order of their lengths. Unknown figures of a bucket are left blank; a figure that is unknown for all
+    buckets is marked as such.
 
     Args:
-      ledger: of compiled buckets.
-      path: the file, whose directory exists; a file of that name is replaced.
+      ledger: the ledger of compiled buckets.
+      path: the file; its directory must exist, and an existing file is replaced.
     """
     from matplotlib.figure import Figure  # here: text reports do without matplotlib
 

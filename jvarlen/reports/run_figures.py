@@ -1,6 +1,6 @@
-"""Figures of runs: in go records of one or several runs, out come pictures in which they lie over each other.
+"""Figures of one or several runs, overlaid.
 
-How a run is drawn is for `run_lines`. Letters: S steps of one run.
+`run_lines` decides how a run is drawn. Letters: S steps of one run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class RunFigure(NamedTuple):
       name: of letters and hyphens, unlike that of any other.
       title: what it shows.
       caption: how to read it.
-      svg: an `<svg>` element without namespaces, to stand in an HTML page; empty where no run knows what it would show.
-      runs: places of the runs that are in it.
+      svg: an `<svg>` element without namespaces, for an HTML page; empty if no run has the data for it.
+      runs: indices of the runs that are in it.
     """
 
     name: str
@@ -75,7 +75,7 @@ def runs_legend(names: Sequence[str], places: Sequence[int], text: Callable[[str
 
 
 def draw_runs(runs: Sequence[Run]) -> list[RunFigure]:
-    """Draws what there is to see of runs, all in the same pictures.
+    """Draws the pictures of runs, all runs in the same pictures.
 
     Args:
       runs: at least one.

@@ -1,7 +1,7 @@
-"""Lines of runs: in go axes and values of steps, out come points or ranges on them, each run in a look of its own.
+"""Draws the steps of runs as points or ranges, each run in its own style.
 
-Of a long run, neighbouring steps are drawn together, so that the size of a picture does not depend on their number.
-Letters: S steps of one run.
+Neighbouring steps of a long run are drawn together, so the size of a picture does not depend on their number. Letters:
+S steps of one run.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Look(NamedTuple):
 
 
 def look_of(place: int) -> Look:
-    """How the run at a place of the list is drawn; as many look different as there are colours times dashes.
+    """How the run at a place of the list is drawn; there are as many looks as colours times dashes.
 
     Example:
       >>> look_of(0), look_of(7)
@@ -77,7 +77,7 @@ def draw_steps(
     runs: Sequence[Run],
     weights: Float64[np.ndarray, " S"] | None = None,
 ) -> bool:
-    """A point a step where they are few, else ranges; whether there was anything to draw."""
+    """Draws one point a step if steps are few, otherwise ranges; returns whether there was anything to draw."""
     if weights is None:
         weights = np.ones(len(y))
     x, y, weights = where_known(x, y, weights)
@@ -93,7 +93,7 @@ def draw_steps(
 def draw_curve(
     axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], place: int, runs: Sequence[Run]
 ) -> None:
-    """Ranges where runs are long; else the steps as a faint line, the mean of neighbouring ones as a strong one."""
+    """Draws ranges if runs are long; otherwise the steps as a faint line, with the mean of neighbours on top."""
     if is_long(runs):
         _draw_ranges(axis, x, y, place, runs)
         return
@@ -120,7 +120,7 @@ def _draw_ranges(
 
 
 def _draw_points(axis: Any, x: Float64[np.ndarray, " S"], y: Float64[np.ndarray, " S"], place: int) -> None:
-    """Lines of no length with round ends: a tenth of the text that as many markers are in SVG."""
+    """Zero-length lines with round ends, which take a tenth of the text of SVG markers."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

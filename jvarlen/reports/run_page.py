@@ -1,6 +1,6 @@
-"""Report of runs: in go their directories, out come a table as text and one HTML page that loads nothing.
+"""Reports of runs: a table as text, and one HTML page that loads nothing.
 
-Runs that go on, that were interrupted, or that an older version wrote are shown as far as they are known.
+Runs that are still going, were interrupted, or were written by an older version are shown as far as they are known.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _BUCKET_HEADER = (
 
 
 class RunReport(NamedTuple):
-    """Runs that are shown beside each other.
+    """Runs that are shown together.
 
     Attributes:
       runs: at least one.
-      names: of each, unlike those of the others.
+      names: a unique name for each.
     """
 
     runs: tuple[Run, ...]
@@ -49,7 +49,7 @@ class RunReport(NamedTuple):
 
     @property
     def figures(self) -> list[tuple[str, list[str]]]:
-        """Names of key figures, and what they are for each run."""
+        """Names of key figures, with their values for each run."""
         columns = [_key_figures(run) for run in self.runs]
         kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
         evaluations = [
@@ -64,7 +64,7 @@ class RunReport(NamedTuple):
         return [*((name, [column[name] for column in columns]) for name in columns[0]), *evaluations]
 
     def table(self) -> str:
-        """Lines of text: the key figures of each run, the buckets where it is one, and settings that differ."""
+        """Lines of text: the key figures of each run, the buckets of a single run, and settings that differ."""
         texts = [_text_table(["", *self.names], [[name, *values] for name, values in self.figures])]
         if len(self.runs) == 1:
             rows, note = _bucket_rows(bucket_uses(self.runs[0]))
@@ -77,10 +77,10 @@ class RunReport(NamedTuple):
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
 
         Args:
-          path: the file, whose directory exists; a file of that name is replaced.
+          path: the file; its directory must exist, and an existing file is replaced.
 
         Raises:
-          OSError: the file cannot be written; what was there stays.
+          OSError: the file cannot be written; an existing file stays.
         """
         is_one = len(self.runs) == 1
         figures = []
@@ -122,17 +122,18 @@ class RunReport(NamedTuple):
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
-    """Reads runs that are to be shown together.
+    """Reads runs to show them together.
 
     Args:
-      run_dirs: directories of runs, at least one, none twice.
+      run_dirs: run directories, at least one, none twice.
 
     Returns:
       `RunReport`; print its `table()`, and see `write_html`.
 
     Raises:
-      ValueError: there is no directory, or one is there twice; a file is damaged: it is named, and the line.
-      OSError: what is no directory of a run, or cannot be read; it is named.
+      ValueError: there is no directory, or one is given twice; or a file is damaged; the message has the file and the
+        line.
+      OSError: a path is not a run directory, or cannot be read; it is named.
     """
     if not run_dirs:
         raise ValueError("a report needs the directory of at least one run")
@@ -198,7 +199,7 @@ def _bucket_table(run: Run, title: str, place: int, *, is_closed: bool) -> str:
 
 
 def _bucket_rows(uses: Sequence[BucketUse]) -> tuple[list[list[str]], str]:
-    """Texts of each bucket; and what is left out, if anything is."""
+    """Table rows of the buckets, and a note on what is left out, if anything."""
     rows = []
     for use in uses[:_MOST_BUCKETS]:
         row = use.row

@@ -1,7 +1,7 @@
-"""Runs on disk: in goes the directory of a run, out come its records as arrays, its ledger, summary and settings.
+"""Reads a run directory: its records as arrays, its ledger, summary and settings.
 
-Nothing in the files is trusted: what is no number where one belongs is an error that names the file and the line. What
-an older version did not write is unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
+The files are untrusted: a value of the wrong type is an error with the file and the line. Values that an older version
+did not write are unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Evaluations(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What the directory of a run holds.
+    """The content of a run directory.
 
     Attributes:
       path: the directory.
       steps: float64[S] for each field of `metrics.jsonl` that is read, such as `loss` (nats a token) and `time_s`; NaN
-        where it is not known.
+        where unknown.
       evaluations: by name.
-      summary: figures of `summary.json`; None where there is none yet.
-      is_interrupted: whether the summary says so.
-      ledger: of the buckets that were trained in; None where there is none yet.
+      summary: figures of `summary.json`; None if there is none yet.
+      is_interrupted: whether the summary says that the run was interrupted.
+      ledger: of the buckets that were trained in; None if there is none yet.
       settings: by dotted name, as JSON.
     """
 
@@ -91,32 +91,32 @@ class Run:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the summary is of all these steps; a run that is resumed has one of its first part."""
+        """Whether the summary covers all these steps; a resumed run still has the summary of its first part."""
         steps = self.steps["step"]
         return self.summary is not None and not (self.num_steps and (self.summary["num_steps"] or 0) <= steps[-1])
 
     @property
     def tokens_so_far(self) -> Float64[np.ndarray, " S"]:
-        """float64[S], real tokens up to and with each step; NaN from the first on of which they are not known."""
+        """float64[S], real tokens up to and including each step; NaN from the first unknown one on."""
         return np.cumsum(self.steps["num_tokens"])
 
     @property
     def seconds(self) -> Float64[np.ndarray, " S"]:
-        """float64[S], from the end of one step to the end of the next, whatever came between; NaN where not known."""
+        """float64[S], from the end of one step to the end of the next, whatever came between; NaN where unknown."""
         seconds = np.diff(self.steps["time_s"], prepend=0.0)
         return np.where(seconds > 0, seconds, np.nan)
 
 
 class BucketUse(NamedTuple):
-    """What a run made of a bucket; None where it is not known.
+    """How a run used a bucket; None for unknown figures.
 
     Attributes:
       shape: rows, and length or lengths.
       num_steps: steps that were logged.
-      num_tokens: real ones in these steps.
-      num_positions: tokens that these steps had room for.
+      num_tokens: real tokens in these steps.
+      num_positions: positions of these steps.
       padding: share of these positions that held no token.
-      seconds: of all these steps; where they were not timed one by one, the ledger's median times their number.
+      seconds: of all these steps; if they were not timed one by one, the ledger's median times their number.
       row: the row of the ledger.
     """
 
@@ -130,17 +130,17 @@ class BucketUse(NamedTuple):
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Reads the directory of a run, which may be going on.
+    """Reads the directory of a run, which may still be running.
 
     Args:
-      run_dir: with `config.json` and `metrics.jsonl`; `summary.json` and `ledger.json` come with the end of a run.
+      run_dir: has `config.json` and `metrics.jsonl`; `summary.json` and `ledger.json` come with the end of a run.
 
     Returns:
       `Run`.
 
     Raises:
-      FileNotFoundError: there is no such directory, or it is not that of a run; what is missing is named.
-      ValueError: a file is damaged; it is named, and the line.
+      FileNotFoundError: there is no such directory, or it is not a run directory; the message says what is missing.
+      ValueError: a file is damaged; the message has the file and the line.
       OSError: a file cannot be read.
     """
     path = Path(run_dir)
@@ -165,10 +165,10 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Names of directories; of those that have the same, as much of the path as tells them apart.
+    """Names of directories; equal names get as much of the path as tells them apart.
 
     Raises:
-      ValueError: a directory is there twice.
+      ValueError: a directory is given twice.
 
     Example:
       >>> run_names([Path("/a/runs/1"), Path("/b/runs/1"), Path("/b/runs/2")])
@@ -190,14 +190,14 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def differing_settings_of(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
-    """Settings in which runs differ, and their values in each run; None where a run has none."""
+    """Settings in which runs differ, and their values in each run; None if a run has none."""
     names = dict.fromkeys(itertools.chain.from_iterable(run.settings for run in runs))
     values = [(name, [run.settings.get(name) for run in runs]) for name in names]
     return [(name, of_runs) for name, of_runs in values if len(set(of_runs)) > 1]
 
 
 def bucket_uses(run: Run) -> list[BucketUse]:
-    """What a run made of its buckets, by their lengths; of those in the log and those in the ledger."""
+    """How a run used its buckets, in the log and in the ledger, by length."""
     shapes = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
     is_known = np.isfinite(shapes).all(axis=1)
     unique, place = np.unique(shapes[is_known].astype(np.int64), axis=0, return_inverse=True)
@@ -264,7 +264,7 @@ def _read_metrics(path: Path) -> tuple[dict[str, Float64[np.ndarray, " S"]], dic
 def _columns(
     path: Path, lines: Sequence[tuple[int, Mapping[str, Any]]], names: Sequence[str]
 ) -> dict[str, Float64[np.ndarray, " n"]]:
-    """An array of each field; raises ValueError for what is no number."""
+    """An array of each field; raises ValueError for values that are not numbers."""
     columns = {}
     for name in names:
         values = [record.get(name) for _, record in lines]
@@ -318,7 +318,7 @@ def _read_ledger(path: Path) -> Ledger | None:
 
 
 def _read_settings(path: Path) -> dict[str, str]:
-    """Settings as JSON by their names, those of a group by `group.name`."""
+    """Settings as JSON, by name; those of a group by `group.name`."""
     flat: dict[str, str] = {}
     for name, value in _read_object(path).items():
         if isinstance(value, dict):
@@ -336,7 +336,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _naming(read: Callable[[Path], Any], path: Path) -> Any:
-    """What is read; a ValueError that names the file for all that can be wrong with what it holds."""
+    """Reads with `read`; any error in the content becomes a ValueError that names the file."""
     try:
         return read(path)
     # Beside what is no JSON: numbers that are too large, and brackets within too many brackets.

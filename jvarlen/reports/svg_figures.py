@@ -1,4 +1,4 @@
-"""SVG figures: in goes what Matplotlib has drawn, out come pictures that take their colours from the page."""
+"""Turns Matplotlib figures into SVG that takes its colours from the page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HREF = "{http://www.w3.org/1999/xlink}href"
 
 @contextlib.contextmanager
 def drawing_settings() -> Iterator[None]:
-    """A block in which figures are drawn in the colours of the page, their text as text."""
+    """A block in which figures are drawn in the colours of the page, with text as text."""
     import matplotlib as mpl  # here: what prints no page does without matplotlib
 
     settings: dict[Any, Any] = {
@@ -58,7 +58,7 @@ def drawing_settings() -> Iterator[None]:
 
 
 def new_figure(num_axes: int = 1, **options: Any) -> tuple[Any, Any]:
-    """A figure as wide as a phone, and its axes, one below the other."""
+    """A figure as wide as a phone, with axes below each other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT if num_axes == 1 else 1.3 * _HEIGHT), layout="constrained")
@@ -66,7 +66,7 @@ def new_figure(num_axes: int = 1, **options: Any) -> tuple[Any, Any]:
 
 
 def count_ticks(axis: Any, *, integer: bool = True) -> None:
-    """Numbers as people read them, 20k rather than 20,000.0 or 2e4, and no halves of samples."""
+    """Readable tick numbers: 20k rather than 20,000.0 or 2e4, and no fractions of samples."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     def label(value: float, _: int) -> str:
@@ -88,7 +88,7 @@ def _short_number(value: float, largest: float) -> str:
 
 
 def to_svg(figure: Any, name: str) -> str:
-    """The figure as an element without namespaces, whose ids no other figure has, and whose colours are the page's.
+    """The figure as an `<svg>` element without namespaces, with unique ids and the colours of the page.
 
     Args:
       figure: a Matplotlib figure, drawn with `drawing_settings`.

@@ -1,7 +1,7 @@
 """A whole training: from settings to a run directory.
 
-- `config`, `data_config`, `plan_config`: the settings, frozen and checked. `data`, `task`: what is trained, on what.
+- `config`, `data_config`, `plan_config`: frozen, checked settings. `data`, `task`: the data, and what is trained.
 - `epochs`: all steps of a training. `loop`, `evaluation`, `profiling`, `step_display`: one host loop around the step.
-- `directory`, `trackers`, `charts`, `wandb_process`, `summary`: what a run leaves behind.
+- `directory`, `trackers`, `charts`, `wandb_process`, `summary`: the files of a run.
 - `fit`: all of it, in order.
 """

@@ -1,6 +1,6 @@
-"""Charts: in go the records of a run, out come event files of TensorBoard, or an offline run of Weights & Biases.
+"""Trackers for TensorBoard and for offline runs of Weights & Biases.
 
-Their packages are extras, and are imported when a tracker is made.
+Their packages are extras, imported when a tracker is made.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class TensorBoardTracker:
     """Scalars for TensorBoard, named in groups as `scalars_of` does.
 
     Args:
-      directory: where the event files lie; it is made.
-      start_step: the first step that will be logged. What earlier files in the directory tell of it and of later steps
-        is not shown any more.
+      directory: the directory of the event files; it is created.
+      start_step: the first step that will be logged. Records of it and of later steps in earlier files are no longer
+        shown.
 
     Raises:
       ValueError: tensorboardX is not installed.
@@ -86,7 +86,7 @@ class TensorBoardTracker:
             self._next_flush = now + _FLUSH_S
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes remaining records."""
         self._writer.flush()
         self._writer.close()
 
@@ -97,13 +97,13 @@ class TensorBoardTracker:
 class WandbTracker:
     """An offline run of Weights & Biases, named in groups as `scalars_of` does, for `wandb sync` to upload.
 
-    It needs no account and no network, and takes no settings from the environment. All its files, but a socket, lie in
-    `run_dir/wandb`; so does the id of the run, `run_id`. A resumed run has the same id and, each time, one more
-    directory `offline-run-…`; a step that was taken twice stands in two of them.
+    It needs no account and no network, and takes no settings from the environment. All its files except a socket are in
+    `run_dir/wandb`, including the id of the run, `run_id`. A resumed run has the same id and each time one more
+    directory `offline-run-…`; a step that was taken twice is in two of them.
 
-    A process of its own writes them, through the service of wandb. Neither gets the Ctrl-C of a terminal, nor SIGTERM
-    to the processes of the run; both end with the run, even one that is killed. A scheduler that sends SIGTERM to each
-    process of a job ends the service, whatever the rest does: that is a tracker that failed.
+    A process of its own writes them, through the service of wandb. Neither receives the Ctrl-C of a terminal, nor
+    SIGTERM to the processes of the run; both end with the run, even if it is killed. A scheduler that sends SIGTERM to
+    each process of a job ends the service; the tracker then counts as failed.
 
     Args:
       run_dir: the directory of the run.
@@ -111,7 +111,7 @@ class WandbTracker:
 
     Raises:
       ValueError: wandb is not installed.
-      OSError: the files cannot be written; or wandb did not start, and what it said of that.
+      OSError: the files cannot be written, or wandb did not start; its message is included.
     """
 
     def __init__(self, run_dir: Path, config: Mapping[str, Any]):
@@ -151,14 +151,14 @@ class WandbTracker:
             raise OSError(f"wandb did not start ({told[-1]}); {log_path} tells more")
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Hands the record over; after about 1 s it is on disk."""
+        """Passes the record on; after about 1 s it is on disk."""
         self._send({"step": record["step"], "scalars": scalars_of(record)})
 
     def close(self) -> None:
         """Ends the process when it has written everything.
 
         Raises:
-          OSError: it had failed, or was killed as it did not end within 60 s.
+          OSError: it had failed, or was killed because it did not end within 60 s.
         """
         with contextlib.suppress(BrokenPipeError, TimeoutError):
             self._send("end")
@@ -184,10 +184,10 @@ class WandbTracker:
 
 
 def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a record under the names that charts group them by.
+    """The figures of a record, under names that charts group by.
 
     Args:
-      record: of a training step or an evaluation. What is neither a number nor the step is left out.
+      record: of a training step or an evaluation. Values that are not numbers, and the step, are left out.
 
     Returns:
       `train/loss`, `rate/in_force`, `data/padding`, `memory/host_bytes` and the like of a step; `eval/NAME/…` of an

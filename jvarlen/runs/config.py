@@ -1,4 +1,4 @@
-"""Configuration: in go settings, out come frozen dataclasses, checked where they are made, and their JSON form.
+"""Settings as frozen dataclasses, checked when they are made, and their JSON form.
 
 The fields are the settings of `jvarlen train`; their docstrings are its help.
 """
@@ -44,22 +44,22 @@ _MODELS = ("cost_model", "memory_model")  # files that a run directory has copie
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, warmed up linearly, decayed along a cosine, its rate scaled by the batch size."""
+    """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
 
     learning_rate: float = 3e-3
-    """Highest base rate."""
+    """Peak of the base learning rate."""
     warmup_fraction: float = 0.1
-    """Share of training over which the base rate rises, from the last rate of training."""
+    """Share of training spent on warm-up; it starts from the final rate."""
     final_fraction: float = 0.05
-    """The last base rate as a share of the highest."""
+    """Final base rate as a share of the peak."""
     schedule_unit: Literal["steps", "sequences", "tokens"] = "steps"
-    """What warm-up and decay are counted in."""
+    """Unit in which warm-up and decay are counted."""
     batch_size_rule: BatchSizeRule = "sqrt"
-    """How the rate grows with the batch size of a step."""
+    """How the learning rate scales with the batch size of a step."""
     batch_size_unit: Literal["sequences", "tokens"] = "sequences"
-    """What the batch size of a step counts."""
+    """Unit of the batch size of a step."""
     base_batch_size: float = 8
-    """Batch size of the step at which the rate is the base rate."""
+    """Batch size for which the base rate is meant."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
     b1: float = 0.9
@@ -67,7 +67,7 @@ class OptimizerConfig:
     b2: float = 0.95
     """Decay of the second moment."""
     max_gradient_norm: float = 1.0
-    """Gradients of a larger global norm are scaled down to it."""
+    """Gradients with a larger global norm are clipped to it."""
 
     def __post_init__(self):
         check_above(self, 0, "learning_rate", "base_batch_size", "max_gradient_norm")
@@ -77,28 +77,28 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What is trained and evaluated on."""
+    """The data to train and evaluate on."""
 
     data: tuple[Path, ...] = ()
-    """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl), tokens and offsets
-    (.npz), a column (.parquet, .arrow), or a directory of a Hugging Face dataset."""
+    """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
+    tokens and offsets (.npz), a column (.parquet, .arrow), or a directory of a Hugging Face dataset."""
     field: str = "text"
-    """The field of a JSON line, or the column, that holds the text or the tokens."""
+    """JSON field or column that holds the text or the tokens."""
     tokenizer: Path | None = None
-    """JSON file of a tokenizer; None trains on bytes."""
+    """Tokenizer file (tokenizer.json); None trains on bytes."""
     weights: tuple[float, ...] = ()
-    """How much of an epoch comes of each file, relative to each other; drawn once, so that all epochs have the same
-    samples. Without weights, every sample of all files."""
+    """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
+    Without weights, an epoch has every sample of all files."""
     mixture_samples: int | None = None
-    """Samples of an epoch that is mixed by weights; None for the most at which none comes twice."""
+    """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
-    """Share of the samples that is never trained on, chosen by the hash of their content."""
+    """Share of the samples held out from training, chosen by the hash of their content."""
     eval_data: tuple[Path, ...] = ()
-    """More files to evaluate on, each by itself, besides the held-out samples."""
+    """More files to evaluate on, each separately, besides the held-out samples."""
     on_mismatch: Literal["error", "adjust"] = "error"
-    """A sample of another length than planned ends the run, or is cut or left shorter, and counted."""
+    """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
     num_workers: int = 0
-    """Processes that read and collate, and that measure lengths; 0 for a thread of the main one."""
+    """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
         check_at_least(self, 0, "num_workers")
@@ -123,16 +123,16 @@ class DeviceConfig:
     """The devices and processes that compute."""
 
     devices: int | None = None
-    """How many devices, of each process; a machine without accelerators has its processor divided. None for all."""
+    """Number of devices, for each process. Without accelerators the CPU is split into this many. None for all."""
     distributed: bool = False
-    """Several processes compute together, as any of the three settings that follow says too; what these leave out JAX
-    finds in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
+    """Several processes compute together. Also implied by any of the three settings that follow.
+    JAX finds those that are not given in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
     coordinator: str | None = None
     """Host and port of process 0."""
     num_processes: int | None = None
-    """How many processes there are."""
+    """Number of processes."""
     process_id: int | None = None
-    """Which of them this one is."""
+    """Index of this process, from 0."""
 
     def __post_init__(self):
         check_at_least(self, 1, "devices", "num_processes")
@@ -144,11 +144,11 @@ class DeviceConfig:
         return self.distributed or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
 
     def make_mesh(self) -> Mesh:
-        """A mesh of one axis over the devices; before anything else that touches one.
+        """A mesh of one axis over the devices. Call it before anything else that touches a device.
 
         Raises:
-          ValueError: there are not so many devices, or JAX does not find what was not given.
-          RuntimeError: JAX has used its devices already, or not all processes came.
+          ValueError: there are too few devices, or JAX does not find a setting that was not given.
+          RuntimeError: JAX has used its devices already, or not all processes connected.
         """
         if self.devices is not None:
             split_cpu(self.devices)
@@ -159,48 +159,49 @@ class DeviceConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(DataConfig, DeviceConfig):
-    """Train a language model on the built-in corpus or data of your own, every shape compiled ahead of time."""
+    """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
     max_steps: int | None = 360
-    """Stop after so many steps; None for all epochs."""
+    """Stop after this many steps; None for all epochs."""
     num_epochs: int = 1
-    """Passes over the corpus, unless max_steps ends training before."""
+    """Passes over the data, unless max_steps ends training earlier."""
     seed: int = 0
-    """Decides the initial weights, the draw of a mixture, and every shuffle."""
+    """Seed of the initial weights, of mixtures, and of every shuffle."""
     eval_every: int | None = None
-    """Steps between evaluations; None evaluates before the first step and after the last."""
+    """Steps between evaluations; None evaluates only before the first step and after the last."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
     keep_last: int = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = 0
-    """How many are kept besides of those with the fewest bits per token on held-out samples; needs eval_every."""
+    """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
     runs_dir: Path = Path("runs")
-    """Where the directories of runs are made."""
+    """Directory in which run directories are created."""
     run_dir: Path | None = None
-    """Directory of this run: made where there is none, else its run is continued as by resume."""
+    """Directory of this run: created if missing, otherwise its run is resumed."""
     resume: Path | None = None
-    """Directory of a run to continue. On the command line its settings are the defaults; those that would make it
-    another run cannot be changed."""
+    """Directory of a run to resume. On the command line its settings are the defaults;
+    those that would make it another run cannot be changed."""
     stall_timeout_s: float = 600.0
-    """Of several processes, all end when none has taken a step for so many seconds; longer than an evaluation takes."""
+    """Several processes all end when none has taken a step for this many seconds.
+    Must exceed the time of an evaluation."""
     verify: bool = True
-    """Check that the samples read are those planned, step by step."""
+    """Check at every step that the samples read are the planned ones."""
     trackers: tuple[TrackerName, ...] = ()
-    """Log to TensorBoard, or to Weights & Biases offline, as well; metrics.jsonl is written always."""
+    """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
     profile: int = 0
-    """Steps to trace by the profiler once training is steady, below profile/ in the directory of the run."""
+    """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
     progress: bool = True
-    """Show progress: bars on a terminal, else a line now and then."""
+    """Show progress: bars on a terminal, otherwise a line now and then."""
     devices: int | None = None
-    """How many devices, of each process, share the microbatches of a step, whose number they divide; a machine without
-    accelerators has its processor divided. None for one, or for all of several processes."""
+    """Number of devices, for each process; all devices together must divide the microbatches of a step.
+    Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     """How samples become steps."""
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
     """The shape of the decoder."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    """AdamW, warmed up linearly, decayed along a cosine, its rate scaled by the batch size."""
+    """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
     compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
     """How the step is compiled and run."""
 
@@ -217,7 +218,7 @@ class FitConfig(DataConfig, DeviceConfig):
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:
-    """The settings of a run as JSON has them: cost models by their file names, and nothing that belongs to one call."""
+    """The settings of a run as JSON values: cost models by file name, and nothing that belongs to a single call."""
     settings = dataclasses.asdict(_of_this_call(config))
     for name in _MODELS:
         if settings["plan"][name] is not None:
@@ -234,12 +235,12 @@ def save_config(config: FitConfig, path: Path) -> None:
 def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote, on this machine or another.
 
-    Files of unknown origin are safe to read: they cannot say where a run writes, nor name cost models elsewhere than in
-    their own directory. Data, which are only read, may lie anywhere.
+    Files of unknown origin are safe to read: they cannot set where a run writes, nor name cost models outside their own
+    directory. Data files are only read and may be anywhere.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it holds no settings; what is wrong is named.
+      ValueError: it holds no settings; the message says what is wrong.
     """
     try:
         settings = json.loads(path.read_text())
@@ -257,7 +258,7 @@ def load_config(path: Path) -> FitConfig:
 
 
 def _of_this_call(config: FitConfig) -> FitConfig:
-    """The settings with defaults for what belongs to one call: which processes, where it writes, compiler options."""
+    """The settings with defaults for what belongs to a single call: processes, output paths, compiler options."""
     here = CompileOptions().cache_dir
     return dataclasses.replace(
         config,

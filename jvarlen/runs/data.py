@@ -1,4 +1,4 @@
-"""Training data: in go settings, out come what is trained on, what is evaluated on, and what tells them from others."""
+"""Opens the data to train and evaluate on, with content keys."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["TrainingData", "open_training_data"]
 
 
 class TrainingData(NamedTuple):
-    """What a training reads.
+    """The data of a training.
 
     Attributes:
       train: the samples to train on.
       evaluation: sets to evaluate on, by name; the first is "held_out", which is split off the data.
       vocab_size: how many values a token can have.
-      content_keys: of each file, by its name; empty where there is none.
+      content_keys: the content key of each file, by its name; empty without files.
     """
 
     train: DataSource
@@ -32,18 +32,18 @@ class TrainingData(NamedTuple):
 
 
 def open_training_data(config: FitConfig, given: Split | None = None) -> TrainingData:
-    """What is given, what lies in the files of the settings, or the built-in corpus.
+    """Opens the given samples, the files of the settings, or the built-in corpus.
 
-    Each file is split by itself into samples to train on and to hold out, so that neither weights nor other files move
-    a sample to the other side. A mixture is drawn once: every epoch has the same samples.
+    Each file is split separately into training and held-out samples, so neither weights nor other files move a sample
+    to the other side. A mixture is drawn once: every epoch has the same samples.
 
     Args:
       config: the settings.
-      given: samples that take the place of those the settings name.
+      given: samples in place of those of the settings.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: data that are given twice, or cannot be read; one side of a split is empty.
+      ValueError: data are given twice or cannot be read, or one side of a split is empty.
     """
     if given is not None and config.data:
         raise ValueError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")

@@ -1,4 +1,4 @@
-"""Run directory: in go settings and a plan, out comes the directory of a run, held by a lock."""
+"""The directory of a run, held by a lock."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """A block in which no other run, of this process or another, uses the directory.
 
-    The lock is the kernel's, on the file `lock`: it ends with the process, whatever ends that. The file stays, and says
-    who had it last. Over a network, the server ends the lock of a host that is lost, after a while (NFS 4: its lease,
-    about 90 s). Where a file system is mounted with locks of each host alone, two hosts do not see each other.
+    The lock is the kernel's, on the file `lock`: it ends with the process, however that ends. The file stays, and says
+    who held it last. On a network disk the server ends the lock of a lost host after a while (NFS 4: its lease, about
+    90 s). On a file system that is mounted with host-local locks, two hosts do not see each other.
 
     Args:
       run_dir: an existing directory.
 
     Raises:
-      ValueError: a run that has not ended has the directory.
+      ValueError: a running run holds the directory.
       OSError: the file cannot be written.
 
     References:
@@ -98,12 +98,12 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
 
 
 def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack) -> Path:
-    """Makes the directory of a new run, and puts settings, keys of the data and plan there.
+    """Creates the directory of a new run, with its settings, content keys and plan.
 
     Args:
-      config: the settings; where they name no directory, it is named by the time and the plan.
+      config: the settings; if they name no directory, its name is made from the time and the plan.
       plan: of the first epoch.
-      content_keys: of the data, by their names.
+      content_keys: of the data, by name.
       held: holds the lock of the directory.
 
     Raises:
@@ -142,7 +142,7 @@ def _make_dir(runs_dir: Path, plan: Plan) -> Path:
 
 
 def point_latest_to(run_dir: Path) -> None:
-    """Lets the link `latest` beside a run directory point to it; where that cannot be, a warning says so."""
+    """Points the link `latest` beside a run directory to it; if that is impossible, a warning says so."""
     run_dir = run_dir.resolve()
     latest = run_dir.parent / "latest"
     if latest.exists() and not latest.is_symlink():
@@ -159,18 +159,18 @@ def point_latest_to(run_dir: Path) -> None:
 def resumed_run_dir(
     config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
 ) -> tuple[Path, list[str]]:
-    """The directory of a run to continue, its settings brought up to date, and which of them changed.
+    """The directory of a run to resume, its updated settings, and which of them changed.
 
     Args:
-      config: the settings to go on with.
+      config: the settings to resume with.
       run_dir: the directory.
-      plan: what the data and these settings give for the first epoch.
-      content_keys: of the data, by their names.
+      plan: the plan of the first epoch from the data and these settings.
+      content_keys: of the data, by name.
       held: holds the lock of the directory.
 
     Raises:
       FileNotFoundError: there is no run, or no plan in it.
-      ValueError: the run has not ended; its files are damaged; it has another plan, or other data; or settings differ
+      ValueError: the run is still running; its files are damaged; it has another plan or other data; or settings differ
         that would make it another run. They are listed.
     """
     run_dir = run_dir.resolve()
@@ -217,7 +217,7 @@ def _load_keys(path: Path) -> dict[str, str]:
 
 
 def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
-    """The settings with copies of the cost models, so that a run does not change with files that are measured anew."""
+    """The settings with copies of the cost models, so that a run keeps its models if a file is measured again."""
     copies: dict[str, Any] = {}
     for name in ("cost_model", "memory_model"):
         source = getattr(plan, name)
@@ -227,7 +227,7 @@ def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
 
 
 def _with_saved_models(plan: PlanConfig, saved: PlanConfig) -> PlanConfig:
-    """The settings with the run's own copies of cost models that are the same."""
+    """The settings with the run's own copies of cost models in place of equal ones."""
     same: dict[str, Any] = {}
     for name in ("cost_model", "memory_model"):
         given, copy = getattr(plan, name), getattr(saved, name)

@@ -1,6 +1,6 @@
-"""Course: in go settings and lengths, out comes what is known of every step of a training before it is taken.
+"""The course of a training: what is known of every step before it is taken.
 
-A plan is one epoch; a course is epoch after epoch, with the learning rates. Letters: S steps of an epoch.
+A plan is one epoch; a course is all epochs, with the learning rates. Letters: S steps of an epoch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Rates(NamedTuple):
     """Learning rates of an epoch.
 
     Attributes:
-      base: float64[S], as the schedule has it.
+      base: float64[S], the rates of the schedule.
       scale: float64[S], the factor for the batch size of each step.
       in_force: float64[S], their product.
     """
@@ -46,24 +46,23 @@ class Course:
     Args:
       config: the settings.
       lengths: int64[N] of the samples to train on; the buckets are chosen for them.
-      eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets a plan of its own in the same
-        buckets.
-      optimizer: in place of that of the settings; its rates are not known here.
+      eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets its own plan in the same buckets.
+      optimizer: replaces the optimizer of the settings; its rates are not known here.
 
     Attributes:
       buckets: the static shapes.
       eval_plans: the steps of an evaluation of each set, by name.
-      eval_buckets: the buckets that they use.
+      eval_buckets: the buckets that these plans use.
       num_steps: steps of the whole training.
       steps_per_epoch: S.
       plan_of_epoch: the plan of an epoch, from its number.
-      rates_of_epoch: the `Rates` of an epoch, from its number; None with an optimizer of one's own.
-      optimizer: the given one, or AdamW on the schedule, its updates scaled by batch size. Where the schedule counts
+      rates_of_epoch: the `Rates` of an epoch, from its number; None with a given optimizer.
+      optimizer: the given one, or AdamW on the schedule with updates scaled by batch size. If the schedule counts
         sequences or tokens, all epochs are planned once, and the base rates of all their steps are a constant of the
         program.
 
     Raises:
-      ValueError: settings that do not fit the lengths; samples at fault are listed.
+      ValueError: settings that do not fit the lengths; offending samples are listed.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class Course:
         )
 
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
-        """How many steps of each bucket there are from `place` to the end of training."""
+        """How many steps each bucket has from `place` to the end of training."""
         last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)
         current = self.plan_of_epoch(place.epoch)
         every, done = current.steps_of_buckets(), current.steps_of_buckets(0, place.step)
@@ -162,7 +161,7 @@ class Course:
         return {bucket: num_whole * every[bucket] + last.get(bucket, 0) - done[bucket] for bucket in self.buckets}
 
     def check_place(self, place: Place) -> None:
-        """Raises ValueError where a checkpoint was made under another plan, or lies beyond the end."""
+        """Raises ValueError if a checkpoint was made under another plan, or is beyond the end of training."""
         planned = self.plan_of_epoch(place.epoch).digest
         if place.plan_digest != planned:
             raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
@@ -172,7 +171,7 @@ class Course:
             raise ValueError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
 
     def record(self, place: Place) -> dict[str, Any]:
-        """What the plan tells of the step at `place`, for the log."""
+        """The plan's figures of the step at `place`, for the log."""
         plan = self.plan_of_epoch(place.epoch)
         bucket: Bucket = plan.buckets[plan.step_bucket[place.step]]
         num_tokens, num_positions = int(plan.num_tokens[place.step]), int(plan.positions_per_step[place.step])

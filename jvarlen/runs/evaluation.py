@@ -1,4 +1,4 @@
-"""Evaluation of a state on planned sets of samples."""
+"""Evaluates a state on planned sets of samples."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Evaluation", "evaluate"]
 
 
 class Evaluation(NamedTuple):
-    """What one set of samples came to.
+    """The result of evaluating one set of samples.
 
     Attributes:
-      loss: Σ loss / Σ weight, in nats for a language model; 0 where nothing has weight.
-      weight: Σ weight: for a language model the tokens, cut samples counted as cut.
-      sums: what else the loss sums up, of scalars, over Σ weight.
+      loss: Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight.
+      weight: Σ weight; for a language model the number of tokens, truncated samples with their cut length.
+      sums: further scalar sums of the loss, over Σ weight.
     """
 
     loss: float
@@ -37,7 +37,7 @@ class Evaluation(NamedTuple):
 
     @property
     def bits_per_token(self) -> float:
-        """The loss in bits; a token is a byte where bytes are trained on."""
+        """The loss in bits per token; tokens are bytes if the model trains on bytes."""
         return self.loss / math.log(2)
 
 
@@ -56,18 +56,18 @@ def evaluate(
     """Evaluates a state on all samples of each plan.
 
     Args:
-      eval_step: gives the state back, and `Metrics`; compiled for the buckets of all plans.
-      state: what the step takes; it is left as it is.
-      plans: of each set, by name.
-      datasets: the samples of each.
-      lengths: int64[H] of each, what it was planned for; None compares no lengths.
-      must_stop: whether to break off before the next step, asked with the number of steps taken.
-      mesh: where the batches go.
+      eval_step: returns the state and `Metrics`; compiled for the buckets of all plans.
+      state: the input of the step; it is not changed.
+      plans: the plan of each set, by name.
+      datasets: the samples of each set.
+      lengths: int64[H] of each set, the lengths that it was planned for; None compares no lengths.
+      must_stop: whether to stop before the next step, called with the number of steps taken.
+      mesh: the mesh for the batches.
       max_steps: steps of each plan to take; None for all.
       loading: more arguments of `load`, the same for all sets.
 
     Returns:
-      An `Evaluation` of each set, of the steps that were taken; None where it was broken off.
+      An `Evaluation` of each set, over the steps taken; None if it was stopped.
     """
     evaluations: dict[str, Evaluation] = {}
     num_steps = 0

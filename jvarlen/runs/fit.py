@@ -1,6 +1,6 @@
-"""A whole training, from a configuration to a run directory.
+"""`fit`: a whole training, from a configuration to a run directory.
 
-The whole line around one pure step, from the data to the summary, in the order in which a run shows it.
+It goes in the order in which a run shows it: data, plan, compilation, the loop around one pure step, the summary.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _OF_EACH_PROCESS = {
 
 
 class FitResult(NamedTuple):
-    """What `fit` gives back.
+    """The result of `fit`.
 
     Attributes:
       summary: figures of the run.
-      run_dir: where plan, metrics, settings, checkpoints, curves and summary lie.
+      run_dir: the directory of plan, metrics, settings, checkpoints, curves and summary.
       state: parameters and optimizer state after the last step.
     """
 
@@ -96,48 +96,48 @@ def fit(
     mesh: Mesh | None = None,
     trackers: Mapping[str, Tracker] | None = None,
 ) -> FitResult:
-    """Trains the built-in language model, or a loss of one's own, every shape compiled before the first step.
+    """Trains the built-in language model or your own loss, with every shape compiled before the first step.
 
-    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C, or SIGTERM), it ends after the
-    step in flight with everything saved; `config.resume` then goes on with exactly the steps that were left. So it does
-    after an end without any warning, from the last checkpoint. No second run can use the run directory meanwhile.
+    Prints the corpus, the plan, progress and a summary. Interrupted once (Ctrl-C or SIGTERM), it ends after the step in
+    flight with everything saved; `config.resume` then continues with exactly the remaining steps. After a kill or a
+    crash it continues from the last checkpoint. No second run can use the run directory meanwhile.
 
-    The microbatches of a step spread over the devices, and accumulate for the rest: losses and rates are the same, up
-    to rounding, on any number of devices and processes, and a run may be resumed on another number. Of several
-    processes, all call this, process 0 prints and writes, and all must reach its directory, where the checkpoints are.
+    The microbatches of a step are spread over the devices; each device accumulates over its own. Losses and rates are
+    the same, up to rounding, on any number of devices and processes, and a run may be resumed on another number.
+    Several processes all call this; process 0 prints and writes, and all must reach its directory for the checkpoints.
 
-    A model of one's own needs `loss_fn` and `params`; `config.model` is then not used. A loss that takes a key gets
-    keys of `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and
-    evaluation. To resume, call it again with the same arguments and `config.run_dir` or `config.resume`.
+    A model of your own needs `loss_fn` and `params`; `config.model` is then not used. A loss that takes a key gets keys
+    from `config.seed`. Scalars among the sums that it returns are logged over Σ weight, at every step and evaluation.
+    To resume, call `fit` again with the same arguments and `config.run_dir` or `config.resume`.
 
     Args:
       config: the settings.
-      data: samples to train on and to hold out, the same on all processes; None for the files of the settings, or the
+      data: training and held-out samples, the same on all processes; None for the files of the settings, or the
         built-in corpus.
       loss_fn: as for `make_train_step`.
-      params: pytree of arrays, where training begins; those that are placed on `mesh` stay as they lie.
-      optimizer: in place of `config.optimizer`; the log then has no learning rates.
+      params: pytree of arrays, the initial parameters; arrays that are already placed on `mesh` keep their sharding.
+      optimizer: replaces `config.optimizer`; the log then has no learning rates.
       collate: as for `load`; None for samples of tokens.
-      length_fn: gives the length of a sample, as for `measure_lengths`; None for `len`, or the lengths that a dataset
-        has in its attribute `lengths`.
+      length_fn: returns the length of a sample, as for `measure_lengths`; None for `len`, or for the attribute
+        `lengths` of the dataset.
       eval_loss_fn: the loss of evaluations, such as one without dropout; None: `loss_fn`.
       extra: for losses that take it.
       batch_spec: as for `compile_buckets`; None: the shapes that `collate` gives for a step of each bucket.
       mesh: devices to train on, along an axis "data"; None: those of the settings.
-      trackers: what takes records besides those of the settings, by names to call them; closed at the end. Of several
-        processes, those of process 0.
+      trackers: more trackers besides those of the settings, by name; closed at the end. With several processes, only
+        those of process 0 are used.
 
     Returns:
       `FitResult`.
 
     Raises:
-      ValueError: settings that fit neither each other nor the data; resuming with another plan, model or data, or a run
-        that has not ended; devices whose number does not divide the microbatches of a step; processes with different
-        settings or plans; a sample that is not what was planned.
-      FileNotFoundError: there is no run to resume, or no file of data.
+      ValueError: settings that contradict each other or the data; resuming with another plan, model or data, or a run
+        that is still running; a number of devices that does not divide the microbatches of a step; processes with
+        different settings or plans; a sample that is not as planned.
+      FileNotFoundError: there is no run to resume, or a data file is missing.
       OSError: the run directory or a checkpoint cannot be written.
       RecompileError: something was compiled after the first step.
-      FloatingPointError: the loss is no number; the last checkpoint is from before that.
+      FloatingPointError: the loss is not finite; the last checkpoint is from before that.
       ProcessesError: another process failed, or was lost.
       KeyboardInterrupt: Ctrl-C or SIGTERM before the first step, or a second Ctrl-C; a second SIGTERM ends the process.
     """
@@ -234,7 +234,7 @@ def _fit(
 
 
 class _Compiled(NamedTuple):
-    """The steps of training and evaluation, and the seconds until both were compiled."""
+    """The compiled steps of training and evaluation, and the seconds until both were compiled."""
 
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
@@ -270,7 +270,7 @@ def _compile(
 
 
 class _Trained(NamedTuple):
-    """What training came to.
+    """The result of the training loop.
 
     Attributes:
       state: after the last step that was taken.
@@ -288,7 +288,7 @@ class _Trained(NamedTuple):
 
 
 def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
-    """Evaluates, takes the steps that are left, evaluates, and saves."""
+    """Evaluates, takes the remaining steps, evaluates, and saves."""
     # The first evaluation, save and exchange come before the guard: all compile small things once.
     _raise_if_any_interrupted()
     if loop.is_evaluated_at(place):
@@ -348,7 +348,7 @@ def _is_main() -> bool:
 
 
 def _place(state: TrainState, mesh: Mesh) -> TrainState:
-    """The state on a mesh: what lies on it already stays, all else is replicated."""
+    """The state on a mesh: arrays that are already on it stay, all others are replicated."""
 
     def placed(leaf: Any) -> jax.Array:
         sharding = getattr(leaf, "sharding", None)
@@ -370,13 +370,13 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
 
 
 def _raise_if_any_interrupted() -> None:
-    """Raises KeyboardInterrupt on all processes where one was interrupted, so that none waits for it."""
+    """Raises KeyboardInterrupt on all processes if one was interrupted, so that none waits for it."""
     if is_any_interrupted():
         raise KeyboardInterrupt
 
 
 class _Planned(NamedTuple):
-    """What is trained on, its steps, and the lengths of samples to train on and of each set to evaluate on."""
+    """The data, all steps, and the lengths of the samples to train on and of each set to evaluate on."""
 
     data: TrainingData
     course: Course
@@ -405,7 +405,7 @@ def _plan(config: FitConfig, task: Task, given: Split | None) -> _Planned:
 
 
 def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: contextlib.ExitStack) -> Path:
-    """The directory, which process 0 makes or, of a run to resume, brings up to date; `held` holds its lock."""
+    """The run directory, which process 0 creates or, to resume a run, updates; `held` holds its lock."""
     run_dir = Path()
     resume = config.resume
     if config.run_dir is not None and is_run_dir(config.run_dir):

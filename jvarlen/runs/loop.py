@@ -1,6 +1,6 @@
-"""The training loop, from a place in the course to the last step.
+"""The training loop: one host loop around one pure step.
 
-One host loop around one pure step. Metrics are read a step late, so that no step waits for them.
+Metrics are read a step late, so that no step waits for them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for t
 
 @dataclasses.dataclass(kw_only=True)
 class TrainingLoop:
-    """What the steps of a training need.
+    """The training loop and everything that its steps need.
 
     Attributes:
       config: the settings.
@@ -52,12 +52,12 @@ class TrainingLoop:
       lengths: int64[N] of the samples to train on; None compares no lengths.
       eval_lengths: int64[H] of each set to evaluate on, by name; likewise.
       mesh: the devices; None for one.
-      train_step: compiled for the buckets of the steps that are left.
+      train_step: compiled for the buckets of the remaining steps.
       eval_step: compiled for the buckets of evaluations.
       checkpoints: where the state is saved.
-      trackers: take a record of every step and evaluation.
-      tick: called at every step, so that others see that this process moves.
-      run_dir: a trace is written below it.
+      trackers: receive a record of every step and evaluation.
+      tick: called at every step, so that other processes see that this one is alive.
+      run_dir: a profiler trace is written below it.
     """
 
     config: FitConfig
@@ -76,13 +76,13 @@ class TrainingLoop:
     _evaluated: tuple[int, dict[str, Evaluation]] | None = dataclasses.field(default=None, init=False)
 
     def is_evaluated_at(self, place: Place) -> bool:
-        """Whether an evaluation belongs to a place: before the first step, after the last, and every so many."""
+        """Whether to evaluate at a place: before the first step, after the last, and at every evaluation interval."""
         every = self.config.eval_every
         is_due = every is not None and place.num_steps_done % every == 0
         return is_due or place.num_steps_done in (0, self.course.num_steps)
 
     def evaluate(self, state: TrainState, place: Place) -> dict[str, Evaluation] | None:
-        """Evaluates on every set, once at a place; None where it was interrupted."""
+        """Evaluates on every set, once at a place; None if it was interrupted."""
         if self._evaluated is not None and self._evaluated[0] == place.num_steps_done:
             return self._evaluated[1]
         evaluations = self._evaluate(state)
@@ -105,11 +105,11 @@ class TrainingLoop:
         return evaluations
 
     def warm_up_evaluation(self, state: TrainState) -> None:
-        """Evaluates on little and forgets it, since the first evaluation compiles small things."""
+        """Evaluates a little and discards the result, since the first evaluation compiles small programs."""
         self._evaluate(state, max_steps=1)
 
     def save(self, state: TrainState, place: Place, metric: float | None = None) -> None:
-        """Saves in the background; what was logged before is on disk by then."""
+        """Saves in the background, after everything logged so far is on disk."""
         self.trackers.sync()
         self.checkpoints.save(state, place, metric=metric)
 
@@ -133,7 +133,7 @@ class TrainingLoop:
         )
 
     def run(self, state: TrainState, place: Place) -> tuple[TrainState, Place]:
-        """Takes the steps that are left, or those before an interrupt."""
+        """Takes the remaining steps, or those before an interrupt."""
         config, course = self.config, self.course
         if place.num_steps_done == course.num_steps:
             return state, place
@@ -199,7 +199,7 @@ class TrainingLoop:
 
 
 class _Account:
-    """What is measured of the steps, and told of each once its metrics are read.
+    """Measurements of the steps, reported once the metrics of a step are read.
 
     Args:
       place: where training goes on; times and counts go on from there as well.
@@ -218,14 +218,14 @@ class _Account:
         self._num_adjusted_before = place.num_adjusted_done
 
     def next_batch(self) -> Any:
-        """The next batch; how long that takes counts as a wait for data."""
+        """The next batch; the time that it takes counts as waiting for data."""
         return self._meter.next(self._batches)
 
     def finish(self, record: dict[str, Any], metrics: Metrics) -> None:
-        """Reads the metrics of a step, which waits for its end, and tells of it.
+        """Reads the metrics of a step, which waits for its end, and reports them.
 
         Raises:
-          FloatingPointError: the loss is no number.
+          FloatingPointError: the loss is not finite.
           ValueError: a sum of the loss has the name of another figure.
         """
         metrics = jax.device_get(metrics)
@@ -243,7 +243,7 @@ class _Account:
         self._display.update(record)
 
     def with_counts(self, place: Place) -> Place:
-        """The place with what was measured until now."""
+        """The place with the measurements so far."""
         return dataclasses.replace(
             place,
             train_s=self._train_s(),
@@ -252,7 +252,7 @@ class _Account:
         )
 
     def skip_since(self, place: Place) -> None:
-        """What has passed since `with_counts` gave this place is no training, such as an evaluation."""
+        """Excludes the time since `with_counts` returned this place, such as that of an evaluation."""
         self._start += self._train_s() - place.train_s
         self._meter.skip()
 
@@ -261,6 +261,6 @@ class _Account:
 
 
 def _is_interrupted_at(num_steps: int) -> bool:
-    """Whether work ends after so many steps: processes decide together, and so only now and then."""
+    """Whether to stop after this step: processes decide together, and so only now and then."""
     every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
     return num_steps % every == 0 and is_any_interrupted()

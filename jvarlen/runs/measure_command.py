@@ -1,4 +1,4 @@
-"""`jvarlen measure`: what a training step of the built-in model takes."""
+"""`jvarlen measure`: what a training step of the built-in model costs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["MeasureCommand"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeasureCommand:
-    """Measure what a training step of the built-in model takes, for `plan --cost-model` and `--memory-model`."""
+    """Measure time and memory of training steps of the built-in model, for `plan --cost-model` and `--memory-model`."""
 
     max_tokens: int = 4096
-    """Tokens of the largest buckets that are measured."""
+    """Tokens of the largest measured buckets."""
     lengths: tuple[int, ...] = (32, 128, 512, 1024)
-    """Lengths of rows that are measured."""
+    """Lengths of rows to measure."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update."""
     pack: bool = False
     """Measure rows that hold several samples."""
     out: Path = Path("cost.json")
-    """Where the cost model in seconds goes."""
+    """Where to write the cost model in seconds."""
     memory_out: Path = Path("memory.json")
-    """Where the cost model in bytes goes."""
+    """Where to write the cost model in bytes."""
     progress: bool = True
     """Show progress bars."""
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)

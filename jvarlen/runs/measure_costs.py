@@ -1,4 +1,4 @@
-"""What steps of the built-in model cost, measured and fitted."""
+"""Measures the steps of the built-in model and fits cost models to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a ste
 
 
 class MeasuredCosts(NamedTuple):
-    """What training steps of a model take.
+    """Cost models of the training steps of a model.
 
     Attributes:
       seconds: of one microbatch.
@@ -48,7 +48,7 @@ def measure_costs(
     repeats: int = 3,
     progress: bool = True,
 ) -> MeasuredCosts:
-    """Compiles AdamW steps of the built-in model in some shapes, runs them, and fits cost models.
+    """Compiles and runs AdamW steps of the built-in model in some shapes, and fits cost models.
 
     Args:
       model: the model.

@@ -29,34 +29,34 @@ class PlanCommand(PlanConfig):
     max_tokens: int = dataclasses.field()
     """Budget of one microbatch in tokens, padding included."""
     max_shapes: int = 16
-    """The most buckets, that is compiled shapes."""
+    """The most buckets, that is, compiled shapes."""
     max_length: int | None = None
     """Longest bucket in tokens; None for the longest sample."""
     overlong: Overlong = "error"
-    """What becomes of samples longer than that."""
+    """What happens to samples longer than that."""
     length_multiple: int = 1
-    """Lengths of buckets are rounded up to a multiple of it."""
+    """Lengths of buckets are rounded up to a multiple of this."""
     order: Order = "length"
     """The order in which samples come."""
     seed: int = 0
-    """With the epoch, decides every shuffle."""
+    """Seed of every shuffle, together with the epoch."""
     epoch: int = 0
     """The epoch to plan."""
     learning_rate: float | None = None
-    """A base rate; the rates of the steps are then shown, by base_batch_size."""
+    """Base learning rate at base_batch_size. If given, the learning rates of the steps are shown."""
     base_batch_size: float | None = None
-    """Sequences of the step at which the rate is the base rate."""
+    """Sequences in a step for which the base rate is meant."""
     batch_size_rule: BatchSizeRule = "sqrt"
-    """How the rate grows with the sequences of a step."""
+    """How the learning rate scales with the sequences of a step."""
     out: Path | None = None
     """Where to save the plan (.npz)."""
     compare: bool = False
-    """Also print what every strategy, packed rows and no plan at all would make of the lengths."""
+    """Also print a table of all strategies, packing, and batching without a plan."""
     html: Path | None = None
-    """Where to write a page that shows the plan: one file that works offline."""
+    """Where to write a page with pictures of the plan: one file that works offline."""
 
     def run(self) -> None:
-        """Prints the plan and what it is compared with, and writes the files that are named."""
+        """Prints the plan and the comparison, and writes the requested files."""
         lengths = check_lengths(load_array(self.lengths, "lengths"))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
         rates = self._learning_rates(plan)

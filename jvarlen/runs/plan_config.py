@@ -1,4 +1,4 @@
-"""Plan configuration: in go settings of planning, out come buckets and plans by them."""
+"""Planning settings, and the buckets and plans made from them."""
 
 from __future__ import annotations
 
@@ -31,49 +31,50 @@ class PlanConfig:
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
     max_shapes: int = 12
-    """The most buckets, that is compiled shapes."""
+    """The most buckets, that is, compiled shapes."""
     strategy: Strategy = "optimal"
     """How the lengths of the buckets are chosen."""
     max_length: int | None = 1024
     """Longest bucket in tokens; None for the longest sample."""
     overlong: Overlong = "truncate"
-    """What becomes of samples longer than that."""
+    """What happens to samples longer than that."""
     microbatches_per_step: int = 1
-    """Microbatches of one optimizer update, accumulated."""
+    """Microbatches of one optimizer update, over all devices and accumulation."""
     row_multiple: int = 1
-    """Rows of a bucket are a multiple of it, where the budget allows one."""
+    """Rows of a bucket are a multiple of this where the budget allows it."""
     length_multiple: int = 8
-    """Lengths of buckets are rounded up to a multiple of it."""
+    """Lengths of buckets are rounded up to a multiple of this."""
     order: Order = "shuffle"
     """The order in which samples come."""
     shuffle_steps: bool = False
-    """Permute the steps at random, whatever the order of the samples."""
+    """Shuffle the steps, whatever the order of the samples."""
     longest_first: bool = False
-    """Begin with a step of the longest bucket, so that running out of memory shows at once."""
+    """Start with a step of the longest bucket, so that running out of memory shows at once."""
     block_size: int | None = None
-    """Shuffle within blocks of so many samples: blocks of ids where the order is random, which keeps reading local."""
+    """Shuffle within blocks of this many samples.
+    With order shuffle these are blocks of consecutive ids, which keeps reading local."""
     pacing: PacingName = "none"
-    """How a curriculum admits samples, easiest first; needs order length."""
+    """Curriculum pacing, which admits the easiest samples first; needs order length."""
     pacing_steps: int = 1000
-    """The step from which on all samples are admitted."""
+    """First step that admits all samples."""
     pacing_initial: float = 0.1
-    """Share of the samples that the first step draws from."""
+    """Share of the samples that the first step admits."""
     pacing_stages: int = 5
-    """Stages of discrete pacing."""
+    """Number of stages of discrete pacing."""
     pack: bool = False
-    """Put several samples into a row."""
+    """Pack several samples into each row."""
     row_lengths: tuple[int, ...] = ()
-    """Lengths of packed rows. Where none are given: the longest alone, or, by a cost model, up to max_shapes."""
+    """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     cost_model: Path | None = None
-    """JSON file of a cost model in seconds: what is then minimised, and predicted."""
+    """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
     max_cost: float | None = None
-    """Most seconds of a microbatch, by the cost model."""
+    """The most seconds of a microbatch, by the cost model."""
     compile_seconds: float | None = None
-    """Seconds that each more bucket costs; with a cost model it decides how many are worth having."""
+    """Seconds of compiling one bucket; with a cost model this decides how many are worth compiling."""
     memory_model: Path | None = None
     """JSON file of a cost model in bytes."""
     max_bytes: float | None = None
-    """Most bytes of a bucket, by the memory model."""
+    """The most bytes of a bucket, by the memory model."""
 
     def __post_init__(self):
         check_at_least(
@@ -99,7 +100,7 @@ class PlanConfig:
             self._check_packing()
 
     def _check_packing(self) -> None:
-        """Raises ValueError for settings that say nothing of packed rows."""
+        """Raises ValueError for settings that do not apply to packed rows."""
         if self.strategy != "optimal":
             raise ValueError(
                 f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
@@ -125,7 +126,7 @@ class PlanConfig:
         return _load_model(self.memory_model, "bytes")
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
-        """`make_buckets` with these settings; for packed rows, of the lengths that the rows have.
+        """`make_buckets` with these settings; with packing, for the lengths of the rows.
 
         Args:
           lengths: int64[N], tokens a sample.
@@ -159,7 +160,7 @@ class PlanConfig:
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
     ) -> Plan:
-        """`make_plan` with these settings; packed rows are filled anew in every epoch where the order is random.
+        """`make_plan` with these settings; with a random order, packed rows are filled anew in every epoch.
 
         Args:
           lengths: int64[N], tokens a sample.
@@ -185,11 +186,11 @@ class PlanConfig:
         )
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
-        """A plan of samples that are not trained on, in the same buckets, in order of length.
+        """A plan of evaluation samples in the same buckets, in order of length.
 
         Args:
           lengths: int64[H], tokens a sample.
-          buckets: those that are trained in.
+          buckets: the buckets of training.
 
         Returns:
           A `Plan`.
@@ -212,7 +213,7 @@ class PlanConfig:
     def _rows(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
     ) -> Int64[np.ndarray, " N"] | Packing:
-        """What a plan plans: the samples, or rows of them as long as the buckets are."""
+        """What a plan plans: the samples, or packed rows as long as the buckets."""
         if not self.pack:
             return lengths
         row_lengths = [bucket.length for bucket in buckets]

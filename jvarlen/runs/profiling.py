@@ -1,4 +1,4 @@
-"""Profiling: in goes the loop around the steps, out come seconds and bytes of each, and a trace of some of them."""
+"""Seconds and bytes of every step, and a profiler trace of some of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class StepMeter:
     """Seconds and memory of each step, as the loop around the steps sees them. Nothing waits for the device.
 
-    The loop takes a batch, dispatches a step, and reads the metrics of the step before. A step ends here when its
-    metrics have been read, and its time is from the end of the step before to its own, so that these times add up to
-    that of the loop. The first one begins with the meter.
+    The loop takes a batch, dispatches a step, and reads the metrics of the previous step. A step ends here when its
+    metrics have been read. Its time is from the end of the previous step to its own end, so the times add up to that of
+    the loop. The first step begins with the meter.
 
     Example:
       >>> batches = iter("abc")
@@ -44,7 +44,7 @@ class StepMeter:
         self._last_end = time.perf_counter()
 
     def next(self, batches: Iterator[T]) -> T:
-        """The next batch; how long that took counts as a wait for data."""
+        """The next batch; the time that it takes counts as waiting for data."""
         start = time.perf_counter()
         batch = next(batches)
         self._data_wait_s += time.perf_counter() - start
@@ -54,15 +54,12 @@ class StepMeter:
         """The figures of a step whose metrics have just been read.
 
         Returns:
-          `step_s`: float, seconds between the end of the step before and now. It holds whatever the loop did
-          meanwhile, such as a log or the start of a save.
-
-          `data_wait_s`: float, seconds of these that `next` took: as a rule for the batch of the step after this one,
-          since that is dispatched before this one's metrics are read.
-
-          `host_memory_bytes`: int, as `host_memory_bytes` has it.
-
-          `device_memory_bytes`: int, in use on the first device of this process; None where the backend does not tell.
+          `step_s`: float, seconds since the end of the previous step. It includes whatever the loop did meanwhile, such
+          as logging or starting a save.
+          `data_wait_s`: float, how many of these `next` took: usually for the batch of the following step, since that
+          step is dispatched before this one's metrics are read.
+          `host_memory_bytes`: int, from `host_memory_bytes`.
+          `device_memory_bytes`: int, in use on the first device of this process; None if the backend reports none.
         """
         now = time.perf_counter()
         memory = self._device.memory_stats()
@@ -76,12 +73,12 @@ class StepMeter:
         return figures
 
     def skip(self) -> None:
-        """What has passed since the last end belongs to no step, such as an evaluation."""
+        """Excludes the time since the last end, such as that of an evaluation, from all steps."""
         self._last_end, self._data_wait_s = time.perf_counter(), 0.0
 
 
 def host_memory_bytes() -> int:
-    """Bytes of memory that this process holds (its resident set); where there is no /proc, the most that it ever held.
+    """Bytes of memory that this process holds (its resident set); without /proc, the most that it ever held.
 
     Example:
       >>> host_memory_bytes() > 1_000_000
@@ -100,15 +97,15 @@ def host_memory_bytes() -> int:
 class StepProfiler:
     """A trace of some steps, each annotated with its bucket, for TensorBoard's profiler, XProf or Perfetto.
 
-    The first steps are left out: the first use of an executable loads it. The device is waited for twice, before the
-    trace starts and after its last step; the other steps run as they would. A context manager: a trace that is running
-    at the end of the block is written all the same.
+    The first steps are left out, because the first use of an executable loads it. It waits for the device twice, before
+    the trace starts and after its last step; the other steps run as usual. A context manager: a trace that is still
+    running at the end of the block is written too.
 
     Args:
       directory: the trace is written below it, to `plugins/profile/<time>/`, as `*.xplane.pb` and `*.trace.json.gz`.
       num_steps: steps to trace; 0 for no trace.
       steps_left: steps that training will take.
-      start_after: steps before the trace; fewer where training is too short.
+      start_after: steps before the trace; fewer if training is too short.
 
     Raises:
       ValueError: a negative number.
@@ -142,9 +139,9 @@ class StepProfiler:
         """A block around the dispatch of a step.
 
         Args:
-          bucket: its name is that of the annotation, "train 12×344".
+          bucket: names the annotation, "train 12×344".
           step_num: the number of the step.
-          state: what goes into the step, and so comes from the one before: arrays to wait for.
+          state: the input of the step, and so the result of the previous one: arrays to wait for.
         """
         if not self._num_left:
             if self._is_tracing:

@@ -1,4 +1,4 @@
-"""`jvarlen report`: what runs did, as a table and a page."""
+"""`jvarlen report`: a table and a page of runs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ReportCommand"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReportCommand:
-    """Show what runs did, also while they go on: a table, and a page of pictures in which they lie over each other."""
+    """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
 
     run_dirs: tyro.conf.Positional[tuple[Path, ...]]
-    """Directories of runs."""
+    """Run directories."""
     html: Path | None = None
-    """Where to write the page, one file that works offline; report.html in the directory of the run or, of several
-    runs, in the current one."""
+    """Where to write the page, one file that works offline.
+    None: report.html in the run directory, or in the current directory for several runs."""
 
     def run(self) -> None:
         """Prints the table, then writes the page."""

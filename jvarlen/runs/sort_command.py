@@ -17,17 +17,17 @@ __all__ = ["SortCommand"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SortCommand(DeviceConfig):
-    """Sort any file of lengths or other keys on several devices, and write the order of the samples."""
+    """Sort a file of lengths or other keys on several devices, and write the order of the samples."""
 
     lengths: tyro.conf.Positional[Path]
     """A .npy file of integers or floats, one a sample."""
     out: Path = Path("order.npy")
-    """Where the ids of the samples go, sorted by key, ties by id."""
+    """Where to write the ids of the samples, sorted by key, ties by id."""
     progress: bool = True
     """Show progress bars."""
 
     def run(self) -> None:
-        """Sorts, writes the order, and prints how evenly it lay on the devices."""
+        """Sorts, writes the order, and prints how evenly it was spread over the devices."""
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
         sorted_file = sort_file(self.lengths, self.out, self.make_mesh(), progress=self.progress)

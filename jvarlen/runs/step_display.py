@@ -1,4 +1,4 @@
-"""How training goes, on a terminal or in a log."""
+"""Shows the progress of training, on a terminal or in a log."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _BAR_S = 0.5  # between two changes of what a bar tells of the steps
 
 
 class StepDisplay:
-    """Shows how training goes: a bar on a terminal, else a plain line now and then. A context manager.
+    """Shows the progress of training: a bar on a terminal, otherwise a plain line now and then. A context manager.
 
-    A line tells the step and of how many, the loss, real tokens a second and the share of the time that training waited
-    for data, both since the line before, the learning rate in force, the bucket, and the seconds of training so far.
-    Lines go to standard error, where bars are.
+    A line has the step and the number of steps, the loss, real tokens a second and the share of time spent waiting for
+    data (both since the previous line), the learning rate in force, the bucket, and the seconds of training so far.
+    Lines go to standard error, like bars.
 
     Args:
       num_steps: of the whole training.
-      num_steps_done: of an earlier part of it, which is resumed.
+      num_steps_done: of the earlier part, if training was resumed.
       progress: False shows nothing.
       seconds: between two lines in a log. The first and the last step have one each.
-      in_bits: whether the loss is nats a token, and shown in bits.
+      in_bits: whether the loss is in nats a token and shown in bits.
 
     Example:
       >>> with StepDisplay(10, progress=False) as display:
@@ -62,7 +62,7 @@ class StepDisplay:
         self._bar.close()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        """Takes the record of a training step that has ended."""
+        """Shows the record of a finished training step."""
         if not self._is_shown:
             return
         self._num_tokens += record["num_tokens"]

@@ -1,4 +1,4 @@
-"""The summary of a run: its table, and the files that a run leaves behind."""
+"""The summary of a run, and the files written at its end."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["Summary", "write_summary"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a run came to; `summary.json` holds the same.
+    """The result of a run; `summary.json` holds the same.
 
     Attributes:
-      held_out_bits_per_byte_before: on held-out samples, before the first step; per token where these are no bytes; for
-        a loss of one's own, that loss.
-      held_out_bits_per_byte_after: the same after the last step; None where the run was interrupted.
-      evaluations: the same of every set that is evaluated on, by name; empty where the run was interrupted.
+      held_out_bits_per_byte_before: on held-out samples, before the first step; per token if tokens are not bytes; for
+        a loss of your own, that loss.
+      held_out_bits_per_byte_after: the same after the last step; None if the run was interrupted.
+      evaluations: the same for every evaluation set, by name; empty if the run was interrupted.
       num_steps: steps done.
       num_tokens: real tokens trained on.
       real_tokens_per_s: real tokens over `train_s`.
       padding: share of the trained positions that held no token.
       num_shapes: buckets compiled for training.
-      compile_s: seconds until all was compiled, for training and evaluation; threads share the work.
+      compile_s: seconds until everything was compiled, for training and evaluation, by several threads.
       num_cache_hits: executables that came from the persistent cache.
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
-      data_wait: share of these that training waited for its data.
-      num_adjusted: samples that were cut or left shorter, as they are not of the planned length; of process 0, where
+      data_wait: share of these spent waiting for data.
+      num_adjusted: samples that were cut or left shorter because they do not have the planned length; of process 0 if
         there are several.
-      compilations_after_first_step: programs compiled since; 0, or the run would have stopped.
+      compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
-      evaluated_in: what evaluations are in: `"bits per token"`, or `"loss"` for a loss of one's own.
+      evaluated_in: the unit of evaluations: `"bits per token"`, or `"loss"` for a loss of your own.
     """
 
     held_out_bits_per_byte_before: float
@@ -80,7 +80,7 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
-    """Writes `summary.json`, `curves.png`, and, of a run that took steps, `ledger.json` and `ledger.png`."""
+    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json` and `ledger.png`."""
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
     plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")

@@ -1,4 +1,4 @@
-"""What `fit` trains: the built-in language model, or a loss, parameters and batches of one's own."""
+"""What `fit` trains: the built-in language model, or your own loss, parameters and batches."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ BatchSpec = Callable[[Any, int], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is trained, and on which batches.
+    """The model that is trained, and the batches that it is trained on.
 
     Attributes:
       loss_fn: as for `make_train_step`; None: the built-in language model, until `with_model`.
       params: pytree of arrays; likewise.
       eval_loss_fn: for evaluations; None: `loss_fn`.
       extra: for losses that take it.
-      optimizer: None: that of the settings.
-      collate: makes the batches; None: that of `jvarlen` which goes with the plan.
-      batch_spec: `batch_spec(bucket, M)` gives the shapes of a batch; None: those of `jvarlen`'s collation or, with
-        `collate`, of the first step of each bucket, which is read for it.
-      length_fn: gives the length of a sample; None: `len`, or the dataset's own `lengths`.
-      is_language_model: whether the loss is nats a token.
+      optimizer: None: the optimizer of the settings.
+      collate: makes the batches; None: the function of `jvarlen` for this kind of plan.
+      batch_spec: `batch_spec(bucket, M)` returns the shapes of a batch; None: those of `jvarlen`'s collate functions
+        or, with `collate`, of the first step of each bucket, which is read for this.
+      length_fn: returns the length of a sample; None: `len`, or the dataset's own `lengths`.
+      is_language_model: whether the loss is in nats a token.
     """
 
     loss_fn: LossFn | None = None
@@ -60,7 +60,7 @@ class Task:
             raise ValueError("eval_loss_fn and extra go with a loss_fn of your own")
 
     def with_model(self, model: TransformerConfig, vocab_size: int, seed: int) -> Task:
-        """The same with the built-in model of these settings, where there is no loss yet."""
+        """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
         model = dataclasses.replace(model, vocab_size=vocab_size)
@@ -69,16 +69,16 @@ class Task:
         )
 
     def measure(self, evaluation: Evaluation) -> float:
-        """How good an evaluation is, lower is better: bits per token, or the loss of one's own."""
+        """The metric of an evaluation, lower is better: bits per token, or the user's loss."""
         return evaluation.bits_per_token if self.is_language_model else evaluation.loss
 
     @property
     def compares_lengths(self) -> bool:
-        """Whether `len()` of a sample is its length, so that the loader can compare it with the plan."""
+        """Whether `len()` of a sample is its length, so the loader can compare it with the plan."""
         return self.collate is None and self.length_fn is None
 
     def collate_for(self, *, packed: bool) -> CollateFn:
-        """What makes the batches of a plan."""
+        """The collate function for the batches of a plan."""
         return self.collate or (pack_to_bucket if packed else pad_to_bucket)
 
     def batch_spec_for(
@@ -87,8 +87,8 @@ class Task:
         """The shapes of batches.
 
         Args:
-          plans: by name; each bucket that is asked for is used in one.
-          datasets: what each plan reads.
+          plans: by name; each requested bucket is used in one of them.
+          datasets: the dataset of each plan.
           packed: whether rows hold several samples.
         """
         if self.batch_spec is not None:
@@ -110,7 +110,7 @@ class Task:
         return batch_spec
 
     def init_state(self, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-        """The state before the first step; it has keys where a loss takes one."""
+        """The state before the first step; it has keys if a loss takes one."""
         losses = (self.loss_fn, self.eval_loss_fn)
         takes_key = any(takes_argument(loss_fn, "key") for loss_fn in losses if loss_fn is not None)
         return init_train_state(self.params, optimizer, extra=self.extra, seed=seed if takes_key else None)

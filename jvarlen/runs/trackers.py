@@ -1,6 +1,6 @@
-"""Trackers: in go the records of a run, one a step or an evaluation, out come `metrics.jsonl` and what charts read.
+"""Trackers: `metrics.jsonl`, and whatever else receives the records of a run.
 
-`metrics.jsonl` is written always; `charts` and a user's own trackers get the same records beside it.
+`metrics.jsonl` is always written; `charts` and a user's own trackers get the same records.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ TrackerName = Literal["tensorboard", "wandb"]
 
 @runtime_checkable
 class Tracker(Protocol):
-    """What takes the records of a run."""
+    """The interface of an object that receives the records of a run."""
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Takes a record: of a training step, or, with the key "evaluation", of an evaluation.
+        """Logs a record of a training step or, with the key "evaluation", of an evaluation.
 
         Args:
           record: figures by their names; one is "step".
         """
 
     def close(self) -> None:
-        """Writes what is left, and ends."""
+        """Writes remaining records, and ends."""
 
 
 class MetricsLog:
@@ -44,7 +44,7 @@ class MetricsLog:
     JSON has no NaN and no infinity: they are written as null.
 
     Args:
-      path: the file; None writes nothing, as all but one of several processes do.
+      path: the file; None writes nothing, for all but one of several processes.
 
     Raises:
       OSError: the file cannot be written, here or later.
@@ -70,12 +70,12 @@ class MetricsLog:
             raise OSError(f"{self._path} cannot be written: {error.strerror}") from error
 
     def sync(self) -> None:
-        """Returns when what was written would survive a power cut."""
+        """Returns when everything written would survive a power cut."""
         if self._path is not None:
             os.fsync(self._file.fileno())
 
     def cut_to(self, num_steps_done: int) -> None:
-        """Removes what was logged after the checkpoint that training continues from."""
+        """Removes what was logged after the checkpoint from which training continues."""
         if self._path is None:
             return
         try:
@@ -104,24 +104,24 @@ def open_trackers(
     config: Mapping[str, Any] | None = None,
     others: Mapping[str, Tracker] | None = None,
 ) -> Iterator[Trackers]:
-    """A block with one tracker that hands every record to `metrics.jsonl`, and then to the trackers named.
+    """A block with one tracker that passes every record to `metrics.jsonl`, and then to the named trackers.
 
-    Charts are worth less than the training: a tracker that fails inside the block is named in a warning and gets no
-    more records, while the run goes on; `metrics.jsonl` has them all. Where `metrics.jsonl` itself cannot be written,
-    or a tracker cannot be opened, that is an error.
+    Charts must not stop a training: a tracker that fails inside the block is named in a warning and gets no more
+    records, while the run continues; `metrics.jsonl` has them all. If `metrics.jsonl` itself cannot be written, or a
+    tracker cannot be opened, that is an error.
 
     Args:
       names: trackers beside `metrics.jsonl`.
-      run_dir: an existing directory; None writes nothing, as all but one of several processes do.
-      start_step: steps done before; what was logged of later ones is removed.
-      config: settings to show with the run, of values that JSON has.
-      others: more trackers, by the names that warnings call them; closed with the rest.
+      run_dir: an existing directory; None writes nothing, for all but one of several processes.
+      start_step: steps done before; records of later steps are removed.
+      config: settings to show with the run, as JSON values.
+      others: more trackers, by the names used in warnings; closed with the rest.
 
     Yields:
       All of them as one tracker; it is closed at the end of the block.
 
     Raises:
-      ValueError: a package is not installed; the extra to install is named. Or a line of `metrics.jsonl` is no record.
+      ValueError: a package is not installed; the message names the extra. Or a line of `metrics.jsonl` is not a record.
       OSError: a file cannot be written.
 
     Example:
@@ -148,14 +148,14 @@ def open_trackers(
 
 
 class Trackers:
-    """Hands records to the log of metrics, and to others as long as they do not fail: what `open_trackers` opens."""
+    """Passes records to the log of metrics, and to others as long as they do not fail; made by `open_trackers`."""
 
     def __init__(self, metrics: MetricsLog, others: dict[str, Tracker]):
         self._metrics = metrics
         self._others = others
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Hands a record over; an OSError where `metrics.jsonl` cannot be written."""
+        """Passes a record on; raises OSError if `metrics.jsonl` cannot be written."""
         self._metrics.log(record)
         for name, tracker in list(self._others.items()):
             try:
@@ -167,7 +167,7 @@ class Trackers:
                 _warn(f"{name} failed at step {record['step']:,} ({error!r}) and gets no more records")
 
     def sync(self) -> None:
-        """Returns when what `metrics.jsonl` holds would survive a power cut."""
+        """Returns when the content of `metrics.jsonl` would survive a power cut."""
         self._metrics.sync()
 
     def close(self) -> None:

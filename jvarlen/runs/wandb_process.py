@@ -1,8 +1,9 @@
-"""W&B process: in come records as lines of JSON, out goes an offline run of Weights & Biases, in a process of its own.
+"""Writes an offline run of Weights & Biases, in a process of its own, from JSON lines on standard input.
 
-A program, not a module to import: `WandbTracker` starts it. Weights & Biases starts threads and a service, replaces
-`sys.exit` and hooks of the interpreter, and reads settings wherever it finds some; here all that stays away from
-training. When training ends, however it ends, standard input ends as well, and so do this process and its service.
+This is a program, started by `WandbTracker`, not a module to import. Weights & Biases starts threads and a service,
+replaces `sys.exit` and hooks of the interpreter, and reads settings from many places; a separate process keeps all of
+that away from training. When training ends, in whatever way, standard input closes, and this process and its service
+end too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Figures of a sort: in goes its size or its result, out come what it sends and how evenly it lies on the shards.
+"""How evenly a sort spreads its rows over the shards, and how much it sends.
 
 Letters: N rows, p shards, n rows a shard, k samples.
 """
@@ -26,11 +26,11 @@ __all__ = ["ExchangeVolume", "ShardBalance", "balance_table", "exchange_volume",
 
 
 class ExchangeVolume(NamedTuple):
-    """What a shard sends to other shards in one sort.
+    """The messages that a shard sends to other shards in one sort.
 
     Attributes:
-      messages: point to point, an all-to-all and an all-gather being p − 1 of them and an all-reduce 2(p − 1).
-      num_bytes: in all of them.
+      messages: point-to-point messages; an all-to-all or an all-gather is p − 1 of them, an all-reduce 2(p − 1).
+      num_bytes: bytes in all of them.
     """
 
     messages: int
@@ -45,7 +45,7 @@ def exchange_volume(
     layout: Layout = "interleaved",
     oversampling: int = 4,
 ) -> ExchangeVolume:
-    """What `sample_sort` by the dense exchange sends, without payload; no key changes it.
+    """What `sample_sort` sends by the dense exchange, without payload; it does not depend on the keys.
 
     With w bytes a row and i an index (4, or 8 from 2**31 − 1 rows on), n = ⌈N/p⌉, n' = n rounded up to a multiple of p,
     b = n' (block layout: n), c = ⌊b/p⌋ + p − 1 and R = ⌊log n / log(k+1)⌋ + 1 rounds, a shard sends p − 1 times
@@ -53,7 +53,7 @@ def exchange_volume(
       n'/p·w (deal) + c·w (send) + b/p·w (interleave) + R·(p·k·w + 2·p·k·i) (samples, and a ring all-reduce of their
       ranks) + (p + 1)·i (cuts)
 
-    and, for floats, 48 bytes more for what is known of NaN keys.
+    and, for floats, 48 bytes more to report NaN keys.
 
     Args:
       num_rows: N ≥ 0.
@@ -103,9 +103,9 @@ class ShardBalance(NamedTuple):
 
     Attributes:
       rows: int64[p], samples of each shard.
-      work: float64[p], the sum of each shard's keys: its tokens, where keys are lengths. NaN where some key is negative
-        or not finite, and so no work, or where the sum is not finite.
-      waiting: the share of the shards' time that they wait for the one with the most work at the same slot, in [0, 1);
+      work: float64[p], the sum of each shard's keys: its tokens, if keys are lengths. NaN if some key is negative or
+        not finite, and so is not work, or if the sum is not finite.
+      waiting: the share of the shards' time spent waiting for the one with the most work at the same slot, in [0, 1);
         NaN likewise.
     """
 
@@ -119,7 +119,7 @@ def shard_balance(
     indices: Integer[jax.Array | np.ndarray, " places"],
     num_shards: int,
 ) -> ShardBalance:
-    """How evenly the result of `sample_sort` or `local_sort` lies on its shards.
+    """How evenly the result of `sample_sort` or `local_sort` is spread over its shards.
 
     Args:
       keys: integers or floats[p·n], of JAX or NumPy: the work of each sample.
@@ -130,7 +130,7 @@ def shard_balance(
       `ShardBalance`.
 
     Raises:
-      ValueError: keys and indices are not of p·n places each.
+      ValueError: keys and indices do not have p·n places each.
     """
     check_at_least_one(num_shards=num_shards)
     if keys.shape != indices.shape or keys.ndim != 1 or keys.size % num_shards:
@@ -147,10 +147,10 @@ def shard_balance(
 
 
 def balance_table(balances: dict[str, ShardBalance]) -> str:
-    """A table: rows and work of the emptiest and the fullest shard, and the waiting, of each named balance.
+    """A table of balances: rows and work of the emptiest and of the fullest shard, and the waiting.
 
     Args:
-      balances: by the name of what was balanced.
+      balances: the balances to show, by name.
 
     Returns:
       Lines of text.

@@ -1,4 +1,4 @@
-"""Distributed plan: in go the lengths that each process has, out come its own rows of a plan that nobody holds whole.
+"""A plan that no process holds whole: each makes its own rows from the lengths that it has.
 
 The histogram of all lengths tells every process the steps; the distributed sort brings each sample to the device that
 trains on it. Letters: N samples, n of this process, p shards, M microbatches a step, m of them on this process, S
@@ -40,17 +40,16 @@ _LONGEST = 2**32 - 1  # tokens; a length is the lower half of a key
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DistributedPlan(PlannedSteps):
-    """The steps of an epoch, and of each the rows that this process trains on.
+    """The steps of an epoch, with only the rows that this process trains on.
 
-    It has all attributes of `PlannedSteps`, which are those of the whole plan, and these:
+    It has the attributes of `PlannedSteps`, for the whole plan, and these:
 
     Attributes:
-      digest: that of the whole plan: the `Plan` that `make_plan` would have made has the same.
-      microbatches: int64[m], which of the M microbatches of every step are this process's, ascending.
+      digest: the digest of the whole plan, equal to that of the `Plan` from `make_plan`.
+      microbatches: int64[m], which of the M microbatches of every step belong to this process, ascending.
       first_rows: int64[S], where each step begins in `row_ids`.
       own_num_tokens: int64[S], real tokens of each step in these microbatches.
-      row_ids: int64[U, m], the samples of this process's microbatches, those of a step one below the other; −1 for a
-        dummy row.
+      row_ids: int64[U, m], the samples of this process's microbatches, one step after the other; −1 for a dummy row.
     """
 
     digest: str
@@ -66,7 +65,7 @@ class DistributedPlan(PlannedSteps):
           step: 0 ≤ step < S.
 
         Returns:
-          int64[m, B] of sample ids, −1 for a dummy row: of `Plan.rows`, the microbatches of this process.
+          int64[m, B] of sample ids, −1 for a dummy row: the microbatches of this process in `Plan.rows`.
 
         Raises:
           IndexError: no such step.
@@ -81,10 +80,10 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
     """The histogram of the lengths of all processes, for `make_buckets(lengths, counts=counts)`.
 
     Args:
-      lengths: integers[n], each ≥ 1: tokens of the samples of this process, which may have none.
+      lengths: integers[n], each ≥ 1: tokens of the samples of this process, possibly none.
 
     Returns:
-      int64[D], distinct lengths ascending, and int64[D], samples of each; the same on all processes.
+      int64[D], distinct lengths, ascending, and int64[D], samples of each; the same on all processes.
 
     Raises:
       ValueError: lengths that are not as described, listed; or no process has any.
@@ -123,21 +122,22 @@ def plan_distributed(
     longest_first: bool = False,
     overlong: Overlong = "error",
 ) -> DistributedPlan:
-    """Plans an epoch over processes of which each has the lengths of its own samples only.
+    """Plans an epoch over processes that each have only the lengths of their own samples.
 
-    The plan is the one that `make_plan` makes of all lengths in one place, with the same digest. A process holds its
-    samples, its rows and the steps: O(N/p + S), where all have about as many samples; a device has room for as many as
-    the fullest. Every process calls this with the same arguments but `lengths`.
+    The plan is the one that `make_plan` makes from all lengths in one place, with the same digest. A process holds its
+    samples, its rows and the steps: O(N/p + S) if all have about equally many samples. Every device allocates as many
+    places as the fullest needs. Every process calls this with the same arguments except `lengths`.
 
     Args:
-      lengths: integers[n], tokens of the samples of this process, at most 2**32 − 1; another number on every process,
-        none too. Sample ids count along the mesh axis: those of process 0 come first where its devices do, and a
-        process with several devices has its samples spread over them evenly, in order.
+      lengths: integers[n], tokens of the samples of this process, at most 2**32 − 1. Their number may differ between
+        processes and may be 0. Sample ids count along the mesh axis: those of process 0 come first if its devices do,
+        and the samples of a process with several devices are spread over them evenly, in order.
       buckets: (rows, length) pairs, lengths strictly ascending; `make_buckets` chooses them from `count_lengths`.
       mesh: its p devices along `axis_name` train on the microbatches: M / p consecutive ones each.
       axis_name: the data-parallel axis.
       microbatches_per_step: M, a multiple of p.
-      order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders go from one sample to the next.
+      order: `"length"`, `"length_descending"` or `"shuffle"`. Other orders are sequential and cannot be planned in
+        parts.
       seed: as in `make_plan`.
       epoch: as in `make_plan`.
       shuffle_steps: as in `make_plan`.

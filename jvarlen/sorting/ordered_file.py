@@ -1,10 +1,10 @@
-"""Ordered file: in goes an array that lies on devices in the order of its ranks, out comes one `.npy` file of it.
+"""Writes a sorted array that is spread over devices to one `.npy` file.
 
 Letters: N samples, p shards (devices along one axis), n places a shard, d a shard.
 
-The shards are first made *blocks* of consecutive ranks, by one all-to-all. Where all processes see one disk, each then
-writes its blocks, ranges of bytes of the same file; where they do not, process 0 is sent one piece after the other.
-Either way the file is written under another name, which it loses for its own when all of it is on disk.
+One all-to-all first turns the shards into *blocks* of consecutive ranks. Where all processes see one disk, each then
+writes its blocks, which are byte ranges of the same file. Where they do not, process 0 receives one piece after the
+other. Either way the file gets its name only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -52,34 +52,36 @@ def write_ordered(
     shared_disk: bool | None = None,
     progress: bool = True,
 ) -> None:
-    """Writes what `sample_sort` returned to one `.npy` file, element r being that of rank r.
+    """Writes the result of `sample_sort` to one `.npy` file, in which element r is that of rank r.
 
     All processes call it, also those without a part of the array, and leave it together: with the file in place, or
     each with an error.
-    The file appears under its name whole, or not at all; what had the name before stays until then. A failure removes
-    the part that was written; only where process 0 is killed can a hidden `.NAME.….part` stay.
 
-    Reading needs no more memory than what is looked at: `np.load(path, mmap_mode="r")`.
+    The file appears under its name complete, or not at all; an existing file stays until then. A failure removes the
+    part that was written; only if process 0 is killed can a hidden `.NAME.….part` stay.
+
+    `np.load(path, mmap_mode="r")` reads it without loading all of it into memory.
 
     Args:
-      path: the file; its directory exists. Where the disk is not shared, that of process 0 counts.
-      ordered: integers or floats[p·n] in the order of `layout`, sharded over p devices of one or of several processes.
-        Where other mesh axes repeat it, each shard is written once. p is read off the array, so it must lie as it was
-        returned. One in a single place (NumPy, one device without a mesh, or a full copy on each) does not tell p: it
-        must be in the order of its ranks, with `layout="block"`; where each process has all of it, process 0 writes.
-      num_samples: N ≤ p·n; what has a rank from N on is not written.
+      path: the file; its directory must exist. If the disk is not shared, that of process 0 counts.
+      ordered: integers or floats[p·n] in the order of `layout`, sharded over p devices of one or several processes. If
+        other mesh axes replicate it, each shard is written once. p is taken from the sharding, so the array must be
+        placed as it was returned. An array in a single place (NumPy, one device without a mesh, or a full copy on each)
+        has no p: it must be in the order of its ranks, with `layout="block"`. If each process has all of it, process 0
+        writes.
+      num_samples: N ≤ p·n; ranks from N on are not written.
       layout: `"interleaved"`: shard d, slot i holds rank i·p + d. `"block"`: rank and position are the same.
-      dtype: integers or floats, of the file; each value must have it exactly.
-      shared_disk: whether all processes that hold shards see the directory of process 0. None finds that out.
+      dtype: integers or floats, the type of the file; it must hold each value exactly.
+      shared_disk: whether all processes that hold shards see the directory of process 0. None: find out.
       progress: whether process 0 shows a progress bar.
 
     Raises:
       ValueError: arguments that are not as described, or that differ between processes; `"interleaved"` for an array in
         a single place; values that do not fit are listed by rank; `shared_disk=True` where it is not.
       OSError: the file cannot be written.
-      KeyboardInterrupt: Ctrl-C; it is remembered until the next place where the processes can stop together, the others
-        with RuntimeError. While the file gets its name it is too late for the old one: all raise, and the new file
-        stays. In the very last exchange, after that, it is as right after the call: only this process raises.
+      KeyboardInterrupt: Ctrl-C, deferred until the processes can stop together; the others raise RuntimeError. If it
+        comes while the file gets its name, all raise and the new file stays. If it comes even later, in the last
+        exchange, only this process raises, as right after the call.
       RuntimeError: other processes failed, which are listed with their errors, or one has died.
 
     Example:
@@ -138,7 +140,7 @@ def _check(array: jax.Array | np.ndarray, num_samples: int, layout: Layout, dtyp
 
 
 def _single_place(array: jax.Array | np.ndarray) -> str:
-    """Where an array lies whole, so that nothing tells over how many shards it was dealt; empty for a sharded one."""
+    """Where an array is whole, so that its number of shards is unknown; empty for a sharded array."""
     if isinstance(array, np.ndarray):
         return "an array of NumPy"
     spec = array.sharding.spec if isinstance(array.sharding, NamedSharding) else ()
@@ -150,7 +152,7 @@ def _single_place(array: jax.Array | np.ndarray) -> str:
 
 @contextlib.contextmanager
 def _step(name: str) -> Iterator[None]:
-    """A block that succeeds on all processes, or raises on all; it is where they stop after Ctrl-C on one of them."""
+    """A block that succeeds on all processes, or raises on all; here they stop after Ctrl-C on one of them."""
     with together(name):
         raise_if_interrupted()
         yield
@@ -196,7 +198,7 @@ class _Part(NamedTuple):
 
 
 def _exactly(values: Shaped[np.ndarray, " m"], dtype: np.dtype, first_rank: int) -> Shaped[np.ndarray, " m"]:
-    """The values in another type, or ValueError lists those that it does not have."""
+    """The values in another type; raises ValueError that lists those that it cannot hold."""
     with np.errstate(over="ignore", invalid="ignore"):
         converted = values.astype(dtype)
         # Both ways: an unsigned number comes back from a signed one, and a float equals the integer it was rounded to.
@@ -243,7 +245,7 @@ def _own_blocks(blocks: jax.Array | np.ndarray) -> list[tuple[int, jax.Array | n
 
 
 def _is_shared(part: _Part, has_blocks: bool, shared_disk: bool | None) -> bool:
-    """Whether all that have something to write see the part; the same on all processes."""
+    """Whether all processes with something to write see the part; the same on all processes."""
     if shared_disk is False:
         return False
     sees = not has_blocks or os.path.exists(part.path)  # not Path.exists, which raises where it may not look

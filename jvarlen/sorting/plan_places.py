@@ -1,11 +1,11 @@
-"""Places of a distributed plan: in go the rows of each shard, out come the samples of its microbatches in every step.
+"""Which samples go to which microbatch of a distributed plan.
 
 Letters: N samples, p shards, M microbatches a step, A = M / p of them on a shard, m on this process, B rows of a
 microbatch, S steps, K buckets, U rows of a microbatch in all steps together.
 
-Dummy rows counted, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard
-(v mod M) // A. Of bucket k, which begins at place P_k and at rank R_k and has n_k samples, place v holds the sample of
-rank R_k + (v − P_k) if v − P_k < n_k, and else a dummy row. So each shard sorts the ranks of one block of places, moves
+Counting dummy rows, a plan in canonical order has U·M places: place v belongs to microbatch v mod M, and so to shard
+(v mod M) // A. Bucket k begins at place P_k and at rank R_k and has n_k samples; its place v holds the sample of rank
+R_k + (v − P_k) if v − P_k < n_k, and otherwise a dummy row. So each shard sorts the ranks of one block of places, moves
 them to their places, and deals these out, A to each shard in turn.
 """
 
@@ -105,8 +105,8 @@ def sort_to_places(
     """Sorts the samples of all processes to their places.
 
     Args:
-      keys: unsigned[n], those of this process's samples; they sort by bucket, and within it as ordered.
-      payload: what follows them, if `lengths_of` needs it.
+      keys: unsigned[n], the keys of this process's samples; they sort by bucket, and within it as ordered.
+      payload: arrays that follow the keys, if `lengths_of` needs them.
       places: where they go.
       mesh: has the axis.
       axis_name: the axis of the shards.
@@ -134,7 +134,7 @@ def sort_to_places(
 
 
 def _own_parts(array: jax.Array) -> list[np.ndarray]:
-    """What this process holds of an array that is sharded along its leading axis, in order."""
+    """The part of an array, sharded along its leading axis, that this process holds, in order."""
     parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}  # other axes may repeat them
     return [np.asarray(parts[start]) for start in sorted(parts)]
 
@@ -143,7 +143,7 @@ def _own_parts(array: jax.Array) -> list[np.ndarray]:
 def _program(
     mesh: Mesh, shards: Shards, block: int, num_microbatches: int, num_steps: int, longest: int, lengths_of: LengthsOf
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """A jitted function of the rows and of where they go."""
+    """A jitted function of the rows and of their places."""
     body = functools.partial(
         _place_shard,
         shards=shards,

@@ -1,6 +1,6 @@
-"""Distributed sort: in go keys spread over devices, out come the same keys in order, spread as evenly as it goes.
+"""Distributed sample sort: sorts keys over the devices of a mesh axis, exactly balanced.
 
-Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. How it works: `shard_sort`.
+Letters: N rows, p shards (devices along the mesh axis), n rows a shard, k samples. `shard_sort` explains how it works.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ def sample_sort(
     shard_sizes: npt.ArrayLike | None = None,
     exchange: Exchange = "auto",
 ) -> tuple[Any, ...]:
-    """Sorts keys that lie on the devices of a mesh axis; the result lies there too, interleaved exactly evenly.
+    """Sorts keys over the devices of a mesh axis, interleaved and exactly balanced.
 
-    The order is that of `np.lexsort((index, keys))`: by key, ties by index, −0.0 with 0.0. It is one and the same for
-    any number of shards, transform, exchange and oversampling. It compiles once for all N of the same n = ⌈N/p⌉, but
-    that an array of JAX which has to be filled up to p·n compiles that as well. It is not for use inside `jit`.
+    The order is that of `np.lexsort((index, keys))`: by key, ties by index, −0.0 equal to 0.0. It is the same for any
+    number of shards, transform, exchange and oversampling. It compiles once for all N with the same n = ⌈N/p⌉; a JAX
+    array that must be filled up to p·n compiles that as well. It cannot be used inside `jit`.
 
-    Where the mesh has devices of several processes, all of them call it, with the same arguments: what differs is an
-    error on all. A `keys` of NumPy is the same on all, too; `shard_local_rows` is for rows that each process has.
+    If the mesh has devices of several processes, all of them call it with the same arguments; differences are an error
+    on all. NumPy `keys` must be the same on all, too; for rows that each process has, use `shard_local_rows`.
 
     Args:
-      keys: integers or floats[N], N ≥ 0; an array of NumPy, or of JAX wherever it lies, or one that is sharded over
-        several processes. 64-bit keys of NumPy stay such where `jax_enable_x64` is on; where it is off, their values
-        must fit 32 bits exactly. With `shard_sizes` [p·n].
+      keys: integers or floats[N], N ≥ 0: a NumPy array, a JAX array on any device, or one that is sharded over several
+        processes. 64-bit NumPy keys stay 64-bit if `jax_enable_x64` is on; if it is off, their values must fit 32 bits
+        exactly. With `shard_sizes`, [p·n].
       mesh: its axes may be Auto or Explicit. Along axes other than `axis_name` the sort is repeated.
       axis_name: the axis whose p devices are the shards.
       layout: `"interleaved"`: shard d, slot i holds the global rank i·p + d, so that every shard has ⌈N/p⌉ or ⌊N/p⌋
         rows and neighbours in rank lie on neighbouring devices. `"block"`: shard d holds the ranks from d·⌈N/p⌉ on.
-      oversampling: k, samples that a shard proposes for each block in a round of the search for where blocks begin.
-        More mean fewer rounds and larger messages; the result does not depend on it. At most 1,024.
-      transform: `"shard_map"` or `"pmap"`, which needs a mesh of one axis, the devices of a process side by side.
-      nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`. All NaN come back as one.
+      oversampling: k, the samples that a shard proposes for each block in a round of the search for block boundaries. A
+        larger k means fewer rounds and larger messages; the result does not depend on it. At most 1,024.
+      transform: `"shard_map"` or `"pmap"`; the latter needs a mesh of one axis with the devices of a process side by
+        side.
+      nan: `"raise"`, which waits for the result to look for NaN keys, or `"last"`. All NaN come back as the same NaN.
       payload: a pytree of arrays whose leading axis is that of `keys`; they follow their keys.
-      shard_sizes: integers[p] between 0 and n: `keys` has n places a shard, of which the first so many are rows, as
-        `shard_local_rows` makes it. A row's index counts the rows before it. Every ⌈N/p⌉ then compiles. None: all of
-        `keys` are rows.
-      exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one of exactly what there is, which not
-        all backends have. `"auto"`: ragged where the backend compiles it.
+      shard_sizes: integers[p] between 0 and n: how many of the n places of each shard in `keys` are rows, as
+        `shard_local_rows` returns it. These come first. A row's index counts the rows before it. Every ⌈N/p⌉ then
+        compiles. None: all of `keys` are rows.
+      exchange: `"dense"`: all-to-alls with room for the worst case. `"ragged"`: one all-to-all of exactly the rows,
+        which not all backends have. `"auto"`: ragged if the backend compiles it.
 
     Returns:
-      Keys, indices and, where there is a payload, the payload, of leading axis p·⌈N/p⌉ sharded over the axis. Indices
-      are int32, or int64 from 2**31 − 1 places on. Where there is no row the index is −1, and keys and payload mean
-      nothing.
+      Keys, indices and, if there is one, the payload, with leading axis p·⌈N/p⌉ sharded over the axis. Indices are
+      int32, or int64 from 2**31 − 1 places on. A place without a row has index −1 and a meaningless key and payload.
 
     Raises:
       ValueError: arguments that are not as described, or that differ between processes; NaN keys and values that do not
@@ -121,9 +121,9 @@ def local_sort(
     payload: Any = None,
     shard_sizes: npt.ArrayLike | None = None,
 ) -> tuple[Any, ...]:
-    """Sorts the keys of each shard for itself: a curriculum without any exchange, and without its balance.
+    """Sorts the keys of each shard separately: a curriculum without any exchange, and without balance.
 
-    What the shards hold at the same slot can differ as much as the shards do; `shard_balance` tells what that costs.
+    Keys at the same slot can differ between shards as much as the shards do; `shard_balance` shows what that costs.
 
     Args:
       keys: as in `sample_sort`.
@@ -134,7 +134,7 @@ def local_sort(
       shard_sizes: as in `sample_sort`.
 
     Returns:
-      As `sample_sort`, of leading axis p·n; a shard's places without a row come after its rows.
+      As `sample_sort`, with leading axis p·n; a shard's places without a row come after its rows.
 
     Raises:
       ValueError: as `sample_sort`.
@@ -156,7 +156,7 @@ Program = Callable[[jax.Array, Any, jax.Array], Sorted]  # of sharded keys and p
 def _checked_on_all(
     name: str, mesh: Mesh, axis_name: str, keys: Any, payload: Any, shard_sizes: Any, options: tuple[Any, ...]
 ) -> Iterator[None]:
-    """Checks keys and what the block checks; of several processes, all raise where one does or where they differ."""
+    """Checks keys and runs the checks of the block; several processes all raise if one does or if they differ."""
     is_shared = mesh.is_multi_process
     with together(f"check the arguments of {name}") if is_shared else contextlib.nullcontext():
         num_shards_of(mesh, axis_name)
@@ -178,7 +178,7 @@ def _is_number(dtype: np.dtype) -> bool:
 
 
 def _described(column: Any) -> tuple[str, tuple[int, ...], str]:
-    """What must be the same on all processes: of an array of the host, its content as well."""
+    """What must be the same on all processes; for a host array, its content as well."""
     if isinstance(column, jax.Array):
         return str(column.dtype), column.shape, "placed"
     array = np.asarray(column)
@@ -231,7 +231,7 @@ def _with_shard_map(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> 
 
 
 def _with_pmap(body: Callable[..., Sorted], mesh: Mesh, axis_name: str) -> Program:
-    """The same by `pmap`, whose arrays have a leading axis of devices, those of this process."""
+    """The same by `pmap`, whose arrays have a leading axis over the devices of this process."""
     mapped = jax.pmap(body, axis_name, devices=list(mesh.devices.flat))
     sharding = NamedSharding(mesh, PartitionSpec(axis_name))
     local_mesh = mesh.local_mesh

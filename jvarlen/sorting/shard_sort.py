@@ -1,10 +1,10 @@
-"""Sort across shards: in go the rows of one shard, out comes its block of the sorted whole; runs in `shard_map`.
+"""The sort of one shard: takes its rows, returns its block of the sorted whole. Runs in `shard_map`.
 
 Letters: N rows, p shards, n rows of a shard, b rows of a block, k samples, r runs, g ranks.
 
-Shapes are static and the same for any keys:
+All shapes are static and do not depend on the keys:
 
-1. *Local sort.* Every shard sorts its rows into a run. All rows differ, if only by their index, so the order is unique.
+1. *Local sort.* Every shard sorts its rows into a run. All rows differ, at least by index, so the order is unique.
 2. *Cuts.* Block d begins at the global rank `starts[d]`. How many rows of each run come before it is found exactly:
    every shard proposes k regular samples of its bracket, all samples are ranked by counting in all runs, and a bracket
    shrinks to what lies between two neighbouring samples of its own, at most 1/(k+1) of it. After
@@ -100,7 +100,7 @@ def sort_blocks(
       shards: the shards.
 
     Returns:
-      unsigned[b] words and columns of leading axis b: the block's rows in order, and after them places without meaning.
+      unsigned[b] words and columns of leading axis b: the block's rows in order, then meaningless places.
     """
     words, columns = _sort_rows(words, columns)
     if shards.num_shards > 1:
@@ -229,7 +229,7 @@ def _exchange_dense(
 def _exchange_ragged(
     words: Words, columns: Any, cuts_pxp1: Int[Array, "p p_plus_1"], block: int, shards: Shards
 ) -> tuple[Words, Any]:
-    """Sends each row to its block at once."""
+    """Sends each row directly to its block."""
     d = lax.axis_index(shards.axis_name)
     count_rxp = jnp.diff(cuts_pxp1)
     before_rxp = jnp.cumsum(count_rxp, axis=0) - count_rxp  # where a run's rows begin in each block
@@ -258,7 +258,7 @@ def _flat(rows: jax.Array) -> jax.Array:
 
 
 def gap(word: jax.Array) -> np.ndarray:
-    """What a place without a row holds: it sorts after all rows."""
+    """The value of a place without a row; it sorts after all rows."""
     return np.array(np.iinfo(word.dtype).max, word.dtype)
 
 

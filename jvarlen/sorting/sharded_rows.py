@@ -1,4 +1,4 @@
-"""Sharded rows: in go arrays from anywhere, out come the same rows spread over the devices of a mesh axis.
+"""Spreads rows from anywhere over the devices of a mesh axis.
 
 Letters: N rows, p shards (devices along the axis), n places of a shard, of which the first ones hold its rows.
 """
@@ -26,7 +26,7 @@ class ShardedRows(NamedTuple):
     """Rows on their devices.
 
     Attributes:
-      columns: a pytree of arrays of leading axis p·n, sharded over the axis.
+      columns: a pytree of arrays with leading axis p·n, sharded over the axis.
       sizes: int64[p], the rows of each shard, at its first places.
     """
 
@@ -43,17 +43,17 @@ def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayL
     """Places rows on the devices of an axis, n = ⌈N/p⌉ a shard, the last shards short.
 
     Args:
-      columns: a pytree of arrays of NumPy or JAX, of one leading axis, N; with `shard_sizes` p·n.
+      columns: a pytree of NumPy or JAX arrays with the same leading axis, N; with `shard_sizes`, p·n.
       mesh: has the axis.
       axis_name: the axis to spread over.
-      shard_sizes: integers[p], 0 to n: of the n places that each shard has, how many are rows. None: all.
+      shard_sizes: integers[p], 0 to n: how many of the n places of each shard are rows. None: all.
 
     Returns:
       `ShardedRows`.
 
     Raises:
-      ValueError: leading axes or sizes that are not as described; 64-bit values that do not fit 32 bits where
-        `jax_enable_x64` is off, listed by row.
+      ValueError: leading axes or sizes that are not as described; with `jax_enable_x64` off, 64-bit values that do not
+        fit 32 bits, listed by row.
     """
     num_shards = num_shards_of(mesh, axis_name)
     num_places = _leading_axis(columns)
@@ -64,7 +64,7 @@ def shard_rows(columns: Any, mesh: Mesh, axis_name: str, shard_sizes: npt.ArrayL
 
 
 def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " p"]:
-    """Where the rows of all processes lie when each spreads its own evenly over its devices.
+    """The rows of each shard when every process spreads its own rows evenly over its devices.
 
     Args:
       num_rows: of this process.
@@ -91,20 +91,20 @@ def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tu
     """Spreads the rows of each process over its devices, for `sample_sort(*, shard_sizes=)`.
 
     Args:
-      columns: a pytree of NumPy arrays of one leading axis, the rows of this process: any number, none too, and another
-        number on every process. Structure, dtypes and other axes are those of all processes.
+      columns: a pytree of NumPy arrays with the same leading axis, the rows of this process. Their number may be 0 and
+        may differ between processes. Structure, dtypes and other axes are the same on all processes.
       mesh: the devices at one place of the axis belong to one process.
       axis_name: the axis to spread over.
 
     Returns:
-      The pytree, of arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard; n is the
-      most that any has, so that a device holds what the fullest does. Rows are numbered along the axis: those of
-      process 0 come first where its devices do.
+      The pytree, with arrays of leading axis p·n sharded over the axis, and int64[p], the rows of each shard. n is the
+      most rows of any shard, so every device holds as much as the fullest. Rows are numbered along the axis: those of
+      process 0 come first if its devices do.
 
     Raises:
       ValueError: leading axes that differ, no such axis, a mesh that is not as described or has no device of a process,
-        rows of another kind than those of other processes, or 64-bit values that do not fit 32 bits where
-        `jax_enable_x64` is off.
+        rows of another kind than those of other processes, or, with `jax_enable_x64` off, 64-bit values that do not fit
+        32 bits.
       RuntimeError: another process raised one of these.
     """
     with together("check the rows"):

@@ -1,4 +1,4 @@
-"""Sort of a file: in goes a `.npy` of lengths or any keys, out comes a `.npy` of the order, by all devices there are.
+"""Sorts a `.npy` of lengths or other keys on all devices, and writes the order as a `.npy`.
 
 Letters: N keys, p devices.
 """
@@ -26,15 +26,15 @@ __all__ = ["SortedFile", "sort_file"]
 
 
 class SortedFile(NamedTuple):
-    """What sorting a file took, and how evenly the result lay on the devices.
+    """How long sorting a file took, and how evenly the result was spread over the devices.
 
     Attributes:
       num_rows: N.
       num_shards: p.
-      seconds: for compiling and sorting.
-      volume: what each device sent to others; None by a ragged exchange, where that depends on the keys.
+      seconds: of compiling and sorting.
+      volume: what each device sent to others; None for a ragged exchange, where it depends on the keys.
       exact: the balance of the exact sort.
-      local: that of each device sorting its own keys.
+      local: the balance if each device sorts its own keys.
     """
 
     num_rows: int
@@ -48,11 +48,11 @@ class SortedFile(NamedTuple):
 def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> SortedFile:
     """Writes the ids of the samples, sorted by key, ties by id: an order for `make_plan(order=)`.
 
-    Every process reads and sorts its part of the file. 64-bit keys are sorted as such where 32 bits do not hold them.
+    Every process reads and sorts its part of the file. Keys that do not fit 32 bits are sorted as 64-bit keys.
 
     Args:
       path: a `.npy` file of integers or floats[N], lengths or any difficulty.
-      out: where the order goes, a `.npy` file of int64[N]; its directory exists.
+      out: the `.npy` file for the order, int64[N]; its directory must exist.
       mesh: all its devices take part; one axis.
       progress: whether to show a progress bar while writing.
 
@@ -61,7 +61,8 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
 
     Raises:
       FileNotFoundError: there is no such file or directory.
-      ValueError: the file holds no integers or floats of one axis and at most 64 bits, or what `sample_sort` refuses.
+      ValueError: the file does not hold integers or floats with one axis and at most 64 bits, or `sample_sort` rejects
+        it.
       RuntimeError: another process raised such an error, or has died.
     """
     with together("read the keys"):
@@ -93,7 +94,7 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
 
 
 def _shortened(keys: np.ndarray) -> np.ndarray:
-    """The keys in 32 bits where those hold them exactly."""
+    """The keys in 32 bits if these hold them exactly."""
     if keys.dtype.itemsize < 8:
         return keys
     with np.errstate(over="ignore"):

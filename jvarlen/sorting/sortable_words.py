@@ -1,8 +1,8 @@
-"""Sortable words: in go keys and the index of each row, out come unsigned integers that sort as the rows do, and back.
+"""Keys and row indices as unsigned integers that sort like the rows, and back.
 
 Rows are ordered as `np.lexsort` orders them: by key, ties by index; −0.0 ties with 0.0, NaN is last. Unsigned integers
-sort several times faster than pairs, and in them a row of a 32-bit key is one number. Only bits are handled, so that no
-backend can flush a subnormal number to zero. To be called where 64-bit types are enabled.
+sort several times faster than pairs, and a row with a 32-bit key fits into one of them. Only bits are handled, so no
+backend can flush a subnormal number to zero. Call these functions where 64-bit types are enabled.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _LARGEST_SHORT_INDEX = 2**31 - 2  # shifted by one, it is still below the larges
 
 
 def index_dtype(num_rows: int) -> np.dtype:
-    """int32 where it numbers so many rows, int64 elsewhere."""
+    """int32 if it can number all rows, otherwise int64."""
     return np.dtype(np.int32 if num_rows <= _LARGEST_SHORT_INDEX else np.int64)
 
 
 def word_dtypes(key_dtype: np.dtype, num_rows: int) -> tuple[np.dtype, ...]:
-    """The types of the words of a row: one uint64 where it holds a key and an index, two words elsewhere.
+    """The types of the words of a row: one uint64 if it holds a key and an index, otherwise two words.
 
     Args:
       key_dtype: integers or floats.
@@ -64,7 +64,7 @@ def to_words(keys: Shaped[Array, " n"], index: Int[Array, " n"], num_rows: int) 
 
 
 def from_words(words: Words, key_dtype: np.dtype) -> tuple[Shaped[Array, " n"], Int[Array, " n"]]:
-    """Keys and indices of words; what the largest words, which are no row, give means nothing.
+    """Keys and indices of words. The largest words stand for no row, and their keys and indices are meaningless.
 
     Args:
       words: as `to_words` gives them.

@@ -1,6 +1,6 @@
-"""Checks for users' own tests: each returns, or raises an AssertionError that says why.
+"""Checks for users' own tests. Each returns, or raises an AssertionError that says why.
 
-- `partition`: is a loss the same on any split of a step?
+- `partition`: is a loss the same for any split of a step?
 - `plans`: does every sample come once; are two plans the same?
 - `recompiles`: does a function compile nothing once it has seen its shapes?
 """

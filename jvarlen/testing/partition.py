@@ -1,6 +1,6 @@
-"""Partition checks: in go a loss and a step's batch, out come the splits of the step that give the same gradient.
+"""Checks that a loss has the same gradient for every split of a step.
 
-`jvarlen.testing` gives this to users. Letters: M microbatches, B rows of each.
+`jvarlen.testing` exports this. Letters: M microbatches, B rows of each.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Split(NamedTuple):
       num_microbatches: of the whole step.
       rows: of each microbatch.
       num_shards: devices that share the microbatches; each accumulates over its own.
-      num_dummies: rows of zeros among all rows, which were added to those of the batch.
+      num_dummies: rows of zeros that were added to the rows of the batch.
     """
 
     num_microbatches: int
@@ -59,17 +59,17 @@ def assert_partition_invariant(
 ) -> list[Split]:
     """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
 
-    The rows of the batch are taken as one microbatch, as each divisor of M microbatches, and one by one; each of these
-    on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
-    microbatches as real ones, also so that one of two shards holds dummies alone; and as nothing but dummies, which
-    must give 0. All is computed in float64, where a mistake stands out from rounding. A loss that takes `key` or
-    `extra` has keys or statistics of each microbatch: for it the microbatches stay as they are, and only shards and
-    dummy microbatches vary; the next `extra` must agree as well.
+    The rows of the batch are computed as one microbatch, as every number of microbatches that divides M, and one by
+    one, each on every number of shards that divides it. Then with a dummy row in every microbatch; with as many dummy
+    microbatches as real ones, also so that one of two shards holds only dummies; and with nothing but dummies, which
+    must give 0. Everything is computed in float64, where a mistake stands out from rounding. A loss that takes `key` or
+    `extra` has keys or statistics for each microbatch. For such a loss the microbatches stay as they are, and only
+    shards and dummy microbatches vary; the next `extra` must agree as well.
 
-    One batch shows what is in it: take one with rows of different lengths or weights, and some parameters that are not
-    0. What is wrong in every split alike is not seen, such as padding inside a row that has weight or is attended to;
-    nor are errors below `rtol`, random numbers that depend on the parameters alone, and what other processes do.
-    Shards need devices: `jvarlen.distributed.split_cpu` gives a processor several.
+    The check sees only what the batch contains: use one with rows of different lengths or weights, and parameters that
+    are not all 0. It does not see mistakes that are the same in every split, such as padding inside a row that has
+    weight or is attended to; nor errors below `rtol`, random numbers that depend only on the parameters, and what other
+    processes do. Shards need devices: `jvarlen.distributed.split_cpu` splits the CPU into several.
 
     Args:
       loss_fn: as for `make_train_step`.
@@ -78,17 +78,17 @@ def assert_partition_invariant(
         `jvarlen.Batch`. Floats are cast to float64. A row of zeros is a dummy row.
       extra: for a loss that takes it; floats are cast to float64.
       seed: for a loss that takes `key`.
-      num_shards: numbers of shards to try; None for all that there are devices for. Each split compiles.
+      num_shards: numbers of shards to try; None for all for which there are devices. Each split compiles.
       rtol: the largest difference allowed, relative to the sums of loss and weight, and for any entry of the gradient
         relative to the largest. A loss that computes in float32 inside needs about 1e-5, in bfloat16 1e-2.
 
     Returns:
-      The splits that agree, first the one that all others were compared with.
+      The splits, which all agree; the first is the one that the others were compared with.
 
     Raises:
-      AssertionError: some do not; it names splits, leaves, values, errors, and the likely mistake.
-      ValueError: the batch has no weight, or leaves without those axes; shards that there are no devices for, or that
-        divide no number of microbatches; or what `make_train_step` refuses.
+      AssertionError: some splits differ; the message names splits, leaves, values, errors, and the likely mistake.
+      ValueError: the batch has no weight, or leaves without those axes; shards without devices, or that divide no
+        number of microbatches; or a loss that `make_train_step` rejects.
 
     Warns:
       UserWarning: the sum of weights depends on the parameters, which the gradient of the step leaves out.
@@ -221,7 +221,7 @@ def _leading_axes(batch: Any) -> tuple[int, int]:
 
 
 def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int]:
-    """The numbers of shards to try: there are devices for each, and it divides one of the numbers of microbatches."""
+    """The numbers of shards to try: there are devices for each, and each divides a number of microbatches."""
 
     def fits(shards: int) -> bool:
         return 1 <= shards <= jax.device_count() and any(number % shards == 0 for number in numbers)
@@ -268,7 +268,7 @@ def _splits(
 
 
 class _Difference(NamedTuple):
-    """The entry of a leaf that differs most, and by how much relative to what `rtol` is relative to."""
+    """The entry of a leaf that differs most, and its error relative to the reference of `rtol`."""
 
     name: str
     got: float
@@ -280,7 +280,7 @@ class _Difference(NamedTuple):
 
 
 def _check_reference(expected: dict[str, np.ndarray]) -> None:
-    """Raises where nothing can be compared with what came of the first split."""
+    """Raises an error if nothing can be compared with the first split."""
     not_finite = [name for name, leaf in expected.items() if not np.isfinite(leaf).all()]
     if not_finite:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")

@@ -1,6 +1,6 @@
-"""Plan checks: in go plans, or the ids or batches of a loader, out comes nothing, or an error that says what is wrong.
+"""Checks of plans, loaders and their batches.
 
-`jvarlen.testing` gives them to users. Letters: M microbatches, B rows of each, N samples, S steps.
+`jvarlen.testing` exports them. Letters: M microbatches, B rows of each, N samples, S steps.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     """Asserts that every sample comes exactly once in an epoch, and that a plan does not contradict itself.
 
     Args:
-      plan: a plan, of this package or of `torch_ref`; or the `DistributedPlan` of every process, in a list; or what
-        `batch_by_tokens` or `pack_samples` gives; or, from a loader or anything else, an iterable of arrays of sample
-        ids, −1 for a dummy row.
-      num_samples: N: ids are 0 to N − 1. None: as many as came, and as the plan says that it dropped; then the last
-        samples can be missing unnoticed.
-      dropped: integers, ids that must not come, as they were left out on purpose. None: as many as the plan says that
-        it dropped, whichever they are.
+      plan: a plan of this package or of `torch_ref`; or a list with the `DistributedPlan` of every process; or a result
+        of `batch_by_tokens` or `pack_samples`; or, from a loader or anything else, an iterable of arrays of sample ids,
+        −1 for a dummy row.
+      num_samples: N: ids are 0 to N − 1. None: as many as came, plus those that the plan says it dropped; then missing
+        last samples go unnoticed.
+      dropped: integers, ids that must not come because they were left out on purpose. None: as many as the plan says it
+        dropped, whichever they are.
 
     Raises:
-      AssertionError: ids are missing, repeated, to be dropped, or no samples; the rows of a step are not those of
-        `sample_ids`; or offsets, numbers of samples and tokens, buckets or microbatches do not go together. The first
-        offenders are listed, and what was counted of each.
-      ValueError: dropped ids that are none of 0 to N − 1.
+      AssertionError: ids are missing, repeated, dropped ones, or out of range; the rows of a step are not those of
+        `sample_ids`; or offsets, numbers of samples and tokens, buckets or microbatches contradict each other. The
+        first offenders are listed, with their counts.
+      ValueError: dropped ids that are not in 0 to N − 1.
 
     Example:
       >>> from jvarlen import make_plan
@@ -66,14 +66,14 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
     """Asserts that two plans, or two loaders, give the same batches in the same order.
 
     Args:
-      plan_a: a plan: made, loaded from a file, or of `torch_ref`. Or an iterable of batches, which ends: pytrees of
-        JAX or NumPy arrays or PyTorch tensors on the host. Their leaves are compared by name, in shape and value; not
-        in dtype or container, as frameworks differ in these.
+      plan_a: a plan: made, loaded from a file, or of `torch_ref`. Or a finite iterable of batches: pytrees of JAX or
+        NumPy arrays or PyTorch tensors on the host. Their leaves are compared by name, in shape and value, but not in
+        dtype or container, because frameworks differ in these.
       plan_b: likewise.
 
     Raises:
-      AssertionError: it names the first step that differs, and how: in the bucket, in places and ids, in leaves and
-        values.
+      AssertionError: the message names the first step that differs, and the difference: the bucket, places and ids,
+        leaves and values.
       ValueError: one is a plan and the other is not.
 
     Example:
@@ -135,7 +135,7 @@ def _ids_and_problems(parts: list[Any]) -> tuple[np.ndarray, list[str]]:
 
 
 def _check_parts(parts: list[Any]) -> None:
-    """Raises AssertionError where they are not one whole plan."""
+    """Raises AssertionError if the parts are not one whole plan."""
     digests = dict.fromkeys(part.digest for part in parts)
     if len(digests) > 1:
         raise AssertionError(f"these are parts of different plans, with digests {list_first(digests, ', ')}")
@@ -151,7 +151,7 @@ def _check_parts(parts: list[Any]) -> None:
 
 
 def _problems_of_steps(plan: Any) -> list[str]:
-    """What cannot be of the offsets, buckets and numbers of the steps; ids are those of steps."""
+    """Contradictions in the offsets, buckets and numbers of the steps, by step."""
     offsets, step_bucket = np.asarray(plan.step_offsets), np.asarray(plan.step_bucket)
     if len(offsets) != len(step_bucket) + 1:
         return [f"step_offsets holds {len(offsets)} numbers for {len(step_bucket)} steps, one more is needed"]
@@ -181,7 +181,7 @@ def _problems_of_steps(plan: Any) -> list[str]:
 
 
 def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike | None, num_dropped: int) -> list[str]:
-    """How the ids are not each of 0 to N − 1 once, but for the dropped ones."""
+    """How the ids differ from each of 0 to N − 1 once, without the dropped ones."""
     dropped_ids = np.asarray([] if dropped is None else dropped, np.int64)
     outside = dropped_ids[(dropped_ids < 0) | (dropped_ids >= num_samples)]
     if len(outside):
@@ -208,7 +208,7 @@ def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike |
 
 
 def _leaves_by_step(plan: Any) -> Iterator[dict[str, Any]]:
-    """Of each step what must be the same, by name."""
+    """For each step, the values that must be the same, by name."""
     if not _is_plan(plan):
         yield from map(leaves_by_name, plan)
         return
@@ -218,7 +218,7 @@ def _leaves_by_step(plan: Any) -> Iterator[dict[str, Any]]:
 
 
 def _difference(name: str, one: Any, other: Any) -> str | None:
-    """How two leaves differ; None where they do not."""
+    """How two leaves differ; None if they do not."""
     if one is None or other is None:
         return f"{name} is only in the {'first' if other is None else 'second'}"
     one, other = np.asarray(one), np.asarray(other)

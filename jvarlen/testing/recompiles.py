@@ -1,4 +1,4 @@
-"""Does a function compile nothing once it has seen its shapes?"""
+"""Checks that a function compiles nothing once it has seen its shapes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["assert_no_recompiles"]
 def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_up: bool = True) -> None:
     """Asserts that a function compiles nothing once it has seen its shapes, nor in between.
 
-    It is called with every set of arguments, and then with every set again. Each call gets copies, since a function may
-    donate its arguments, as a compiled step does its state. Calls of compiled buckets count as uses of theirs. For a
-    whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
+    It is called with every set of arguments, and then with every set again. Each call gets copies, because a function
+    may donate its arguments, as a compiled step donates its state. Calls of compiled buckets count in their ledger. For
+    a whole loop of loader and step, pass a function without arguments, and `[()]` for its shapes.
 
     Args:
-      fn: any function, jitted or not, or what `compile_buckets` made.
-      shapes: for each call its arguments: a plain tuple of them, or a single one of another type. They are pytrees of
-        arrays, or of `jax.ShapeDtypeStruct`, in whose place come zeros. For compiled buckets
-        `[(state, spec) for spec in compiled.specs.values()]`.
-      warm_up: whether the first call with each set may compile. Compiled buckets may not in any case.
+      fn: any function, jitted or not, or a result of `compile_buckets`.
+      shapes: the arguments of each call: a plain tuple of them, or a single argument of another type. They are pytrees
+        of arrays, or of `jax.ShapeDtypeStruct`, for which zeros are passed. For compiled buckets `[(state, spec) for
+        spec in compiled.specs.values()]`.
+      warm_up: whether the first call with each set may compile. Compiled buckets never may.
 
     Raises:
-      AssertionError: something was compiled, or read from the persistent cache; it names the call, the arguments, the
-        programs, and what differs from what was seen before.
+      AssertionError: something was compiled, or read from the persistent cache; the message names the call, the
+        arguments, the programs, and what differs from earlier calls.
       ValueError: there are no shapes.
 
     Example:
@@ -72,7 +72,7 @@ def _described(program: Recompilation) -> str:
 
 
 def _telling_leaves(argument_sets: list[tuple[Any, ...]], i: int) -> str:
-    """The leaves of arguments that not all others have as well; where there are none, the first ones."""
+    """The leaves of arguments that differ from those of other calls; if there are none, the first leaves."""
     leaves = [[f"{name} {describe(leaf)}" for name, leaf in leaves_by_name(args).items()] for args in argument_sets]
     common = set.intersection(*map(set, leaves))
     return f"arguments {i} ({list_first([leaf for leaf in leaves[i] if leaf not in common] or leaves[i], ', ')})"

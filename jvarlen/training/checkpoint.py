@@ -1,8 +1,8 @@
-"""Checkpoints: in goes the state and the place in the plan, out comes a directory, and the same two back.
+"""Checkpoints of the state and of the place in the plan.
 
-The only module that writes checkpoints. Orbax writes the state, in the background. Around it lies a directory that gets
-its name, the number of steps done, when all of it is written and listed with its hashes: a checkpoint is there whole,
-or not at all.
+The only module that writes checkpoints. Orbax writes the state, in the background. A checkpoint is a directory that
+gets its name, the number of steps done, only when all of it is written and listed with its hashes. So it is there
+whole, or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another o
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where training stands.
+    """The place of a training in its plans.
 
     Attributes:
       num_steps_done: steps since the start of training.
@@ -48,9 +48,10 @@ class Place:
       num_tokens_done: real tokens trained on.
       num_positions_done: positions trained on, padding included.
       train_s: seconds of training so far.
-      data_wait_s: seconds of these that it waited for data.
-      num_adjusted_done: samples that were cut or left shorter, as they are not of the planned length; of process 0.
-      held_out_bits_per_byte_before: of the evaluation before the first step; None until then.
+      data_wait_s: how many of these it waited for data.
+      num_adjusted_done: samples that were cut or left shorter because they do not have the planned length; of process
+        0.
+      held_out_bits_per_byte_before: from the evaluation before the first step; None until then.
     """
 
     num_steps_done: int
@@ -67,7 +68,7 @@ class Place:
 
 
 class Checkpoints:
-    """The checkpoints of one run, which `open_checkpoints` opens. Of several processes, all make the same calls."""
+    """The checkpoints of one run, opened by `open_checkpoints`. Several processes all make the same calls."""
 
     def __init__(
         self,
@@ -86,20 +87,20 @@ class Checkpoints:
         self._saving: tuple[int, Future[None]] | None = None
 
     def save(self, state: Any, place: Place, *, metric: float | None = None) -> None:
-        """Saves in the background; nothing happens where this place is saved already.
+        """Saves in the background; nothing happens if this place is already saved.
 
-        Waits for the checkpoint before this one. Where that could not be written, a disk being full, a warning says
-        so and training goes on: stopping would lose the steps since then all the same, and there may be room now. Of
-        several processes the others are stuck in the midst of that checkpoint, so it is an error there. That the last
-        one cannot be written is an error always, at the end of `open_checkpoints` at the latest.
+        It waits for the previous checkpoint. If that could not be written, for example to a full disk, a warning says
+        so and training continues: stopping would lose the same steps, and there may be room now. With several
+        processes the others are stuck inside that checkpoint, so it is an error there. A last checkpoint that cannot
+        be written is always an error, at the latest at the end of `open_checkpoints`.
 
         Args:
-          state: arrays that may be given away right after the call.
-          place: where training stands.
-          metric: how good the state is, lower is better; None or not a number: it is not among the best.
+          state: arrays that may be donated right after the call.
+          place: the place of the training.
+          metric: how good the state is, lower is better. With None or NaN it is not among the best.
 
         Raises:
-          OSError: this checkpoint or the one before could not be written, and there are several processes.
+          OSError: this checkpoint or the previous one could not be written, and there are several processes.
           ValueError: the file that names the run is damaged.
         """
         try:
@@ -131,43 +132,43 @@ class Checkpoints:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was saved yet."""
+        """Whether nothing has been saved yet."""
         return not self.steps
 
     @property
     def steps(self) -> list[int]:
-        """Steps done at each checkpoint there is, ascending; waits for the one that is being written."""
+        """Steps done at each existing checkpoint, ascending; waits for the one that is being written."""
         self._finish()
         return sorted(self._metrics)
 
     @property
     def best_step(self) -> int | None:
-        """The checkpoint of the lowest metric, of equal ones the first; None where none has a metric."""
+        """The checkpoint with the lowest metric, the first among equals; None if none has a metric."""
         self._finish()
         return next(iter(_best(self._metrics)), None)
 
     def restore_latest(self, state: Any) -> tuple[Any, Place]:
         """The newest state and place.
 
-        All of the checkpoint is compared with its hashes before anything is loaded.
+        The whole checkpoint is compared with its hashes before anything is loaded.
 
         Args:
-          state: a state of the same structure, shapes and dtypes, laid out over devices as the result is to be.
+          state: a state of the same structure, shapes and dtypes, sharded as the result shall be.
 
         Returns:
           The state and its place.
 
         Raises:
-          FileNotFoundError: no checkpoint is there.
-          ValueError: the checkpoint is damaged, or of another run: the files are named, and what can be done; or it is
-            of another state: every leaf that differs is named.
+          FileNotFoundError: there is no checkpoint.
+          ValueError: the checkpoint is damaged or belongs to another run; the message names the files and the remedy.
+            Or it holds another state; every leaf that differs is listed.
         """
         if not self.steps:
             raise FileNotFoundError(f"{self._directory} holds no checkpoint to resume from")
         return self._restore(self.steps[-1], state)
 
     def restore_best(self, state: Any) -> tuple[Any, Place]:
-        """State and place of `best_step`; else as `restore_latest`.
+        """State and place of `best_step`; otherwise as `restore_latest`.
 
         Args:
           state: as in `restore_latest`.
@@ -180,11 +181,11 @@ class Checkpoints:
         return self._restore(self.best_step, state)
 
     def wait(self) -> None:
-        """Returns when all that was saved is on disk; raises OSError where it could not be written."""
+        """Waits until everything saved is on disk; raises OSError if it could not be written."""
         self._finish()
 
     def close(self) -> None:
-        """Waits until all that was saved is on disk.
+        """Waits until everything saved is on disk.
 
         Raises:
           OSError: the last checkpoint could not be written.
@@ -196,7 +197,7 @@ class Checkpoints:
             self._checkpointer.close()
 
     def _commit(self, part: Path, step: int, metric: float | None) -> None:
-        """In the background: what follows when the state is written."""
+        """In the background: completes a checkpoint once its state is written."""
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
         if _is_main():
             write_manifest(part)
@@ -212,7 +213,7 @@ class Checkpoints:
                     shutil.rmtree((self._directory / str(old)).rename(self._directory / f".{old}.part"))
 
     def _finish(self) -> None:
-        """Waits for the checkpoint that is being written; raises OSError where it could not be."""
+        """Waits for the checkpoint that is being written; raises OSError if it could not be written."""
         if self._saving is None:
             return
         (step, future), self._saving = self._saving, None
@@ -241,7 +242,7 @@ class Checkpoints:
             raise ValueError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
     def _check(self, path: Path, step: int) -> tuple[Place, dict[str, str]]:
-        """Place and leaves of a checkpoint that is whole and of this run; raises ValueError with what can be done."""
+        """Place and leaves of an intact checkpoint of this run; raises ValueError with a remedy for any other."""
         run = _read_run(self._directory)  # first: that this is damaged does not make a checkpoint so
         try:
             check_manifest(path)
@@ -265,22 +266,23 @@ class Checkpoints:
 def open_checkpoints(
     directory: Path, *, keep_last: int = 2, keep_best: int = 0, config: Mapping[str, Any] | None = None
 ) -> Iterator[Checkpoints]:
-    """Opens a directory of checkpoints; leaves it when all that was saved is on disk.
+    """A block with the checkpoints of a directory; at its end everything saved is on disk.
 
-    What a run left unfinished when it was killed is removed. No other run may have the directory open.
+    Unfinished checkpoints of a killed run are removed. No other run may have the directory open.
 
     Args:
-      directory: made where it is missing; of several processes, one that all reach.
+      directory: created if missing; several processes need one that all of them reach.
       keep_last: how many of the newest checkpoints are kept, at least 1.
-      keep_best: how many of the lowest metrics are kept besides.
-      config: settings of the run, as JSON has them, to be kept in every checkpoint.
+      keep_best: how many checkpoints with the lowest metrics are kept as well.
+      config: settings of the run, as JSON values, kept in every checkpoint.
 
     Yields:
       `Checkpoints`.
 
     Raises:
       ValueError: `keep_last` or `keep_best` is too small.
-      OSError: the directory or the last checkpoint cannot be written; a warning says the latter where the block raised.
+      OSError: the directory or the last checkpoint cannot be written. If the block itself raised, the latter is only a
+        warning.
     """
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
@@ -323,12 +325,12 @@ def _with_keys(restored: Any, state: Any) -> Any:
 
 
 def _is_main() -> bool:
-    """Whether this is the process that writes what all have."""
+    """Whether this is the process that writes what all processes share."""
     return jax.process_index() == 0
 
 
 def _run_of(directory: Path) -> str:
-    """The name of the run that has the directory, drawn when it saves first."""
+    """The name of the run that has the directory, drawn when it first saves."""
     if not (directory / _RUN).exists():
         with write_atomically(directory / _RUN) as file:
             file.write(json.dumps({"run": uuid.uuid4().hex}).encode())
@@ -352,7 +354,7 @@ def _steps_in(directory: Path) -> list[int]:
 
 
 def _remove_parts(directory: Path) -> None:
-    """Removes what processes that were killed left of checkpoints, and of the name of the run."""
+    """Removes unfinished checkpoints, and unfinished names of the run, that killed processes left."""
     for part in directory.glob(".*.part"):
         if part.is_dir():
             shutil.rmtree(part, ignore_errors=True)  # what stays is in the way of no other step
@@ -361,7 +363,7 @@ def _remove_parts(directory: Path) -> None:
 
 
 def _read_metric(path: Path) -> float | None:
-    """The metric of a checkpoint; None as well where it is damaged, which restoring it tells."""
+    """The metric of a checkpoint; also None if it is damaged, which restoring it reports."""
     with contextlib.suppress(ValueError, LookupError, TypeError, OSError, RecursionError):
         metric = _read_json(path / "about.json")["metric"]
         return metric if isinstance(metric, float) else None
@@ -369,7 +371,7 @@ def _read_metric(path: Path) -> float | None:
 
 
 def _best(metrics: Mapping[int, float | None]) -> list[int]:
-    """Steps with a metric, by that and then by step."""
+    """Steps that have a metric, sorted by metric, then by step."""
     return [step for _, step in sorted((metric, step) for step, metric in metrics.items() if metric is not None)]
 
 
@@ -382,7 +384,7 @@ def _write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """Why something could not be written, in a line: of a long account, what the operating system said."""
+    """Why something could not be written, in one line: of a long message, the operating system's part."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore has it
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
 

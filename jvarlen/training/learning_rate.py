@@ -1,7 +1,7 @@
-"""Learning rate: in goes a rule for the batch size, out come Optax pieces that put the scaled rate in force on device.
+"""Learning rates that follow the batch size, as Optax pieces on the device.
 
-`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from what each
-step holds. Letters: S steps of all plans.
+`planned_schedule` looks the rates up in the table of a plan; `scale_by_batch_size` computes the scale from the size of
+each step. Letters: S steps of all plans.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ def planned_schedule(
 ) -> optax.Schedule:
     """The learning rates of a plan as an ordinary Optax schedule: step count -> rate.
 
-    It goes wherever a schedule goes: `optax.adamw(schedule)`, `optax.inject_hyperparams`, `optax.partition`. Resumed,
-    the count in the optimizer's state goes on, and so do the rates. Every call gives exactly the rounding of
-    `lr_sequence` to float32 (where 64-bit types are enabled, `lr_sequence` itself, in float64).
+    It goes wherever a schedule goes: `optax.adamw(schedule)`, `optax.inject_hyperparams`, `optax.partition`. After a
+    resume, the count in the optimizer state continues, and so do the rates. Every call returns exactly `lr_sequence`
+    rounded to float32 (with 64-bit types enabled, `lr_sequence` itself in float64).
 
-    The table is a constant of the program that looks rates up, of 4 bytes a step. A plan with other rates therefore
-    compiles anew; with `scale_by_batch_size` it need not.
+    The table is a constant of the compiled program, with 4 bytes a step. So a plan with other rates compiles again;
+    with `scale_by_batch_size` it does not.
 
     Args:
-      plan: as in `lr_sequence`; give the plans of all epochs that the schedule shall cover.
+      plan: as in `lr_sequence`; pass the plans of all epochs that the schedule shall cover.
       base_schedule: as in `lr_sequence`.
       base_batch_size: as in `lr_sequence`.
       rule: as in `lr_scale`.
@@ -51,12 +51,12 @@ def planned_schedule(
       counted_in: as in `lr_sequence`.
 
     Returns:
-      A function of a count, or of an array of them (Python, NumPy or JAX integers, traced or not), to float32 of its
-      shape. It raises ValueError for a count outside 0 … S−1; for a traced one, whose value is not known, it gives
-      NaN there: no wrong rate goes unseen.
+      A function from a count, or an array of counts (Python, NumPy or JAX integers, traced or not), to float32 of its
+      shape. It raises ValueError for a count outside 0 … S−1. A traced count has no known value; outside the range it
+      gives NaN, so that no wrong rate goes unnoticed.
 
     Raises:
-      ValueError: what `lr_sequence` refuses.
+      ValueError: arguments that `lr_sequence` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -78,7 +78,7 @@ def planned_schedule(
 
 
 def table_schedule(rates_S: Float64[np.ndarray, " S"]) -> optax.Schedule:
-    """A schedule that looks rates up, as `planned_schedule` says."""
+    """A schedule that looks rates up in a table, as `planned_schedule` says."""
     num_steps = len(rates_S)
 
     def schedule(count: Any) -> jax.Array:
@@ -97,21 +97,21 @@ def scale_by_batch_size(
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
 
-    Put it last in a chain: what it scales includes AdamW's decoupled weight decay, as a change of the learning rate
-    would. `update` takes the batch size as an extra argument, a number or float32[]; an array does not retrace when it
-    changes. Other extra arguments are ignored, so that one call of `update` serves transformations of both units.
+    Put it last in a chain: then it scales AdamW's decoupled weight decay as well, as a change of the learning rate
+    would. `update` takes the batch size as an extra argument, a number or float32[]; an array does not cause a retrace
+    when it changes. Other extra arguments are ignored, so one call of `update` serves transformations of both units.
 
     Args:
-      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as
-        `optax.inject_hyperparams` does: a value that would be refused then scales by NaN.
+      base_batch_size: the batch size that the base rate was tuned for, > 0, in `unit`. It may be traced, as in
+        `optax.inject_hyperparams`; an invalid traced value scales by NaN.
       rule: as in `lr_scale`; a function must accept JAX arrays.
-      unit: what the batch size counts: real `"sequences"`, taken from the extra argument `batch_size`, or real
-        `"tokens"`, taken from `num_tokens`, which `make_train_step` passes for the batches of `jvarlen.collate`. For a
-        batch of another kind let `num_sequences` count what the rate shall follow.
+      unit: what the batch size counts: real `"sequences"`, from the extra argument `batch_size`, or real `"tokens"`,
+        from `num_tokens`. `make_train_step` passes the latter for `Batch`, `PackedBatch` and `PairBatch`, and for
+        batches with a field `num_tokens`.
 
     Returns:
-      A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 where 64-bit types are
-      enabled); updates keep their dtypes. Without its extra argument `update` raises TypeError.
+      A stateless `optax.GradientTransformationExtraArgs`. The scale is float32 (float64 with 64-bit types enabled);
+      updates keep their dtypes. Without its extra argument, `update` raises TypeError.
 
     Raises:
       ValueError: an unknown rule or unit, or a base batch size that is not positive.

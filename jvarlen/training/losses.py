@@ -1,4 +1,4 @@
-"""Loss functions as users write them, in one form: what they take by name, and what they return.
+"""Brings users' loss functions into one form.
 
 Letters: M microbatches.
 """
@@ -25,7 +25,7 @@ _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gath
 
 
 class LossOutputs(NamedTuple):
-    """What a loss returns beside Σ loss: Σ weight, further sums, and the next `extra`, None where it takes none."""
+    """The outputs of a loss besides Σ loss: Σ weight, further sums, and the next `extra`, None if it takes none."""
 
     weight_sum: jax.Array
     sums: Mapping[str, Any]
@@ -45,8 +45,8 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
       state: holds the `extra` that the loss takes.
 
     Raises:
-      ValueError: it takes a key or extra state that the state doesn't hold; when it is called, what it returns is none
-        of the allowed forms.
+      ValueError: it takes a key or extra state that the state does not hold; when it is called, its result has none of
+        the allowed forms.
     """
     parameters = _parameters(loss_fn)
     name = getattr(loss_fn, "__name__", "loss_fn")
@@ -107,7 +107,7 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
     """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself.
 
     Args:
-      closed: the traced function; its arguments differ from shard to shard, what it closes over doesn't.
+      closed: the traced function; its arguments differ between shards, and what it closes over does not.
       axis_name: the mesh axis.
     """
     same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them

@@ -1,6 +1,6 @@
-"""Manifest: in goes a directory, out comes a list of its files by size and SHA-256, and later whether it still holds.
+"""A list of the files of a directory, with size and SHA-256, and its check.
 
-The list lies in the directory itself, and vouches for itself as well: a changed byte in it shows.
+The list is a file in the directory itself and carries a hash of itself: a changed byte in it is noticed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _ODD = "neither a file nor a directory; links are not followed"
 
 
 def write_manifest(directory: Path) -> None:
-    """Lists all files of a directory in its file `manifest.json`, and sees that all of it is on disk.
+    """Lists all files of a directory in its file `manifest.json`, and makes sure that all of it is on disk.
 
     Args:
-      directory: plain files and directories, which nobody changes meanwhile or afterwards.
+      directory: regular files and directories, which nobody changes during the call or later.
 
     Raises:
-      ValueError: something else is in there, such as a link.
+      ValueError: it contains something else, such as a link.
       OSError: a file cannot be read, or the list cannot be written.
 
     Example:
@@ -50,16 +50,16 @@ def write_manifest(directory: Path) -> None:
 
 
 def check_manifest(directory: Path) -> None:
-    """Raises where a directory is not what its manifest lists.
+    """Raises an error if a directory differs from its manifest.
 
-    Links are not followed, and nothing but the list is interpreted. Empty directories do not count.
+    Links are not followed, and no file but the manifest is parsed. Empty directories do not count.
 
     Args:
       directory: as `write_manifest` left it.
 
     Raises:
-      ValueError: files are missing, more, of another size or other bytes, or no plain files; or the manifest itself is
-        missing or damaged. The first few are named.
+      ValueError: files are missing, added, of another size or content, or not regular files; or the manifest itself is
+        missing or damaged. The first few are listed.
       OSError: a file cannot be read.
     """
     if directory.is_symlink():
@@ -83,7 +83,7 @@ def check_manifest(directory: Path) -> None:
 
 
 def _walk(directory: Path) -> tuple[set[str], set[str]]:
-    """Names of all plain files, and of what is neither a file nor a directory, relative and with slashes."""
+    """Names of all regular files, and of whatever is neither file nor directory, relative and with slashes."""
     files, odd = set(), set()
 
     def walk(folder: str, prefix: str) -> None:
@@ -126,7 +126,7 @@ def _encode(files: dict[str, Any]) -> bytes:
 
 
 def _read_manifest(directory: Path) -> dict[str, Any] | None:
-    """What is listed, by name; None where the manifest is not as it was written."""
+    """The listed files, by name; None if the manifest is not as it was written."""
     raw = (directory / MANIFEST).read_bytes()
     try:
         files = json.loads(raw)["files"]

@@ -1,7 +1,7 @@
-"""Learning-rate table: in go a schedule and the sizes of every step, out come the rates in force, in float64.
+"""Learning rates of every step, in float64 on the host.
 
-The rate of step t is base(x_t) × s(n_t / n_ref): x_t is how far training has come, n_t the batch size of the step,
-and s the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
+The rate of step t is base(x_t) × s(n_t / n_ref). x_t is how far training has come, n_t is the batch size of the step,
+and s is the identity (linear scaling), the square root, 1 or a function. Letters: S steps of all plans.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
     """The factor on the learning rate for a batch size.
 
     Args:
-      batch_size: number or array ≥ 0, in sequences (or in tokens, where `base_batch_size` is).
+      batch_size: number or array ≥ 0, in sequences (or in tokens, if `base_batch_size` is).
       base_batch_size: the batch size that the base rate was tuned for, > 0, in the same unit.
-      rule: `"linear"`, `"sqrt"`, None (no scaling), or a function of the ratio, which it gets as float64 of the shape
-        of `batch_size`, and to which it gives as many scales.
+      rule: `"linear"`, `"sqrt"`, None (no scaling), or a function from the ratio, float64 of the shape of `batch_size`,
+        to scales of the same shape.
 
     Returns:
       float64 of the shape of `batch_size`.
@@ -85,22 +85,22 @@ def lr_sequence(
     """The learning rate of every step of a plan, in float64 on the host.
 
     Args:
-      plan: a plan, or a distributed one; or several, one an epoch, over which all counts go on. S steps in all.
-      base_schedule: a number, a function of how far training has come, such as an Optax schedule (which is evaluated in
-        float64 here), or an array of S rates.
+      plan: a `Plan` or `DistributedPlan`; or several, one an epoch, over which all counts continue. S steps in all.
+      base_schedule: a number, an array of S rates, or a function of how far training has come, such as an Optax
+        schedule (evaluated in float64 here).
       base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.
       rule: as in `lr_scale`.
       unit: what the batch size counts: real `"sequences"` or real `"tokens"`.
-      counted_in: what a function's argument counts: `"steps"`, or the real `"sequences"` or `"tokens"` of the steps
-        before. Warm-up and decay are then given in that unit, and take no more and no fewer samples where steps are
-        fewer and larger.
+      counted_in: what the argument of the function counts: `"steps"`, or the real `"sequences"` or `"tokens"` of the
+        steps before. Warm-up and decay are then given in that unit, and take equally many samples whether steps are
+        small or large.
 
     Returns:
       float64[S].
 
     Raises:
-      ValueError: an unknown unit or rule; an array that has not S entries, or that goes with another count than steps;
-        a base batch size that is not positive; what `lr_scale` refuses.
+      ValueError: an unknown unit or rule; an array that does not have S entries, or that comes with another count than
+        steps; a base batch size that is not positive; arguments that `lr_scale` rejects.
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
@@ -124,7 +124,7 @@ def lr_sequence(
 
 
 def step_sizes(plan: PlannedSteps | Iterable[PlannedSteps]) -> dict[str, Int64[np.ndarray, " S"]]:
-    """What every step of one plan or of several counts, in each unit: one step, its sequences, its tokens."""
+    """The size of every step of one plan or several, in each unit: one step, its sequences, its tokens."""
     plans = plan if isinstance(plan, Iterable) else [plan]
     # Only the sizes are kept: the plans of many epochs need not be in memory together.
     sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
@@ -135,12 +135,12 @@ def step_sizes(plan: PlannedSteps | Iterable[PlannedSteps]) -> dict[str, Int64[n
 
 
 def before_each(sizes: Int64[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
-    """How much the steps before each step count together, exactly."""
+    """The exact total of the steps before each step."""
     return np.cumsum(sizes) - sizes
 
 
 def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> Float64[np.ndarray, " S"]:
-    """The base rate at every count, before any scaling by batch size: float64[S]; of an array, all its rates."""
+    """The base rate at every count, before any scaling by batch size: float64[S]. An array gives all its rates."""
     if not callable(base_schedule):
         rates = np.asarray(base_schedule, np.float64)
     else:
@@ -156,7 +156,7 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
 
 @contextlib.contextmanager
 def _in_float64() -> Iterator[None]:
-    """A block in which functions of a user's, such as Optax schedules, compute in float64, and at once."""
+    """A block in which users' functions, such as Optax schedules, are evaluated immediately, in float64."""
     import jax  # here: tables of numbers do without it
 
     with jax.enable_x64(True), jax.ensure_compile_time_eval():

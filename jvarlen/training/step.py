@@ -1,7 +1,7 @@
 """The training step, a pure function (state, batch) -> (state, metrics): accumulate, reduce, update.
 
-The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so that every split of a step over
-shards and accumulation gives the same gradient. Letters: M microbatches.
+The loss of a step is Σ loss / Σ weight over all its microbatches, divided once, so every split of a step over shards
+and accumulation gives the same gradient. Letters: M microbatches.
 """
 
 from __future__ import annotations
@@ -46,40 +46,41 @@ def make_train_step(
 ) -> StepFn:
     """A train step with exact normalisation and accumulation over microbatches.
 
-    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. By the names of its parameters it may
-    take more, and it may return more:
+    The simplest loss is `loss_fn(params, microbatch) -> (loss_sum, weight_sum)`. It may have further parameters, by
+    these names, and return more:
 
     - `key`: a typed key of its own for every microbatch, the same on any number of devices:
       `fold_in(fold_in(state.key, state.step), i)` for microbatch i of the step. `init_train_state(…, seed=)` sets it.
-    - `extra`: `state.extra`, arrays that are no parameters, as they were before the step. The loss returns the next
-      ones last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers by
-      the sum of the changes of microbatches that have weight; other types, such as keys, stay as they are.
+    - `extra`: `state.extra`, arrays that are not parameters, with their values before the step. The loss returns the
+      next values last. Floats change by the mean of the microbatches' changes, weighted by their `weight_sum`; integers
+      by the sum of the changes of microbatches that have weight; other types, such as keys, do not change.
     - It may return `(loss_sum, weight_sum, sums)` with a dict of arrays, summed over the step into `Metrics.sums`.
 
-    The gradient is that of Σ loss alone, divided by Σ weight: weights that depend on the parameters are not
-    differentiated.
+    The gradient is that of Σ loss alone, divided by Σ weight: weights are not differentiated, even if they depend on
+    the parameters.
 
     Args:
-      loss_fn: a function of the parameters and a microbatch, which is the batch without its leading axis; see above.
-        The two sums are scalars, of the rows that it is given: what the step's other shards have is added by the step.
-      optimizer: any Optax optimizer. Its update is told what it takes by name, or all where it takes any:
-        `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step, `value`, the loss of the step,
-        `grad`, its gradient, and, for other parameters, the loss of the same step, `value_fn(params)`, and its
-        gradient, `grad_fn(params)`.
-      mesh: spreads a step's microbatches over `axis_name`; gradients are reduced once a step. Other axes of the mesh
-        are left to the compiler: parameters may be sharded over them. None: one device.
+      loss_fn: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
+        sums are scalars over the rows that it gets; the step adds those of other shards.
+      optimizer: any Optax optimizer. Its update gets the extra arguments that it names, or all if it accepts any:
+        `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step; `value`, the loss of the step, and
+        `grad`, its gradient; `value_fn(params)` and `grad_fn(params)`, the loss of the same step and its gradient for
+        other parameters.
+      mesh: a step's microbatches are spread over `axis_name`, and gradients are reduced once a step. Other axes of the
+        mesh are left to the compiler: parameters may be sharded over them. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
-      norms: whether the metrics have the global norms of gradient and updates.
+      norms: whether the metrics include the global norms of gradient and updates.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. The batch
-      is any pytree. Every leaf that is not a scalar has leading axis M. A field `num_sequences` (attribute or key of a
-      dict), a scalar, counts the step's real samples; a field `num_tokens`, a scalar of the step or a count for each
-      microbatch, its tokens, which batches of `jvarlen.collate` tell by themselves.
+      is any pytree whose leaves, except scalars, have leading axis M. A scalar field `num_sequences` (attribute or key
+      of a dict) counts the step's real samples. A field `num_tokens`, a scalar of the step or a count for each
+      microbatch, counts its tokens; `Batch`, `PackedBatch` and `PairBatch` do not need it.
 
     Raises:
-      ValueError: when it is traced: shards that do not divide M; a loss that takes what the state doesn't hold, returns
-        something else, or reduces its sums over the mesh itself; a mesh that is not the one it is compiled for.
+      ValueError: when it is traced: shards that do not divide M; a loss that takes a key or `extra` that the state does
+        not hold, returns another form, or reduces its sums over the mesh itself; a mesh other than the one it is
+        compiled for.
     """
     if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
@@ -103,9 +104,8 @@ def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str 
       axis_name: as for `make_train_step`.
 
     Returns:
-      `eval_step(state, batch) -> (state, Metrics)`: a plain function. The state is a `TrainState`, or parameters alone
-      for a loss that takes nothing else. It comes back as it is, and where `compile_buckets` compiles this, it is not
-      donated.
+      `eval_step(state, batch) -> (state, Metrics)`: a plain function. The state is a `TrainState`, or only parameters
+      for a loss that takes nothing else. It is returned unchanged, and `compile_buckets` does not donate it.
 
     Raises:
       ValueError: as `make_train_step`.
@@ -128,15 +128,15 @@ def update_state(
     value_fn: Callable[[Any], jax.Array] | None = None,
     norms: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The state after a step, and what it measured, from the step's sums.
+    """The state and the metrics after a step, from the step's sums.
 
     Args:
       optimizer: has `update` with extra arguments.
       state: before the step.
-      batch: of the step; its counts are what the optimizer is told.
-      sums: of all its microbatches.
-      value_fn: the loss of the step for other parameters; None: not known.
-      norms: whether the metrics have the norms of gradient and updates.
+      batch: the batch of the step; its counts are passed to the optimizer.
+      sums: the sums over all its microbatches.
+      value_fn: the loss of the step for other parameters; None if unknown.
+      norms: whether the metrics include the norms of gradient and updates.
     """
     metrics = metrics_of(sums, batch)
     grads = _mean_grads(sums, state.params)
@@ -209,7 +209,7 @@ def _loss_of(sums: StepSums) -> jax.Array:
 
 
 def metrics_of(sums: StepSums, batch: Any) -> Metrics:
-    """What a step measured, from its sums and the counts that its batch tells."""
+    """The metrics of a step, from its sums and the counts of its batch."""
     num_tokens = field_of(batch, "num_tokens")
     of_step = None if num_tokens is None or num_tokens.ndim else num_tokens.astype(sums.loss.dtype)
     return Metrics(sums.loss, sums.weight, sums.num_tokens if of_step is None else of_step, sums.sums)

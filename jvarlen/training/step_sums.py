@@ -1,6 +1,6 @@
 """The sums of a step: accumulated over the microbatches of a shard, then reduced over the shards, once.
 
-Nothing is divided here, so that every split of a step over shards and accumulation has the same sums. Letters: M
+Nothing is divided here, so every split of a step over shards and accumulation has the same sums. Letters: M
 microbatches of a step, m those of a shard.
 """
 
@@ -29,10 +29,10 @@ class StepSums(NamedTuple):
     Attributes:
       loss: float[].
       weight: float[].
-      num_tokens: float[]; None where the batch doesn't tell.
-      sums: what else the loss sums up.
-      extra: of each leaf of `extra` that holds numbers, Σ weight × change for floats; for integers Σ change, integers.
-      grads: Σ gradients, a pytree as the parameters; None where none are asked for.
+      num_tokens: float[]; None if the batch does not say.
+      sums: further sums of the loss.
+      extra: for each leaf of `extra` that holds numbers, Σ weight × change for floats, and Σ change for integers.
+      grads: Σ gradients, a pytree like the parameters; None if none were requested.
     """
 
     loss: jax.Array
@@ -107,7 +107,7 @@ def next_extra(extra: Any, sums: StepSums) -> Any:
 
 
 def microbatches_of(batch: Any) -> int:
-    """M: the leading axis of a step's arrays; raises ValueError where they differ in it, or there are none."""
+    """M: the leading axis of a step's arrays; raises ValueError if it differs between them, or if there are none."""
     axes = {name: leaf.shape[0] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
     if len(set(axes.values())) != 1:
         raise ValueError(f"arrays of a batch must begin with the same axis, the microbatches of the step: {axes}")
@@ -115,7 +115,7 @@ def microbatches_of(batch: Any) -> int:
 
 
 def field_of(batch: Any, name: str) -> Any:
-    """A field of a batch, which is an object with attributes or a mapping; None where it has none of this name."""
+    """A field of a batch, which is an object with attributes or a mapping; None if it has no such field."""
     return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
@@ -185,7 +185,7 @@ def _bits(leaf: jax.Array) -> int:
 
 
 def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
-    """What a microbatch adds to each leaf of `extra` that holds numbers; one without weight adds nothing, not NaN."""
+    """The change by a microbatch of each leaf of `extra` that holds numbers; 0 without weight, never NaN."""
 
     def change(old: jax.Array, new: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jnp.floating):
@@ -204,7 +204,7 @@ def _is_number(leaf: jax.Array) -> bool:
 
 
 def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
-    """Raises ValueError where a loss reduces some of its sums itself, and the step would reduce them again."""
+    """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
     by_name: dict[str, Any] = {"loss_sum": reduced.loss, "weight_sum": reduced.weight}
     if all(by_name.values()) and not reduced.sums:
         return  # both count every shard as often, and only their ratio matters

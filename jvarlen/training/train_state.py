@@ -1,4 +1,4 @@
-"""What a training step changes, and what it measures.
+"""The state and the metrics of a training step.
 
 Letters: M microbatches.
 """
@@ -18,15 +18,15 @@ __all__ = ["Metrics", "TrainState", "divide_once", "init_train_state"]
 
 
 class TrainState(NamedTuple):
-    """What a step changes.
+    """The state that a step changes.
 
     Attributes:
       params: pytree of arrays.
-      opt_state: the optimizer's.
-      extra: pytree of arrays that are no parameters, such as running statistics, which the loss takes and returns; None
-        where it has none.
-      key: typed key[], from which the keys of all microbatches come; None where the loss takes no key.
-      step: int32[], steps taken; None where the loss takes no key.
+      opt_state: the state of the optimizer.
+      extra: pytree of arrays that are not parameters, such as running statistics, which the loss takes and returns;
+        None if it has none.
+      key: typed key[], from which the keys of all microbatches are derived; None if the loss takes no key.
+      step: int32[], steps taken; None if the loss takes no key.
     """
 
     params: Any
@@ -37,15 +37,15 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step measures, before the division, so that sums over steps are exact: `metrics + metrics` adds them.
+    """The metrics of a step as undivided sums, so that sums over steps are exact: `metrics + metrics` adds them.
 
     Attributes:
-      loss_sum: float[], Σ loss × weight; float32, or wider where losses or gradients are.
-      weight_sum: float[], Σ weight: the predicted tokens, for a language model.
-      num_tokens: float[], real tokens; None where neither the batch type nor a field `num_tokens` tells them.
-      sums: what else the loss sums up, by name, as it returns them.
-      grad_norm: float[], global norm of the gradient of the step's loss; None unless asked for, and in a sum of steps.
-      update_norm: float[], global norm of what is added to the parameters; likewise.
+      loss_sum: float[], Σ loss × weight; float32, or wider if losses or gradients are.
+      weight_sum: float[], Σ weight: for a language model, the number of predicted tokens.
+      num_tokens: float[], real tokens; None if neither the batch type nor a field `num_tokens` gives them.
+      sums: further sums that the loss returns, by name.
+      grad_norm: float[], global norm of the gradient of the step's loss; None unless requested, and in a sum of steps.
+      update_norm: float[], global norm of the update of the parameters; likewise.
     """
 
     loss_sum: Any
@@ -59,7 +59,7 @@ class Metrics(NamedTuple):
     def loss(self) -> jax.Array | np.ndarray:
         """Σ loss / Σ weight, and 0 where Σ weight is 0.
 
-        Outside of traced functions it is divided on the host: that waits for the step, and compiles nothing.
+        Outside traced functions the division is on the host: it waits for the step and compiles nothing.
         """
         if isinstance(self.loss_sum, jax.core.Tracer):
             return divide_once(self.loss_sum, self.weight_sum)
@@ -91,7 +91,7 @@ def init_train_state(
       params: pytree of arrays.
       optimizer: any Optax optimizer.
       extra: pytree of arrays, for a loss that takes `extra`.
-      seed: for a loss that takes `key`; decides all its keys.
+      seed: for a loss that takes `key`; it determines all keys.
 
     Returns:
       `TrainState`.

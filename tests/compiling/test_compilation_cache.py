@@ -1,4 +1,4 @@
-"""Compilation cache: what is compiled is found again, the user's settings stay, and no one else can plant a program."""
+"""The persistent compilation cache: programs are found again, users' settings stay, and nobody can plant a program."""
 
 import os
 import subprocess

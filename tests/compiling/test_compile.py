@@ -1,4 +1,4 @@
-"""Compilation: all before the first step, nothing afterwards, and what was not planned refused by name."""
+"""Compilation: everything before the first step, nothing afterwards; batches that were not planned are rejected."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Options of compiling: defaults that fit the devices, what is wrong said at once and by name."""
+"""Compiler options: defaults that fit the devices; a wrong option is reported at once."""
 
 import dataclasses
 import json

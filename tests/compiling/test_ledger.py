@@ -1,4 +1,4 @@
-"""The ledger: every figure in the table and back from disk, what was never used named, a plan's figures beside them."""
+"""The ledger: every figure in the table and back from disk, unused buckets, and a plan's figures beside them."""
 
 import dataclasses
 import json

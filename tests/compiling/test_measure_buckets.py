@@ -1,4 +1,4 @@
-"""Measuring: from compiled steps to cost models on disk, and from these to buckets."""
+"""Measuring buckets: from compiled steps to cost models on disk, and from these to buckets."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What was not planned: named by its leaves, or padded up to the nearest larger bucket."""
+"""Batches that were not planned: their differing leaves are named, or they are padded to the nearest larger bucket."""
 
 import jax
 import numpy as np

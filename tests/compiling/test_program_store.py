@@ -1,4 +1,4 @@
-"""A file of programs: read back as it was written, and refused where it is damaged, foreign or not one's own."""
+"""Files of compiled programs: read back unchanged, rejected if damaged, foreign or not one's own."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Recompilations: all of them are seen, explained as far as JAX does, and nothing stays switched on."""
+"""The guard against recompiling: it sees everything, explains what JAX explains, and leaves nothing switched on."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""Step clock: each step's own seconds, nothing waited for, nothing held, and the process ends as it would without."""
+"""The step clock: each step's own seconds, nothing waits, nothing is held, and the process still ends cleanly."""
 
 import gc
 import signal

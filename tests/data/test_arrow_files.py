@@ -1,4 +1,4 @@
-"""Parquet and Arrow files: rows of a column are read as they were written, whatever its layout, or refused."""
+"""Parquet and Arrow files: rows of a column are read as they were written, whatever its layout, or rejected."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The cache of lengths: measured once, kept whole, never taken for what it is not."""
+"""The length cache: measured once, kept whole, never used for other data."""
 
 import threading
 import warnings

@@ -1,4 +1,4 @@
-"""Measured samples: the function's numbers and nothing else, by however many processes, in however many calls."""
+"""Measured samples: exactly the function's numbers, with any number of processes and calls."""
 
 import array
 import collections

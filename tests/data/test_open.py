@@ -1,4 +1,4 @@
-"""Data files: what lies in them is what is read, and what should not lie in them is refused by line or sample."""
+"""Data files: everything in them is read; bad content is rejected with its line or sample."""
 
 import contextlib
 import dataclasses

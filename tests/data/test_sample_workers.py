@@ -1,4 +1,4 @@
-"""Sample workers: every sample once, in ranges of fit size, and errors that tell which sample, from any process."""
+"""Sample workers: every sample once, in ranges of suitable size, and errors that name the sample, from any process."""
 
 import numpy as np
 import pytest

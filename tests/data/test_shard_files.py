@@ -1,4 +1,4 @@
-"""Shard files: what was kept is read back as it was, and nothing else is taken for it."""
+"""Shard files: they are read back unchanged, and no other file is accepted."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Tokenized text: the ids are the tokenizer's own, all of them, and what it cannot take is an error that names it."""
+"""Tokenized text: exactly the tokenizer's ids, and errors that name what it cannot take."""
 
 import json
 import pickle

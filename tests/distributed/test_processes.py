@@ -1,4 +1,4 @@
-"""Processes: what happens on one happens on all, within a bound."""
+"""Processes: what happens on one happens on all, in bounded time."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Watchdog: one process that does not move ends all, with its name; one that is slow ends none."""
+"""The watchdog: a process that hangs ends all, with its name; a slow one ends none."""
 
 import time
 from pathlib import Path

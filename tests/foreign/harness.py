@@ -1,4 +1,4 @@
-"""What all models of other people's kinds are held to: each trains as in a plain loop over the microbatches.
+"""Trains any loss and compares it with a plain loop over the microbatches.
 
 The loop knows nothing of jvarlen: JAX's gradient of every microbatch, sums, one division, an update by Optax, with its
 own keys and its own rule for extra state. Letters: M microbatches, B rows, T positions, D features.

@@ -1,4 +1,4 @@
-"""Losses made of loops and branches: those of JAX refuse much on a mesh that they take on one device."""
+"""Losses made of loops and branches, which JAX restricts more on a mesh than on one device."""
 
 import jax
 import jax.numpy as jnp

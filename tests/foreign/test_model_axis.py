@@ -1,4 +1,4 @@
-"""Parameters sharded over a second mesh axis, as Megatron shards them: the compiler has it, or the loss."""
+"""Parameters sharded over a second mesh axis, as Megatron shards them: by the compiler or by the loss."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,10 @@
-"""Tests and benchmarks on a GPU, from a checkout: in goes a platform, out comes an exit code.
+"""Runs tests and benchmarks on a GPU, from a checkout; the exit code tells the outcome.
 
     PYTHONPATH=. python -m tests.gpu [--platform cpu]
 
-Nothing is installed. It needs jax (with CUDA), flax, optax, numpy, pytest and what these require; PyTorch is compared
-with where it is there. Exit codes: 0, all is well; 1, something failed, of which the last lines tell; 3, there is no
-GPU. `--platform cpu` runs the same tests on the processor, and the quick form of the benchmark, to see that they run.
+Nothing is installed. It needs jax (with CUDA), flax, optax, numpy, pytest and what these require; it compares with
+PyTorch where that is installed. Exit codes: 0 for success; 1 if something failed, as the last lines say; 3 if there is
+no GPU. `--platform cpu` runs the same tests on the CPU, and the quick form of the benchmark, to check that they run.
 """
 
 import argparse

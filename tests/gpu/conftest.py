@@ -1,4 +1,4 @@
-"""What the tests on a device share: which device it is, in JAX and in PyTorch."""
+"""What the GPU tests share: which device it is, in JAX and in PyTorch."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A plugin of pytest for machines without most of what jvarlen requires: what is missing is stood in for, or told."""
+"""A pytest plugin for machines without most dependencies: it stands in for missing packages or reports them."""
 
 import importlib.metadata
 import importlib.util

@@ -1,4 +1,4 @@
-"""The benchmark can be started with the packages that are here."""
+"""The benchmark starts with the packages that are installed here."""
 
 import importlib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Plans and learning rates where a device is in use: those of both packages are the same, and so are those on it."""
+"""Plans and learning rates on a machine with a GPU: equal in both packages and on the device."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Collation: every token at its place, padding weightless, mistakes named."""
+"""Collation: every token in its place, padding without weight, mistakes named."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Loader: the plan's rows in the plan's order, from any place, whatever the workers."""
+"""The loader: the plan's rows in the plan's order, from any step, with any number of workers."""
 
 import contextlib
 import dataclasses

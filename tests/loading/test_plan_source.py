@@ -1,4 +1,4 @@
-"""Plan source: every sample of a step is the planned one, of the planned length, or is named."""
+"""Plan sources: every sample of a step is the planned one, of the planned length, or is named in an error."""
 
 import numpy as np
 import pytest

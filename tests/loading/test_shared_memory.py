@@ -1,4 +1,4 @@
-"""Shared memory: a step that does not fit is an error that says so, and no signal."""
+"""Shared memory: a step that does not fit is an error that says so, not a signal."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Mixed precision: factors are bfloat16, parameters and sums float32, and training goes as it does in float32."""
+"""Mixed precision: bfloat16 factors, float32 parameters and sums, and training that goes as in float32."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the arguments of the contract's functions, and what the tests say about results."""
+"""Hypothesis strategies for the arguments of the contract's functions, and helpers to check results."""
 
 import re
 from dataclasses import dataclass

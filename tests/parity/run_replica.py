@@ -1,6 +1,6 @@
-"""A folder and a rank in, weights and losses after several two-process runs out: run as a script by a test.
+"""A script that trains several times in two processes of PyTorch, and writes weights and losses to a folder.
 
-Every run goes through the same samples in the same steps, however these are split.
+Every run trains on the same samples in the same steps, however these are split. Arguments: the folder and the rank.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A folder with cases in, each process's share of the sorted keys out: run as a script, by a test or by torchrun.
+"""A script that sorts keys over several processes and writes each process's share; run by a test or by torchrun.
 
 Arguments: the folder, and without torchrun also the number of processes, the rank and a port. `cases.npz` holds keys by
 name of case; `cases.json` holds `cases` (see `Case`), `timeout_s` of the process group, and `absent_rank`, which

@@ -1,4 +1,4 @@
-"""The packages against each other on inputs too large for the slow transcription."""
+"""The two packages against each other, on inputs too large for the slow transcription."""
 
 import importlib
 from types import ModuleType

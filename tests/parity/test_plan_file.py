@@ -1,4 +1,4 @@
-"""Plan files: what one package saves every package loads, and whatever was changed is refused by name."""
+"""Plan files: what one package saves, every package loads; every change in a file is detected and named."""
 
 import importlib
 from collections.abc import Callable

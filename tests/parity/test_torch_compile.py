@@ -1,4 +1,4 @@
-"""torch_ref's static compilation: all shapes at the onset, nothing afterwards, and the same numbers as without it."""
+"""torch_ref's static compilation: all shapes at the start, nothing afterwards, and the same numbers as without it."""
 
 import copy
 import types

@@ -1,4 +1,4 @@
-"""The whole line in JAX and in PyTorch, from the same weights on the same plan: the same losses and weights."""
+"""A whole training in JAX and in PyTorch, from the same weights on the same plan: the same losses and weights."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Comparison of strategies: the figures are those of the plans themselves, and of batches counted one by one."""
+"""Comparison of strategies: its figures are those of the plans, and of batches counted one by one."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""Kernels: compiled or as plain Python, they do what a transcription of the rule in Python integers does."""
+"""Kernels, compiled and as plain Python, against a transcription of the rule in Python integers."""
 
 import importlib.util
 import subprocess

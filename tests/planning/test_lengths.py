@@ -1,4 +1,4 @@
-"""Lengths: checked, limited."""
+"""Lengths: checked and limited."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Plan: the same whatever runs it. What a plan holds is tested in `parity/`, for both packages."""
+"""Plans are the same whatever runs them. Their content is tested in `parity/`, for both packages."""
 
 import os
 import subprocess

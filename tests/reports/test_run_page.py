@@ -1,4 +1,4 @@
-"""The report of runs: true to their records, whole for runs of any state, and nothing in a file is trusted."""
+"""Reports of runs: true to the records, complete for runs in any state; nothing in a file is trusted."""
 
 import dataclasses
 import json

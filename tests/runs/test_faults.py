@@ -1,4 +1,4 @@
-"""Faults: what strikes a run, its processes or its files, and that nothing is lost, mistaken or waited for."""
+"""Faults in a run, its processes or its files: nothing is lost, mistaken or waited for."""
 
 import collections
 import dataclasses

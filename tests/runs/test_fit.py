@@ -1,4 +1,4 @@
-"""The whole line on small data: everything is left behind, nothing is compiled late, and resuming is going on."""
+"""`fit` on small data: it leaves everything behind, compiles nothing late, and resumes."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""What a run can do besides training: evaluate on the way, keep the best, be watched, and be found again."""
+"""Options of a run: evaluation on the way, keeping the best, trackers, profiling, and named directories."""
 
 import dataclasses
 import gzip

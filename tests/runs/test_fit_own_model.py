@@ -1,4 +1,4 @@
-"""`fit` with a loss, parameters and batches of one's own: all that a run has, and the same numbers after a resume."""
+"""`fit` with a user's loss, parameters and batches: all that a run has, and the same numbers after a resume."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Figures of a sort: what it says it sends is what the program sends, and balance is what the shards hold."""
+"""Figures of a sort: the program sends what they say, and the shards hold what they say."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Distributed plan: on any number of shards it is the plan that is made in one place."""
+"""Distributed plans: on any number of shards they equal the plan made in one place."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Distributed sort: one result for everything that should not change it, and that result is np.lexsort's."""
+"""Distributed sort: the result is np.lexsort's, on any number of devices and with any options."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The test kit: what is right passes, and every kind of mistake that it claims to find is found and named."""
+"""`jvarlen.testing`: correct code passes, and every kind of mistake that it claims to find is found and named."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints: state and place come back as they were, or an error says why not."""
+"""Checkpoints: state and place come back unchanged, or an error says why not."""
 
 import contextlib
 import functools

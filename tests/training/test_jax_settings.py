@@ -1,4 +1,4 @@
-"""Settings of JAX that users' tests make: a step compiles, loads and trains under each."""
+"""JAX settings that users' tests make: a step compiles, loads and trains under each."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""A manifest: every change of a directory shows, and is named."""
+"""Manifests: every change of a directory is noticed and named."""
 
 import json
 import os

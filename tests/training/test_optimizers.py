@@ -1,4 +1,4 @@
-"""Optimizers of Optax, those that want to know the loss or call it too: as in a plain loop that tells them the same."""
+"""Optax optimizers, also those that take or call the loss: as in a plain loop that tells them the same."""
 
 import functools
 

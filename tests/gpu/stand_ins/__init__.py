@@ -1,1 +1,1 @@
-"""Modules that stand in for packages a machine may lack; this folder goes last on the path, after what is installed."""
+"""Stand-ins for packages that a machine may lack. This folder goes last on the path, after installed packages."""

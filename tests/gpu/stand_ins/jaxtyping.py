@@ -1,4 +1,4 @@
-"""Stands in for jaxtyping: in goes a dtype with a shape, out comes a type that says nothing."""
+"""Stands in for jaxtyping: array types that say nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Stands in for platformdirs: in goes a program's name, out come the directories of its caches and data on Linux."""
+"""Stands in for platformdirs: a program's cache and data directories on Linux."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Stands in for tqdm: in goes what is gone through, out comes the same, without a bar."""
+"""Stands in for tqdm: iterates without a bar."""
 
 import sys
 import time
