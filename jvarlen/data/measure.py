@@ -11,6 +11,7 @@ import itertools
 import os
 import reprlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ def measure_lengths(
     length_fn: Callable[[Any], int] = len,
     *,
     num_workers: int = 0,
+    executor: Executor | None = None,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -46,7 +48,10 @@ def measure_lengths(
       length_fn: gives the tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is refused for
         samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the like.
       num_workers: processes that measure; 0 measures in this one. Workers are spawned, so that `dataset` and
-        `length_fn` must pickle, and each takes some seconds and a copy of `dataset`.
+        `length_fn` must pickle, and each takes some seconds and a copy of `dataset`. With `executor`, how many ranges
+        of samples it gets at a time; 0: one a CPU.
+      executor: measures in place of worker processes: any `concurrent.futures.Executor`, such as those of Dask and
+        mpi4py. It gets `dataset` and `length_fn` with each range, of about a quarter of a second, and stays open.
       progress: whether to show a progress bar, in samples.
       shards: a directory that keeps what is measured, and is made where there is none. A call that was interrupted is
         simply made again: whole shards are read, and their samples not touched. None keeps nothing.
@@ -74,7 +79,7 @@ def measure_lengths(
       >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
       array([3, 1])
     """
-    return _measure(dataset, length_fn, _LENGTHS, num_workers, progress, shards, shard_size)
+    return _measure(dataset, length_fn, _LENGTHS, num_workers, executor, progress, shards, shard_size)
 
 
 def measure_difficulty(
@@ -82,6 +87,7 @@ def measure_difficulty(
     difficulty_fn: Callable[[Any], float],
     *,
     num_workers: int = 0,
+    executor: Executor | None = None,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -93,6 +99,7 @@ def measure_difficulty(
       difficulty_fn: gives the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
         Truth values are refused.
       num_workers: as in `measure_lengths`.
+      executor: as in `measure_lengths`.
       progress: whether to show a progress bar, in samples.
       shards: as in `measure_lengths`; each quantity needs a directory of its own.
       shard_size: samples in a shard file.
@@ -109,7 +116,7 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, progress, shards, shard_size)
+    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, executor, progress, shards, shard_size)
 
 
 class _Quantity(NamedTuple):
@@ -207,6 +214,7 @@ def _measure(
     function: Callable[[Any], Any],
     quantity: _Quantity,
     num_workers: int,
+    executor: Executor | None,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
@@ -233,7 +241,7 @@ def _measure(
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None)
     bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
-        contextlib.closing(measure_ranges(work, missing, num_workers)) as parts,
+        contextlib.closing(measure_ranges(work, missing, num_workers, executor)) as parts,
         bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
     ):
         for part in parts:
