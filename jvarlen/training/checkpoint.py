@@ -3,6 +3,18 @@
 The only module that writes checkpoints. Orbax writes the state, in the background. Around it lies a directory that gets
 its name, the number of steps done, when all of it is written and listed with its hashes: a checkpoint is there whole,
 or not at all.
+
+Orbax's `CheckpointManager`, of 0.11.25 as of 0.12.8, cannot do this:
+
+- Nothing can list the hashes before a checkpoint gets its name, but a `temporary_path_class`, which 0.12 deprecates.
+  What comes after the name, a kill leaves out.
+- It gives the name before its own files and the directory are synced: a power cut can empty a named checkpoint.
+- It removes a checkpoint under its name: one whose removal was killed is listed like a whole one. `todelete_subdir`
+  moves it elsewhere, where nothing removes it.
+- A removal that fails is an error of the next save. A save that fails leaves its files, and forgets the checkpoints
+  that it was to remove, so that they stay.
+- `BestN` keeps the last of equal metrics instead of the first, and checkpoints without a metric as long as there are
+  at most n in all.
 """
 
 from __future__ import annotations
