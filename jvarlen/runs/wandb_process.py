@@ -1,8 +1,9 @@
 """W&B process: in come records as lines of JSON, out goes an offline run of Weights & Biases, in a process of its own.
 
-A program, not a module to import: `WandbTracker` starts it. Weights & Biases starts threads and a service, replaces
-`sys.exit` and hooks of the interpreter, and reads settings wherever it finds some; here all that stays away from
-training. When training ends, however it ends, standard input ends as well, and so do this process and its service.
+A program, not a module to import: `WandbTracker` starts it. In the process of training, wandb (0.31) would replace
+`sys.exit` and `sys.excepthook` for good, let training wait for ever for a service that hangs, and lose the last record
+of a run that is killed, and how it ended. When training ends, however it ends, standard input ends as well, and so do
+this process and its service.
 """
 
 from __future__ import annotations
