@@ -6,21 +6,21 @@ NumPy only.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
-import time
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
+from filelock import FileLock, Timeout
 from jaxtyping import Int64
 
 from jvarlen._common.files import default_cache_dir, write_atomically
-from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen._common.interrupts import is_interrupted
 from jvarlen.data.measure import measure_lengths
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
@@ -30,7 +30,6 @@ __all__ = ["cached_hashes", "cached_lengths"]
 _SHARD_SIZE = 65_536  # samples; fewer are measured again sooner than looked after
 _LEAST_FOR_WORKERS = 4_096  # samples; processes take seconds to start
 _SECONDS_BETWEEN_TRIES = 0.1
-_LOCK = "lock"
 
 
 def cached_lengths(
@@ -104,7 +103,7 @@ def _cached(
         if kept is None:
             _keep(places, key, measured)
         if parts is not None:
-            _remove(parts)
+            shutil.rmtree(parts, ignore_errors=True)
     return measured
 
 
@@ -120,6 +119,10 @@ class _Place(NamedTuple):
     @property
     def parts(self) -> Path:
         return self.directory / f"{self.name}.parts"
+
+    @property
+    def lock(self) -> Path:
+        return self.directory / f"{self.name}.lock"
 
 
 class _LengthsPlusOne:
@@ -167,58 +170,34 @@ def _measure(values: DataSource, num_workers: int, progress: bool, parts: Path |
     try:
         return measure() - 1
     except ValueError as error:
-        if not str(error).startswith(f"{parts} "):  # not of what was kept
+        if parts is None or not str(error).startswith(f"{parts} "):  # not of what was kept
             raise
         warnings.warn(f"{error}. It is deleted here, and all is measured anew", stacklevel=2)
-        _remove_files(cast(Path, parts))
+        shutil.rmtree(parts)
     return measure() - 1
-
-
-def _remove_files(parts: Path) -> None:
-    for file in parts.iterdir():
-        if file.name != _LOCK:
-            file.unlink()
-
-
-def _remove(parts: Path) -> None:
-    """Removes a directory that is locked; at last the lock, and nothing where another process has made it anew."""
-    _remove_files(parts)
-    (parts / _LOCK).unlink()
-    with contextlib.suppress(OSError):
-        parts.rmdir()
 
 
 @contextlib.contextmanager
 def _own_parts(places: list[_Place]) -> Iterator[Path | None]:
-    """A directory for parts that no other process uses within the block; None where none can be made, or locked."""
+    """A directory for parts that no other process uses within the block; None where none can be locked.
+
+    Waits where another process has it.
+    """
     for place in places:
+        lock = FileLock(place.lock, poll_interval=_SECONDS_BETWEEN_TRIES, fallback_to_soft=False)
         try:
-            lock = _lock(place.parts)
+            held = lock.acquire(cancel_check=is_interrupted)
+        except Timeout:
+            raise KeyboardInterrupt from None
         except OSError:  # also of file systems that have no locks
             continue
-        with lock:
-            yield place.parts
+        with held:
+            try:
+                yield place.parts
+            finally:
+                place.lock.unlink(missing_ok=True)  # who waits for it makes it anew
         return
     yield None
-
-
-def _lock(directory: Path) -> IO[bytes]:
-    """A locked file in the directory, which is made; waits where another process has it locked."""
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / _LOCK
-    while True:
-        raise_if_interrupted()
-        with contextlib.ExitStack() as held:
-            try:
-                lock = held.enter_context(open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b"))
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                    held.pop_all()
-                    return lock
-            except BlockingIOError:
-                time.sleep(_SECONDS_BETWEEN_TRIES)
-            except FileNotFoundError:  # the other process removed it just now
-                directory.mkdir(parents=True, exist_ok=True)
 
 
 def _read_first(

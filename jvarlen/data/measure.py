@@ -11,6 +11,7 @@ import itertools
 import os
 import reprlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ def measure_lengths(
     length_fn: Callable[[Any], int] = len,
     *,
     num_workers: int = 0,
+    executor: Executor | None = None,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -47,7 +49,11 @@ def measure_lengths(
         rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the
         like.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
-        must pickle; each worker takes some seconds to start and a copy of `dataset`.
+        must pickle; each worker takes some seconds to start and a copy of `dataset`. With `executor`: the number of
+        ranges of samples submitted at a time; 0 submits one per CPU.
+      executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py.
+        Each task is `dataset`, `length_fn` and a range of samples that takes about a quarter of a second. The executor
+        is not shut down.
       progress: whether to show a progress bar, in samples.
       shards: a directory for the measured lengths, created if missing. To resume an interrupted call, repeat it:
         complete shards are read, and their samples are not touched. None keeps nothing.
@@ -75,7 +81,7 @@ def measure_lengths(
       >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
       array([3, 1])
     """
-    return _measure(dataset, length_fn, _LENGTHS, num_workers, progress, shards, shard_size)
+    return _measure(dataset, length_fn, _LENGTHS, num_workers, executor, progress, shards, shard_size)
 
 
 def measure_difficulty(
@@ -83,6 +89,7 @@ def measure_difficulty(
     difficulty_fn: Callable[[Any], float],
     *,
     num_workers: int = 0,
+    executor: Executor | None = None,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -94,6 +101,7 @@ def measure_difficulty(
       difficulty_fn: returns the difficulty of a sample: an int or a float, of Python or NumPy, or a 0-d array of one.
         Booleans are rejected.
       num_workers: as in `measure_lengths`.
+      executor: as in `measure_lengths`.
       progress: whether to show a progress bar, in samples.
       shards: as in `measure_lengths`; each quantity needs a directory of its own.
       shard_size: samples in a shard file.
@@ -110,7 +118,7 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, progress, shards, shard_size)
+    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, executor, progress, shards, shard_size)
 
 
 class _Quantity(NamedTuple):
@@ -208,6 +216,7 @@ def _measure(
     function: Callable[[Any], Any],
     quantity: _Quantity,
     num_workers: int,
+    executor: Executor | None,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
@@ -234,7 +243,7 @@ def _measure(
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None)
     bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
-        contextlib.closing(measure_ranges(work, missing, num_workers)) as parts,
+        contextlib.closing(measure_ranges(work, missing, num_workers, executor)) as parts,
         bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
     ):
         for part in parts:

@@ -5,13 +5,17 @@ NumPy only. The caller decides what the values mean and where they are kept.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+import itertools
 import multiprocessing
+import os
 import pickle
+import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +71,12 @@ class Part(NamedTuple):
     seconds: float
 
 
-def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Generator[Part, None, None]:
+_Answer = Part | tuple[Exception, BaseException | None]
+
+
+def measure_ranges(
+    work: Work, missing: Sequence[range], num_workers: int, executor: Executor | None = None
+) -> Generator[Part, None, None]:
     """Measures samples, in ranges that take about a quarter of a second each.
 
     Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
@@ -76,7 +85,10 @@ def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Ge
     Args:
       work: what is measured of which samples.
       missing: ids of the samples to measure; each part lies within one of these ranges.
-      num_workers: processes that measure, at most one a sample; 0 measures in this process.
+      num_workers: processes that measure, at most one per sample; 0 measures in this process. With an executor: the
+        number of ranges submitted at a time; 0: as many as there are CPUs here.
+      executor: used instead of worker processes. If the generator is closed early, tasks that have not begun are
+        cancelled.
 
     Yields:
       The parts, in the order in which they are done.
@@ -88,13 +100,20 @@ def measure_ranges(work: Work, missing: Sequence[range], num_workers: int) -> Ge
     """
     ranges = _Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
-    if num_workers:
-        yield from _measure_in_workers(work, ranges, num_workers)
-        return
-    for samples in ranges:
-        part = _measure_range(work, samples)
-        ranges.adapt(part)
-        yield part
+    if executor is not None:
+        yield from _measure_in(executor, work, ranges, num_workers or os.cpu_count() or 1)
+    elif num_workers:
+        workers = _Workers(work, num_workers)
+        try:
+            yield from _measure_in(workers, None, ranges, num_workers)
+            workers.shutdown()
+        finally:
+            workers.kill()
+    else:
+        for samples in ranges:
+            part = _measure_range(work, samples)
+            ranges.adapt(part)
+            yield part
 
 
 class _Ranges:
@@ -133,115 +152,91 @@ def _measure_range(work: Work, samples: range) -> Part:
     return Part(samples, *work.to_words(values, samples), time.perf_counter() - start)
 
 
-class _Worker:
-    """A process that measures ranges of samples, one at a time.
-
-    An executor cannot say which samples a dead process had, nor, before Python 3.14, end its processes in the middle of
-    a task.
-    """
-
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self._samples = range(0)
-        with theirs:
-            self._process.start()
-
-    def prepare(self, pickled: bytes) -> None:
-        """Hands over what all ranges need."""
-        with self._alive():
-            self.connection.send_bytes(pickled)
-
-    def begin(self, samples: range) -> None:
-        """Hands over a range."""
-        self._samples = samples
-        with self._alive():
-            self.connection.send(samples)
-
-    def end(self) -> Part:
-        """The range it measured; raises what it failed with."""
-        with self._alive():
-            answer = self.connection.recv()
-        if isinstance(answer, Part):
-            return answer
-        error, cause = answer
-        raise error from cause
-
-    def close(self, *, kill: bool) -> None:
-        """Ends the process: at once, or after what it does at its exit."""
-        self.connection.close()
-        if kill:
-            self._process.kill()
-        self._process.join()
-        self._process.close()
-
-    @contextlib.contextmanager
-    def _alive(self) -> Iterator[None]:
-        try:
-            yield
-        except (EOFError, OSError) as error:
-            self._process.join()
-            code = self._process.exitcode or 0
-            how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            had = f"samples {self._samples.start} to {self._samples.stop - 1}" if self._samples else "no samples yet"
-            raise RuntimeError(
-                f"a worker process {how}; it had {had}. Where memory ran out, take fewer workers; otherwise see what "
-                "it printed. Shards that were finished are kept"
-            ) from error
-
-
-def _measure_in_workers(work: Work, ranges: _Ranges, num_workers: int) -> Generator[Part, None, None]:
+def _measure_in(executor: Executor, work: Work | None, ranges: _Ranges, num_ranges: int) -> Generator[Part, None, None]:
+    """The parts, as an executor that has so many ranges at a time is done with them."""
+    pending: dict[Future[_Answer], range] = {}
     try:
-        pickled = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
-    except Exception as error:
-        raise ValueError(f"workers need a dataset and a function that pickle: {error!r}") from error
-    workers: list[_Worker] = []
-    is_done = False
-    resource_tracker.ensure_running()  # started within the block of Ctrl-C, it would end it
-    try:
-        with without_interrupts():  # Ctrl-C is for this process to handle, which then ends the others
-            for _ in range(num_workers):
-                workers.append(_Worker())
-        for worker in workers:
-            worker.prepare(pickled)
-        del pickled
-        busy: dict[Any, _Worker] = {}  # by connection
-        idle = workers[::-1]
         while True:
-            while idle and (samples := next(ranges, None)) is not None:
-                worker = idle.pop()
-                worker.begin(samples)
-                busy[worker.connection] = worker
-            if not busy:
-                break
-            for ready in wait(list(busy)):
-                worker = busy.pop(ready)
-                part = worker.end()
-                idle.append(worker)
+            for samples in itertools.islice(ranges, num_ranges - len(pending)):
+                pending[executor.submit(_answer, work, samples)] = samples
+            if not pending:
+                return
+            for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                part = future.result()
+                if not isinstance(part, Part):
+                    error, cause = part
+                    raise error from cause
+                del pending[future]
                 ranges.adapt(part)
                 yield part
-        is_done = True
+    except BrokenExecutor as error:
+        how = executor.kill() if isinstance(executor, _Workers) else f"died ({error})"
+        had = " or ".join(f"{samples.start} to {samples.stop - 1}" for samples in pending.values())
+        raise RuntimeError(
+            f"a worker process {how}; it had samples {had}. Where memory ran out, take fewer workers; otherwise see "
+            "what it printed. Shards that were finished are kept"
+        ) from error
     finally:
-        for worker in workers:
-            worker.close(kill=not is_done)
+        for future in pending:
+            future.cancel()
 
 
-def _serve(connection: Connection) -> None:
-    """Measures ranges in a worker process until the other side closes or dies."""
-    with contextlib.suppress(EOFError, ConnectionError):
-        pickled = connection.recv_bytes()
+class _Workers(ProcessPoolExecutor):
+    """Spawned processes that see no Ctrl-C, end with this process, however it ends, and can be killed in a task."""
+
+    def __init__(self, work: Work, num_workers: int) -> None:
         try:
-            work = pickle.loads(pickled)
+            pickled = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            refused = ValueError(f"the dataset or the function does not unpickle in a worker process: {error!r}")
-            connection.send((refused, portable_error(error)))
-            return
-        del pickled
-        while True:
-            samples = connection.recv()
-            try:
-                answer: Any = _measure_range(work, samples)
-            except Exception as error:
-                answer = error, None if error.__cause__ is None else portable_error(error.__cause__)
-            connection.send(answer)
+            raise ValueError(f"workers need a dataset and a function that pickle: {error!r}") from error
+        context = multiprocessing.get_context("spawn")
+        handed_over = context.Queue()  # as an argument of theirs, one worker would wait for the start of the other
+        handed_over.cancel_join_thread()
+        for _ in range(num_workers):
+            handed_over.put(pickled)
+        super().__init__(num_workers, context, _begin_worker, (handed_over,))
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future:
+        with without_interrupts():  # which a process that is started here inherits; this one then ends the others
+            return super().submit(*args, **kwargs)
+
+    def kill(self) -> str:
+        """Ends all processes at once, and tells how one had ended before; nothing happens after `shutdown`."""
+        # `kill_workers` is of Python 3.14.
+        processes = list((self._processes or {}).values())
+        for process in processes:
+            process.kill()
+        self.shutdown()
+        codes = [process.exitcode or 0 for process in processes]
+        code = next((code for code in codes if code != -signal.SIGKILL), -signal.SIGKILL)
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+_handed_over = b""  # in a worker: the pickled work
+
+
+def _begin_worker(handed_over: Queue[bytes]) -> None:
+    global _handed_over
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    _handed_over = handed_over.get()
+
+
+@functools.cache
+def _work_of_worker() -> Work:
+    try:
+        return pickle.loads(_handed_over)
+    except Exception as error:
+        raise ValueError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
+
+
+def _answer(work: Work | None, samples: range) -> _Answer:
+    """A part; or an error and its cause, which pickling would lose. None: of the work that the worker was given."""
+    try:
+        return _measure_range(work or _work_of_worker(), samples)
+    except Exception as error:
+        return error, error.__cause__ and portable_error(error.__cause__)

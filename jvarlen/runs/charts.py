@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -39,7 +38,6 @@ _GROUPED_NAMES = {
     "host_memory_bytes": "memory/host_bytes",
     "device_memory_bytes": "memory/device_bytes",
 }
-_FLUSH_S = 10.0  # a chart is at most so old
 _END_S = 60.0  # Weights & Biases has so long to write what it has
 
 
@@ -61,37 +59,27 @@ class TensorBoardTracker:
 
     def __init__(self, directory: Path, *, start_step: int = 0):
         _require("tensorboardX", "tensorboard")
-        from tensorboardX import RecordWriter
+        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        # Not its SummaryWriter: that takes an event, and a trip through a queue between processes, for each scalar.
+        # Not its SummaryWriter: that takes an event for each scalar, and waits for ever where the disk is full.
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         directory.mkdir(parents=True, exist_ok=True)
-        now = time.time()
-        name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{start_step:012d}"
-        self._writer = RecordWriter(str(directory / name))
-        self._write(self._event(wall_time=now, file_version="brain.Event:2"))
-        session_start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-        self._write(self._event(wall_time=now, step=start_step, session_log=session_start))
-        self._writer.flush()
-        self._next_flush = now + _FLUSH_S
+        self._writer = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step:012d}")
+        self._write(step=start_step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Adds an event; it is on disk after 10 s."""
+        """Writes an event."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars_of(record).items()]
-        now = time.time()
-        self._write(self._event(wall_time=now, step=record["step"], summary=self._summary(value=values)))
-        if now >= self._next_flush:
-            self._writer.flush()
-            self._next_flush = now + _FLUSH_S
+        self._write(step=record["step"], summary=self._summary(value=values))
 
     def close(self) -> None:
-        """Writes remaining records."""
-        self._writer.flush()
+        """Closes the file."""
         self._writer.close()
 
-    def _write(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
+    def _write(self, **content: Any) -> None:
+        self._writer.write_event(self._event(wall_time=time.time(), **content))
+        self._writer.flush()
 
 
 class WandbTracker:

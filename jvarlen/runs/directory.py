@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import errno
-import fcntl
 import itertools
 import json
 import os
@@ -18,6 +17,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from jvarlen._common.checks import list_first
 from jvarlen._common.files import write_atomically
@@ -70,19 +71,16 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
     Raises:
       ValueError: a running run holds the directory.
       OSError: the file cannot be written.
-
-    References:
-      flock(2), of Linux.
     """
-    # Neither replaced nor removed, ever: a lock is on the file, not on its name.
-    descriptor = os.open(run_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    with open(descriptor, "r+", errors="replace") as file:
+    path = run_dir / "lock"
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            held.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
+        except Timeout as error:
             raise ValueError(
-                f"{run_dir} is in use by a run that has not ended ({file.read() or 'which has just begun'}): two at "
-                "once would spoil it; wait for that run, or end it, and resume then"
+                f"{run_dir} is in use by a run that has not ended "
+                f"({path.read_text(errors='replace') or 'which has just begun'}): two at once would spoil it; wait for "
+                "that run, or end it, and resume then"
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
@@ -91,9 +89,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
                 f"{run_dir}: its file system has no locks ({error.strerror}); do not start a second run there",
                 stacklevel=2,
             )
-        file.truncate()
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
 
 

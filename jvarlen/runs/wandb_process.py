@@ -1,9 +1,8 @@
 """Writes an offline run of Weights & Biases, in a process of its own, from JSON lines on standard input.
 
-This is a program, started by `WandbTracker`, not a module to import. Weights & Biases starts threads and a service,
-replaces `sys.exit` and hooks of the interpreter, and reads settings from many places; a separate process keeps all of
-that away from training. When training ends, in whatever way, standard input closes, and this process and its service
-end too.
+This is a program, started by `WandbTracker`, not a module to import. In the training process, wandb (0.31) would replace
+`sys.exit` and `sys.excepthook`, make training wait for a service that hangs, and lose the last record of a run that is
+killed. When training ends, in whatever way, standard input closes, and this process and its service end too.
 """
 
 from __future__ import annotations

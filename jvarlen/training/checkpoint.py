@@ -3,6 +3,18 @@
 The only module that writes checkpoints. Orbax writes the state, in the background. A checkpoint is a directory that
 gets its name, the number of steps done, only when all of it is written and listed with its hashes. So it is there
 whole, or not at all.
+
+Orbax's `CheckpointManager` (0.11.25 and 0.12.8) does not give these guarantees:
+
+- The hashes can be listed before a checkpoint gets its name only through `temporary_path_class`, deprecated in 0.12.
+  Anything written after the name is missing after a kill.
+- It renames before its files and the directory are synced: a power cut can leave a named checkpoint empty.
+- It deletes a checkpoint under its name: one whose deletion was killed is listed like a complete one. With
+  `todelete_subdir` it is moved to a directory that nothing cleans.
+- A deletion that fails raises in the next save. A save that fails leaves its files, and the checkpoints that it was to
+  delete stay.
+- `BestN` keeps the last of equal metrics instead of the first, and checkpoints without a metric while there are at
+  most n in all.
 """
 
 from __future__ import annotations

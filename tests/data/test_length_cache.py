@@ -1,6 +1,7 @@
 """The length cache: measured once, kept whole, never used for other data."""
 
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -168,7 +169,8 @@ def interrupted(path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         measure(Counted(LENGTHS, interrupt_at=9), path)
     parts = path.with_name(f"t.jsonl.lengths-{KEY[:16]}.parts")
-    assert names(parts) == ["0.npy", "1.npy", "lock", "manifest.json"]
+    assert names(parts) == ["0.npy", "1.npy", "manifest.json"]
+    assert names(path.parent) == [parts.name], "no lock is left"
     return parts
 
 
@@ -206,7 +208,7 @@ def test_of_several_that_need_the_same_lengths_one_measures(path, monkeypatch):
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
     sleeping = threading.Semaphore(0)
-    monkeypatch.setattr(length_cache.time, "sleep", lambda seconds: sleeping.release())
+    monkeypatch.setattr(time, "sleep", lambda seconds: sleeping.release())
     threads[0].start()
     assert begun.wait(10)
     for waiting in threads[1:]:

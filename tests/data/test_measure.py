@@ -2,12 +2,15 @@
 
 import array
 import collections
+import contextlib
+import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -322,6 +325,31 @@ def test_worker_processes_measure_the_same(tmp_path):
     assert is_same(measure(halves, num_workers=3), np.array(halves))
 
 
+def test_an_executor_measures_the_same_and_stays_open(tmp_path):
+    samples = ["x" * (1 + i % 97) for i in range(10_000)]
+    with ThreadPoolExecutor(2) as executor:
+        options = {"executor": executor, "progress": False}
+        for num_workers in (0, 3):
+            shards = tmp_path / f"{num_workers}"
+            lengths = measure_lengths(samples, num_workers=num_workers, shards=shards, shard_size=999, **options)
+            assert is_same(lengths, np.array(list(map(len, samples))))
+            assert is_same(from_files(shards), lengths)
+        with pytest.raises(RuntimeError, match=r"sample 7 could not be measured: OSError\('no block'\)") as told:
+            measure_lengths(Samples(samples, 7, OSError("no block")), **options)
+        assert isinstance(told.value.__cause__, OSError)
+        assert executor.submit(len, "ab").result() == 2
+
+
+@pytest.mark.multiprocess
+def test_an_executor_whose_worker_died_is_told_with_the_samples_it_had(tmp_path):
+    samples = [None if i == 45 else i for i in range(100)]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        options = {"executor": executor, "num_workers": 1, "progress": False, "shards": tmp_path, "shard_size": 4}
+        with pytest.raises(RuntimeError, match=r"a worker process died .* it had samples 44 to 47"):
+            measure_difficulty(samples, die_of_none, **options)
+    assert len(list(tmp_path.glob("*.npy"))) == 11
+
+
 def die_of_none(sample):
     if sample is None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -339,15 +367,29 @@ def test_a_killed_worker_is_told_and_finished_shards_stay(tmp_path):
     assert dataset.read == list(range(44, 100))
 
 
+def is_running(process_id):
+    """Whether it has not ended; as the parent is gone, the end may be known to nobody."""
+    try:
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def measuring_without_end(directory):
+    """A program that measures by two workers, until both are stuck."""
+    deadline = time.monotonic() + 60
+    with started(PROGRAM, 1, str(directory)) as program:
+        while program.output(0).count("\n") < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        yield program
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_an_interrupt_ends_workers_at_once_and_quietly(tmp_path):
-    deadline = time.monotonic() + 60
-    with started(PROGRAM, 1, str(tmp_path)) as program:
-        (process,) = program.processes
-        while program.output(0).count("\n") < 2 and time.monotonic() < deadline:  # until both workers are stuck
-            time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)
+    with measuring_without_end(tmp_path) as program:
+        os.killpg(program.processes[0].pid, signal.SIGINT)
         (end,) = program.wait(30)
     assert end.code == -signal.SIGINT
     first, second, *traceback = end.output.splitlines()
@@ -357,3 +399,17 @@ def test_an_interrupt_ends_workers_at_once_and_quietly(tmp_path):
     assert end.output.count("Traceback") == 1
     assert traceback[-1] == "KeyboardInterrupt"
     assert from_files(tmp_path).tolist() == list(range(1, NUM_SAMPLES // 2 + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    with measuring_without_end(tmp_path) as program:
+        workers = program.output(0).split()[:2]
+        assert all(map(is_running, workers))
+        program.processes[0].kill()
+        deadline = time.monotonic() + 20
+        while any(map(is_running, workers)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
