@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int64
 from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
 from jvarlen.planning.budget import Budget, CostFn, make_budget, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong
+from jvarlen.planning.lengths import Overlong, check_lengths, fit_lengths
 
 __all__ = [
     "AnyBucket",
@@ -96,7 +96,7 @@ def make_buckets(
     strategy: Strategy | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
-    overlong: Overlong = "truncate",
+    overlong: Overlong = "error",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
@@ -118,8 +118,8 @@ def make_buckets(
         strictly ascending; the last is then the longest bucket.
       max_shapes: the most buckets.
       max_length: the longest bucket in tokens. None: the longest sample.
-      overlong: how longer samples count here: `"truncate"` as cut to it, `"drop"` not at all, `"error"` refuses them.
-        What becomes of them is the choice of `make_plan(overlong=)`.
+      overlong: how longer samples count here: `"error"` refuses them, `"drop"` leaves them out, `"truncate"` counts
+        them as cut to it. Give `make_plan` the same.
       microbatches_per_step: M, the microbatches of one optimizer update.
       row_multiple: rows are a multiple of it, where the budget allows one.
       length_multiple: bucket lengths are rounded up to a multiple of it.
@@ -253,24 +253,13 @@ class CountedSamples:
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
-        check_overlong(overlong)
-        self._lengths = counted = check_lengths(lengths)
+        self._lengths = check_lengths(lengths)
         self._max_length = max_length
         self._drops = overlong == "drop"
         self._length_multiple = length_multiple
-        num_of_each = None if counts is None else _checked_counts(counts, len(counted))
-        if max_length is not None and counted.max() > max_length:
-            offenders = list_offenders(*offenders_where(counted > max_length, counted), max_length)
-            if overlong == "error":
-                raise ValueError(f"samples longer than the longest bucket: {offenders}")
-            if self._drops:
-                num_of_each = None if num_of_each is None else num_of_each[counted <= max_length]
-                counted = counted[counted <= max_length]
-            else:
-                counted = np.minimum(counted, max_length)
-            if not len(counted):
-                raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        self.histogram = Histogram(counted, length_multiple, num_of_each)
+        fitted = fit_lengths(self._lengths, max_length, overlong)
+        num_of_each = None if counts is None else _checked_counts(counts, len(self._lengths))[fitted.kept]
+        self.histogram = Histogram(fitted.lengths, length_multiple, num_of_each)
         if max_length is not None and self.histogram.rounded[-1] > max_length:
             raise ValueError(
                 f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "

@@ -36,7 +36,7 @@ def choose_row_lengths(
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
-    overlong: Overlong = "truncate",
+    overlong: Overlong = "error",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,

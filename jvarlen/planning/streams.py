@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen._common.checks import check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import make_budget, round_up
-from jvarlen.planning.lengths import Overlong, check_overlong
+from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -124,7 +124,7 @@ def stream_batches(
         num_estimate=num_estimate,
         max_waiting=1 if max_waiting is None else max_waiting,
     )
-    check_overlong(overlong)
+    check_choices(overlong=(overlong, Overlong))
     if buckets is not None and max_tokens is None:
         chosen = check_single_buckets(buckets)
     elif max_tokens is not None and buckets is None:
@@ -254,16 +254,10 @@ class StreamBatches:
         length = _checked_length(i, length)
         if length <= longest:
             return length
-        if self._overlong == "error":
-            offender = list_offenders(np.array([i]), np.array([length]), longest)
-            raise ValueError(
-                f'a sample longer than the longest bucket (overlong="drop" or "truncate" allows it): {offender}'
-            )
-        if self._overlong == "drop":
-            self.num_dropped += 1
-            return 0
-        self.num_truncated += 1
-        return longest
+        num_dropped, num_truncated = apply_overlong(self._overlong, np.array([i]), np.array([length]), longest, i + 1)
+        self.num_dropped += num_dropped
+        self.num_truncated += num_truncated
+        return 0 if num_dropped else longest
 
     def _fullest(self) -> _Queue:
         """The queue with the largest share of a step; of equal ones the first."""
@@ -338,6 +332,7 @@ def _estimated_buckets(
         max_tokens,
         max_shapes=max_shapes,
         max_length=longest,
+        overlong="truncate",  # the rule of the stream comes when it is read
         microbatches_per_step=microbatches_per_step,
         row_multiple=row_multiple,
         length_multiple=length_multiple,
