@@ -7,16 +7,15 @@ samples of a bucket, s its steps.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
-from jvarlen.planning.budget import Budget, CostFn, make_budget, round_up
+from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders, offenders_where
+from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
 from jvarlen.planning.lengths import Overlong, check_lengths, fit_lengths
 
@@ -28,7 +27,6 @@ __all__ = [
     "PairBucket",
     "Strategy",
     "check_buckets",
-    "checked_budget",
     "make_buckets",
 ]
 
@@ -90,27 +88,20 @@ AnyBucket: TypeAlias = Bucket | PairBucket
 
 def make_buckets(
     lengths: npt.ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     counts: npt.ArrayLike | None = None,
     strategy: Strategy | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
     overlong: Overlong = "error",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
+    **options: Unpack[BudgetOptions],
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
 
     Args:
       lengths: integers[N], tokens a sample.
-      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], samples of each of the `lengths`, which are then those of a histogram; None: one.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
         bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
@@ -120,19 +111,7 @@ def make_buckets(
       max_length: the longest bucket in tokens. None: the longest sample.
       overlong: how longer samples count here: `"error"` refuses them, `"drop"` leaves them out, `"truncate"` counts
         them as cut to it. Give `make_plan` the same.
-      microbatches_per_step: M, the microbatches of one optimizer update.
-      row_multiple: rows are a multiple of it, where the budget allows one.
-      length_multiple: bucket lengths are rounded up to a multiple of it.
-      cost: cost(rows, length) of one microbatch: takes int64 arrays that broadcast and gives float64, finite and at
-        least 0; seconds, say, as a `CostModel` gives them. `"optimal"` minimises its sum over all microbatches. None:
-        rows × length tokens, in int64.
-      compile_seconds: for `"optimal"` with a `cost` in seconds, what compiling one bucket adds; it then decides how
-        many of the `max_shapes` are worth having.
-      max_cost: no microbatch costs more, so that all take about the same time; needs a `cost` that does not fall as
-        rows grow.
-      memory: memory(rows, length) in bytes of a step in a bucket, as a `CostModel` of bytes gives them; must not fall
-        as rows grow.
-      max_bytes: no bucket needs more of that.
+      options: the other fields of `Budget`.
 
     Returns:
       A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket that holds no sample
@@ -150,10 +129,9 @@ def make_buckets(
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
       "Ckmeans.1d.dp"; here the cost of a cluster is that of the padded steps it takes.
     """
-    budget = checked_budget(
-        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
-    )
-    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
+    budget = as_budget(max_tokens, options)
+    length_multiple = budget.length_multiple
+    check_at_least_one(max_shapes=max_shapes, max_length=1 if max_length is None else max_length)
     given: Int64[np.ndarray, " K"] | None = None
     if not isinstance(strategy, str):
         given = np.unique(round_up(check_edges(strategy), length_multiple))
@@ -168,8 +146,7 @@ def make_buckets(
         edges = given
     elif strategy == "optimal":
         caps = counted.checked_caps(budget, histogram.rounded)
-        held = histogram.num_samples_between
-        edges = optimal_edges(histogram.rounded, held, caps, max_shapes, budget, cost, compile_seconds)
+        edges = optimal_edges(histogram.rounded, histogram.num_samples_between, caps, max_shapes, budget)
     else:
         chosen = CLOSED_FORMS[str(strategy)](histogram, max_shapes)
         edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
@@ -202,34 +179,6 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
         raise ValueError(f"bucket lengths must strictly ascend: {descending}")
     kind = Bucket if widths == {2} else PairBucket
     return tuple(kind(*map(int, bucket)) for bucket in given)
-
-
-def checked_budget(
-    max_tokens: int,
-    microbatches_per_step: int,
-    row_multiple: int,
-    max_shapes: int,
-    cost: CostFn | None,
-    compile_seconds: float | None,
-    max_cost: float | None,
-    memory: CostFn | None,
-    max_bytes: float | None,
-) -> Budget:
-    """The budget of a choice of shapes; raises ValueError where an argument of it is not as `make_buckets` says."""
-    check_at_least_one(max_shapes=max_shapes)
-    if compile_seconds is not None:
-        is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf
-        if cost is None or not is_seconds:
-            raise ValueError(f"compile_seconds ({compile_seconds!r}) must be at least 0 and needs a cost in seconds")
-    return make_budget(
-        max_tokens,
-        microbatches_per_step=microbatches_per_step,
-        row_multiple=row_multiple,
-        cost=cost,
-        max_cost=max_cost,
-        memory=memory,
-        max_bytes=max_bytes,
-    )
 
 
 def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
