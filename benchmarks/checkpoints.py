@@ -159,10 +159,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
     quick = parser.parse_args().quick
-    config = FitConfig(progress=False)
+    plan = PlanConfig(overlong="truncate")
+    config = FitConfig(progress=False, plan=plan)
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        config = dataclasses.replace(config, plan=PlanConfig(max_tokens=256, max_shapes=2, max_length=64), model=tiny)
+        plan = dataclasses.replace(plan, max_tokens=256, max_shapes=2, max_length=64)
+        config = dataclasses.replace(config, plan=plan, model=tiny)
     num_turns, num_steps = (2, 4) if quick else (16, 20)
     loop = TrainingLoop(config, num_steps)
     num_samples, step = (20_000, 100) if quick else (1_000_000, 10_000)

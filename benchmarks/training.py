@@ -98,10 +98,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tiny model and few steps, and no report")
     quick = parser.parse_args().quick
-    config = FitConfig(max_steps=120, checkpoint_every=100, progress=False)
+    plan = PlanConfig(overlong="truncate")
+    config = FitConfig(max_steps=120, checkpoint_every=100, progress=False, plan=plan)
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        plan = PlanConfig(max_tokens=256, max_shapes=2, max_length=64)
+        plan = dataclasses.replace(plan, max_tokens=256, max_shapes=2, max_length=64)
         config = dataclasses.replace(config, max_steps=4, plan=plan, model=tiny)
     data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
     lengths, held_out_lengths = (jvarlen.measure_lengths(part, progress=False) for part in data)

@@ -72,6 +72,7 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of the built-in corpus."""
     lengths = known_lengths(stdlib_functions())
     settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "microbatches_per_step": 8}
+    settings |= {"overlong": "truncate"}
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
     plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8, overlong="truncate")
     library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}

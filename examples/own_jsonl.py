@@ -66,7 +66,7 @@ print(f"loss of fit: {steps[0]['loss']:.3f} -> {steps[-1]['loss']:.3f}")
 print("\n=== the same data in a loop of your own ===")
 dataset = split_held_out(open_data(path, field=FIELD, progress=False), 0.02).train
 lengths = jvarlen.measure_lengths(dataset, progress=False)
-buckets = jvarlen.make_buckets(lengths, 2048, max_shapes=2, max_length=128)
+buckets = jvarlen.make_buckets(lengths, 2048, max_shapes=2, max_length=128, overlong="truncate")
 plan = jvarlen.make_plan(lengths, buckets, order="shuffle", overlong="truncate")
 optimizer = optax.chain(optax.adamw(1e-2), jvarlen.scale_by_batch_size(32, rule="sqrt"))
 state = jvarlen.init_train_state(init_params(model, seed=0), optimizer)

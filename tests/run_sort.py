@@ -72,9 +72,8 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     mine = lengths[cuts[rank] : cuts[rank + 1]]
     distinct, counts = jvarlen.count_lengths(mine)
     microbatches = 2 * mesh.size
-    buckets = jvarlen.make_buckets(
-        distinct, 600, counts=counts, max_shapes=4, max_length=250, microbatches_per_step=microbatches
-    )
+    options = {"max_length": 250, "overlong": "truncate", "microbatches_per_step": microbatches}
+    buckets = jvarlen.make_buckets(distinct, 600, counts=counts, max_shapes=4, **options)
     for order in orders:
         options = {
             "microbatches_per_step": microbatches, "order": order, "seed": 5, "epoch": 2, "longest_first": True,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torch_ref.checks import list_offenders, to_tensor
-from torch_ref.lengths import check_overlong, fit_lengths, list_pairs
+from torch_ref.lengths import count_overlong, fit_lengths, list_pairs
 
 __all__ = ["Items", "assign_buckets"]
 
@@ -67,17 +67,12 @@ def assign_buckets(
 def _assign_pairs(
     values: NDArray[np.int64], ids: NDArray[np.int64], buckets: Sequence[tuple[int, ...]], overlong: str
 ) -> Items:
-    check_overlong(overlong)
     if overlong == "truncate":
         raise ValueError('overlong="truncate" is not for pairs: pass "error" or "drop"')
     held = np.all(values[:, None] <= np.array(buckets)[:, 1:], axis=2)
     unheld = ~np.any(held[ids], axis=1)
-    count = int(unheld.sum())
-    if count and (overlong == "error" or count == len(ids)):
-        outside = np.sort(ids[unheld])
-        listed = f"{list_pairs(outside, values[outside])}; buckets are {[tuple(bucket) for bucket in buckets]}"
-        if overlong == "drop":
-            raise ValueError(f'overlong="drop" leaves no sample: no bucket holds any: {listed}')
-        raise ValueError(f'no bucket holds {count} samples: {listed}; add a longer bucket or pass overlong="drop"')
-    kept = ids[~unheld]
-    return Items(kept, values[kept].sum(axis=1), to_tensor(held[kept].argmax(axis=1)), count, 0)
+    outside, kept = np.sort(ids[unheld]), ids[~unheld]
+    counts = count_overlong(
+        overlong, len(outside), len(ids), lambda: list_pairs(outside, values[outside]), name="in none of the buckets"
+    )
+    return Items(kept, values[kept].sum(axis=1), to_tensor(held[kept].argmax(axis=1)), *counts)

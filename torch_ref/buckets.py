@@ -62,7 +62,7 @@ def make_buckets(
     strategy: str | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
-    overlong: str = "truncate",
+    overlong: str = "error",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,

@@ -1,5 +1,6 @@
 """Checked int64 lengths, cut or dropped above a limit."""
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ __all__ = [
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
+    "count_overlong",
     "fit_lengths",
     "list_pairs",
 ]
@@ -104,22 +106,41 @@ def fit_lengths(
         ValueError: if `overlong` is unknown; if it is "error" and a sample is longer than `limit` (the first are
             listed); if it is "drop" and no sample remains (likewise).
     """
-    check_overlong(overlong)
     ordered = lengths[order]
     too_long = ordered > limit
-    count = int(too_long.sum())
-    if count and (overlong == "error" or (overlong == "drop" and count == len(order))):
-        # By id, not by place in the order: the first offenders are then the same whatever the order.
-        ids = np.sort(order[too_long])
-        listed = list_offenders(ids, lengths[ids], limit)
-        if overlong == "drop":
-            raise ValueError(f'overlong="drop" leaves no sample: all {count} are longer than {name}: {listed}')
-        raise ValueError(
-            f'{count} samples are longer than {name}: {listed}; make it longer or pass overlong="drop" or "truncate"'
-        )
+    # By id, not by place in the order: the first offenders are then the same whatever the order.
+    ids = np.sort(order[too_long])
+    counts = count_overlong(
+        overlong, len(ids), len(order), lambda: list_offenders(ids, lengths[ids], limit), name=f"longer than {name}"
+    )
     if overlong == "drop":
-        return Fitted(order[~too_long], ordered[~too_long], count, 0)
-    return Fitted(order, np.minimum(ordered, limit), 0, count)
+        return Fitted(order[~too_long], ordered[~too_long], *counts)
+    return Fitted(order, np.minimum(ordered, limit), *counts)
+
+
+def count_overlong(
+    overlong: str, count: int, total: int, listed: Callable[[], str], *, name: str = "longer than the longest bucket"
+) -> tuple[int, int]:
+    """Return how many of `count` too long samples, of `total` in all, are dropped and how many are cut.
+
+    Args:
+        overlong: "error" | "drop" | "truncate".
+        count: how many are too long.
+        total: how many there are.
+        listed: writes out the first of those that are too long.
+        name: what the messages say of them.
+
+    Raises:
+        ValueError: if `overlong` is unknown, or "error" where there are some, or "drop" where there are no others.
+    """
+    check_overlong(overlong)
+    if count and overlong == "drop" and count == total:
+        raise ValueError(f'overlong="drop" leaves no sample: all {count} are {name}: {listed()}')
+    if count and overlong == "error":
+        raise ValueError(
+            f"{count} samples are {name}: {listed()}; take longer buckets or another overlong: {', '.join(OVERLONG)}"
+        )
+    return (count, 0) if overlong == "drop" else (0, count)
 
 
 def check_overlong(overlong: str) -> None:

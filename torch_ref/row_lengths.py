@@ -29,7 +29,7 @@ def choose_row_lengths(
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
-    overlong: str = "truncate",
+    overlong: str = "error",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
-from torch_ref.checks import INT64_MAX, check_integer
-from torch_ref.lengths import check_overlong
+from torch_ref.checks import INT64_MAX, check_integer, list_offenders
+from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.rows import round_caps
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -106,17 +106,18 @@ class StreamBatches(Iterator[StreamStep]):
         """Put the next sample into its queue and return which, or None where it is dropped."""
         length = _check_length(self.num_read, value)
         longest = self.buckets[-1].length
-        if length > longest and self._overlong == "error":
-            raise ValueError(
-                f"a sample is longer than the longest bucket: id {self.num_read}: {length} (limit {longest}); add a "
-                'longer bucket or pass overlong="drop" or "truncate"'
-            )
         number = self.num_read
+        dropped, truncated = count_overlong(
+            self._overlong,
+            int(length > longest),
+            number + 2,  # others may follow
+            lambda: list_offenders(np.array([number]), [length], longest),
+        )
         self.num_read += 1
-        if length > longest and self._overlong == "drop":
-            self.num_dropped += 1
+        self.num_dropped += dropped
+        self.num_truncated += truncated
+        if dropped:
             return None
-        self.num_truncated += length > longest
         cut = min(length, longest)
         index = next(k for k, bucket in enumerate(self.buckets) if cut <= bucket.length)
         self._queues[index].append((number, cut))

@@ -7,18 +7,17 @@ samples of a bucket, s its steps.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders, offenders_where
-from jvarlen.planning.budget import Budget, CostFn, make_budget, round_up
+from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders, offenders_where
+from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong
+from jvarlen.planning.lengths import Overlong, check_lengths, fit_lengths
 
 __all__ = [
     "AnyBucket",
@@ -28,7 +27,6 @@ __all__ = [
     "PairBucket",
     "Strategy",
     "check_buckets",
-    "checked_budget",
     "make_buckets",
 ]
 
@@ -90,27 +88,20 @@ AnyBucket: TypeAlias = Bucket | PairBucket
 
 def make_buckets(
     lengths: npt.ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     counts: npt.ArrayLike | None = None,
     strategy: Strategy | Sequence[int] = "optimal",
     max_shapes: int = 16,
     max_length: int | None = None,
-    overlong: Overlong = "truncate",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
+    overlong: Overlong = "error",
+    **options: Unpack[BudgetOptions],
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
 
     Args:
       lengths: integers[N], tokens a sample.
-      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
         bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
@@ -118,21 +109,9 @@ def make_buckets(
         lengths themselves, strictly ascending; the last is then the longest bucket.
       max_shapes: the most buckets.
       max_length: the longest bucket in tokens. None: the longest sample.
-      overlong: how samples above `max_length` count here: `"truncate"` as cut to it, `"drop"` not at all; `"error"`
-        raises. `make_plan(overlong=)` decides what happens to them in the plan.
-      microbatches_per_step: M, the microbatches of one optimizer update.
-      row_multiple: rows are a multiple of this where the budget allows it.
-      length_multiple: bucket lengths are rounded up to a multiple of this.
-      cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
-        broadcast and returns float64, finite and at least 0. `"optimal"` minimises its sum over all microbatches. None:
-        rows × length tokens, in int64.
-      compile_seconds: for `"optimal"` with a `cost` in seconds: the seconds that compiling one bucket adds. It then
-        decides how many of the `max_shapes` are worth compiling.
-      max_cost: the most that a microbatch may cost, so that all take about the same time. Needs a `cost` that does not
-        fall as rows grow.
-      memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
-        not fall as rows grow.
-      max_bytes: the most bytes that a bucket may need by `memory`.
+      overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
+        counts them as cut to it. Pass the same to `make_plan`.
+      options: the other fields of `Budget`, as keywords.
 
     Returns:
       A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket without samples
@@ -150,10 +129,9 @@ def make_buckets(
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
       "Ckmeans.1d.dp"; here a cluster costs what its padded steps cost.
     """
-    budget = checked_budget(
-        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
-    )
-    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
+    budget = as_budget(max_tokens, options)
+    length_multiple = budget.length_multiple
+    check_at_least_one(max_shapes=max_shapes, max_length=1 if max_length is None else max_length)
     given: Int64[np.ndarray, " K"] | None = None
     if not isinstance(strategy, str):
         given = np.unique(round_up(check_edges(strategy), length_multiple))
@@ -168,8 +146,7 @@ def make_buckets(
         edges = given
     elif strategy == "optimal":
         caps = counted.checked_caps(budget, histogram.rounded)
-        held = histogram.num_samples_between
-        edges = optimal_edges(histogram.rounded, held, caps, max_shapes, budget, cost, compile_seconds)
+        edges = optimal_edges(histogram.rounded, histogram.num_samples_between, caps, max_shapes, budget)
     else:
         chosen = CLOSED_FORMS[str(strategy)](histogram, max_shapes)
         edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
@@ -204,34 +181,6 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def checked_budget(
-    max_tokens: int,
-    microbatches_per_step: int,
-    row_multiple: int,
-    max_shapes: int,
-    cost: CostFn | None,
-    compile_seconds: float | None,
-    max_cost: float | None,
-    memory: CostFn | None,
-    max_bytes: float | None,
-) -> Budget:
-    """The budget that shapes are chosen for; raises ValueError for arguments that are not as `make_buckets` says."""
-    check_at_least_one(max_shapes=max_shapes)
-    if compile_seconds is not None:
-        is_seconds = is_number(compile_seconds) and 0 <= compile_seconds < math.inf
-        if cost is None or not is_seconds:
-            raise ValueError(f"compile_seconds ({compile_seconds!r}) must be at least 0 and needs a cost in seconds")
-    return make_budget(
-        max_tokens,
-        microbatches_per_step=microbatches_per_step,
-        row_multiple=row_multiple,
-        cost=cost,
-        max_cost=max_cost,
-        memory=memory,
-        max_bytes=max_bytes,
-    )
-
-
 def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
     array = np.asarray(counts)
     if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
@@ -253,24 +202,13 @@ class CountedSamples:
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
-        check_overlong(overlong)
-        self._lengths = counted = check_lengths(lengths)
+        self._lengths = check_lengths(lengths)
         self._max_length = max_length
         self._drops = overlong == "drop"
         self._length_multiple = length_multiple
-        num_of_each = None if counts is None else _checked_counts(counts, len(counted))
-        if max_length is not None and counted.max() > max_length:
-            offenders = list_offenders(*offenders_where(counted > max_length, counted), max_length)
-            if overlong == "error":
-                raise ValueError(f"samples longer than the longest bucket: {offenders}")
-            if self._drops:
-                num_of_each = None if num_of_each is None else num_of_each[counted <= max_length]
-                counted = counted[counted <= max_length]
-            else:
-                counted = np.minimum(counted, max_length)
-            if not len(counted):
-                raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        self.histogram = Histogram(counted, length_multiple, num_of_each)
+        fitted = fit_lengths(self._lengths, max_length, overlong)
+        num_of_each = None if counts is None else _checked_counts(counts, len(self._lengths))[fitted.kept]
+        self.histogram = Histogram(fitted.lengths, length_multiple, num_of_each)
         if max_length is not None and self.histogram.rounded[-1] > max_length:
             raise ValueError(
                 f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "

@@ -5,44 +5,112 @@ NumPy only. Letters: M microbatches a step, B rows, T length.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import check_at_least_one, is_number
 
-__all__ = ["Budget", "CostFn", "checked_cost", "make_budget", "round_up"]
+__all__ = ["Budget", "BudgetOptions", "CostFn", "as_budget", "checked_cost", "round_up"]
 
 CostFn = Callable[..., npt.ArrayLike]
 
 
+class BudgetOptions(TypedDict, total=False):
+    """The fields of `Budget` other than `max_tokens`, which functions also take as keywords."""
+
+    microbatches_per_step: int
+    row_multiple: int
+    length_multiple: int
+    cost: CostFn | None
+    compile_seconds: float | None
+    max_cost: float | None
+    memory: CostFn | None
+    max_bytes: float | None
+
+
 class _Limit(NamedTuple):
-    """A limit on a function of rows and length, and the names of both."""
+    """A limit on a function of rows and length, and the names of both. Either may be None."""
 
     name: str
-    value: float
+    value: Any
     function_name: str
-    function: CostFn
+    function: Any
 
 
-class Budget(NamedTuple):
-    """The limits that decide the rows of a bucket.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits and the cost of a microbatch, which decide the rows and lengths of buckets.
 
     Attributes:
-      max_tokens: the most tokens of a microbatch, padding included.
-      microbatches_per_step: M.
-      row_multiple: rows are a multiple of it, where the limits allow one.
-      limits: every other quantity that has a limit.
+      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      microbatches_per_step: M, the microbatches of one optimizer update.
+      row_multiple: rows are a multiple of this where the budget allows it.
+      length_multiple: bucket lengths are rounded up to a multiple of this.
+      cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
+        broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
+        microbatches. None: rows × length tokens, in int64.
+      compile_seconds: with a `cost` in seconds: the seconds that compiling one bucket adds. It then decides how many
+        of the allowed shapes are worth compiling.
+      max_cost: the most that a microbatch may cost, so that all take about the same time. Needs a `cost` that does not
+        fall as rows grow.
+      memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
+        not fall as rows grow.
+      max_bytes: the most bytes that a bucket may need by `memory`.
+
+    Raises:
+      ValueError: a limit that is not a positive number, or that lacks its function.
+
+    Example:
+      >>> budget = Budget(max_tokens=32, row_multiple=2)
+      >>> budget.row_caps(np.array([4, 9, 20]))
+      array([8, 2, 1])
     """
 
     max_tokens: int
     microbatches_per_step: int = 1
     row_multiple: int = 1
-    limits: tuple[_Limit, ...] = ()
+    length_multiple: int = 1
+    cost: CostFn | None = None
+    compile_seconds: float | None = None
+    max_cost: float | None = None
+    memory: CostFn | None = None
+    max_bytes: float | None = None
+
+    def __post_init__(self):
+        names = ("max_tokens", "microbatches_per_step", "row_multiple", "length_multiple")
+        check_at_least_one(**{name: getattr(self, name) for name in names})
+        for name in names:
+            object.__setattr__(self, name, int(getattr(self, name)))
+        if self.max_tokens * self.microbatches_per_step >= 2**63:
+            raise ValueError(
+                f"max_tokens × microbatches_per_step ({self.max_tokens} × {self.microbatches_per_step}) must be below "
+                "2**63"
+            )
+        for name, value, source, function in self._functions():
+            if function is not None and not callable(function):
+                raise ValueError(f"{source} must be a function of rows and length, not {function!r}")
+            if value is not None and function is None:
+                raise ValueError(f"{name} ({value!r}) needs {source}, a function of rows and length")
+            if value is not None and not (is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"{name} must be finite and above 0, not {value!r}")
+        seconds = self.compile_seconds
+        if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
+            raise ValueError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
+
+    def _functions(self) -> tuple[_Limit, _Limit]:
+        return (
+            _Limit("max_cost", self.max_cost, "cost", self.cost),
+            _Limit("max_bytes", self.max_bytes, "memory", self.memory),
+        )
+
+    def _limits(self) -> list[_Limit]:
+        return [limit for limit in self._functions() if limit.value is not None]
 
     def row_caps(self, length: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
         """The most rows that a microbatch of each length may have; 0 where not even one fits.
@@ -57,7 +125,7 @@ class Budget(NamedTuple):
           ValueError: a cost that is not finite or below 0.
         """
         most = self.max_tokens // length
-        for limit in self.limits:
+        for limit in self._limits():
             most = _most_rows_within(limit, length, most)
         return self.rounded_caps(most)
 
@@ -87,60 +155,38 @@ class Budget(NamedTuple):
     def broken_by_one_row(self, length: int) -> str:
         """The limits that a single row of this length exceeds, in words."""
         broken = [f"max_tokens {self.max_tokens}"] if length > self.max_tokens else []
-        for limit in self.limits:
+        for limit in self._limits():
             value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.function_name)[0]
             if value > limit.value:
                 broken.append(f"{limit.name} {limit.value:g} (one row needs {value:g})")
         return " and ".join(broken)
 
+    def bucket_costs(
+        self, num_held: Int64[np.ndarray, " *n"], cap: Int64[np.ndarray, " *n"], length: Int64[np.ndarray, " *n"]
+    ) -> Shaped[np.ndarray, " *n"]:
+        """What each bucket costs in all its microbatches: positions in int64 without a cost, else its unit in float64.
 
-def make_budget(
-    max_tokens: int,
-    *,
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    cost: CostFn | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
-) -> Budget:
-    """Checks the limits of a microbatch and joins them.
+        Args:
+          num_held: int64[...], samples or rows of each bucket.
+          cap: int64[...], from `row_caps`, each at least 1.
+          length: int64[...], tokens a row.
 
-    Args:
-      max_tokens: the most tokens, padding included.
-      microbatches_per_step: M.
-      row_multiple: what rows are a multiple of.
-      cost: cost(rows, length) of a microbatch, not falling as rows grow.
-      max_cost: the most that a microbatch may cost; needs `cost`.
-      memory: memory(rows, length) in bytes, not falling as rows grow.
-      max_bytes: the most bytes; needs `memory`.
+        Returns:
+          int64[...] or float64[...].
+        """
+        steps, rows = self.steps_and_rows(num_held, cap)
+        microbatches = steps * self.microbatches_per_step
+        if self.cost is None:
+            return microbatches * (rows * length)
+        total = microbatches.astype(np.float64) * checked_cost(self.cost, rows, length)
+        return total if self.compile_seconds is None else total + self.compile_seconds
 
-    Returns:
-      `Budget`.
 
-    Raises:
-      ValueError: limits that are no positive numbers, or lack their function.
-    """
-    check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, row_multiple=row_multiple)
-    if max_tokens * microbatches_per_step >= 2**63:
-        raise ValueError(
-            f"max_tokens × microbatches_per_step ({max_tokens} × {microbatches_per_step}) must be below 2**63"
-        )
-    limits = []
-    for name, limit, source, function in (
-        ("max_cost", max_cost, "cost", cost),
-        ("max_bytes", max_bytes, "memory", memory),
-    ):
-        if function is not None and not callable(function):
-            raise ValueError(f"{source} must be a function of rows and length, not {function!r}")
-        if limit is None:
-            continue
-        if function is None:
-            raise ValueError(f"{name} ({limit!r}) needs {source}, a function of rows and length")
-        if not is_number(limit) or not 0 < limit < math.inf:
-            raise ValueError(f"{name} must be finite and above 0, not {limit!r}")
-        limits.append(_Limit(name, float(limit), source, function))
-    return Budget(int(max_tokens), int(microbatches_per_step), int(row_multiple), tuple(limits))
+def as_budget(max_tokens: int | Budget, options: BudgetOptions) -> Budget:
+    """The budget of these tokens and options; a given `Budget` keeps its fields, except for those in the options."""
+    if isinstance(max_tokens, Budget):
+        return dataclasses.replace(max_tokens, **options)
+    return Budget(max_tokens=max_tokens, **options)
 
 
 def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:

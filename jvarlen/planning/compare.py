@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import check_at_least_one, list_offenders, offenders_where
+from jvarlen._common.checks import check_at_least_one
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, CostFn, checked_cost, make_budget, round_up
 from jvarlen.planning.edges import Strategy
-from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong
+from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
 from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import make_plan
 from jvarlen.planning.row_lengths import choose_row_lengths
@@ -122,9 +122,10 @@ def compare_strategies(
       >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
       [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
-    check_at_least_one(max_shapes=max_shapes, length_multiple=length_multiple)
+    longest = 1 if max_length is None else max_length
+    check_at_least_one(max_shapes=max_shapes, length_multiple=length_multiple, max_length=longest)
     lengths = check_lengths(lengths)
-    counted = _within(lengths, max_length, overlong)
+    counted = fit_lengths(lengths, max_length, overlong)
     limits: dict[str, Any] = {
         "microbatches_per_step": microbatches_per_step,
         "row_multiple": row_multiple,
@@ -223,33 +224,6 @@ def _spent(figures: StrategyFigures) -> float:
     return float(figures.num_positions) if figures.seconds is None else figures.seconds
 
 
-class _Counted(NamedTuple):
-    """Lengths of the samples that are planned, cut ones as cut."""
-
-    lengths: Int64[np.ndarray, " n"]
-    num_dropped: int
-    num_truncated: int
-
-
-def _within(lengths: Int64[np.ndarray, " N"], max_length: int | None, overlong: Overlong) -> _Counted:
-    check_overlong(overlong)
-    if max_length is None:
-        return _Counted(lengths, 0, 0)
-    check_at_least_one(max_length=max_length)
-    is_long = lengths > max_length
-    num_long = int(np.count_nonzero(is_long))
-    if not num_long:
-        return _Counted(lengths, 0, 0)
-    offenders = list_offenders(*offenders_where(is_long, lengths), max_length)
-    if overlong == "error":
-        raise ValueError(f'samples longer than max_length (overlong="drop" or "truncate" allows them): {offenders}')
-    if overlong == "truncate":
-        return _Counted(np.minimum(lengths, max_length), 0, num_long)
-    if num_long == len(lengths):
-        raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-    return _Counted(lengths[~is_long], num_long, 0)
-
-
 class _Epoch(NamedTuple):
     """The samples and limits of an epoch, and the ways to make steps of them.
 
@@ -321,7 +295,7 @@ class _Epoch(NamedTuple):
 
 
 def _figures_of(
-    name: str, is_plan: bool, steps: _Steps, counted: _Counted, compile_seconds: float | None
+    name: str, is_plan: bool, steps: _Steps, counted: FittedLengths, compile_seconds: float | None
 ) -> StrategyFigures:
     num_positions = int(steps.num_positions.sum())
     per_step = steps.num_positions if steps.seconds is None else steps.seconds

@@ -9,16 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int64, Shaped
+from jaxtyping import Int64
 
-from jvarlen.planning.budget import Budget, CostFn, checked_cost, round_up
+from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import ends_to_offsets
 
 __all__ = [
     "CLOSED_FORMS",
     "Histogram",
     "Strategy",
-    "bucket_costs",
     "check_edges",
     "least_rows_when_packed",
     "optimal_edges",
@@ -98,8 +97,6 @@ def optimal_edges(
     caps: Int64[np.ndarray, " D"],
     max_shapes: int,
     budget: Budget,
-    cost: CostFn | None,
-    compile_seconds: float | None,
 ) -> Int64[np.ndarray, " K"]:
     """The cheapest at most `max_shapes` of the `rounded` lengths, the last included, by dynamic programming.
 
@@ -113,24 +110,20 @@ def optimal_edges(
       num_held: what buckets hold.
       caps: int64[D], the most rows at each length, each at least 1.
       max_shapes: the most buckets.
-      budget: gives steps and rows.
-      cost: of a microbatch, a function of rows and length; None: their product, in int64.
-      compile_seconds: what each bucket adds.
+      budget: gives what buckets cost.
 
     Returns:
       int64[K], ascending.
     """
     num_lengths = len(rounded)
     max_shapes = min(max_shapes, num_lengths)
-    dtype = np.int64 if cost is None else np.float64
+    dtype = np.int64 if budget.cost is None else np.float64
     # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
-    unreachable = np.iinfo(np.int64).max // 2 if cost is None else np.inf
+    unreachable = np.iinfo(np.int64).max // 2 if budget.cost is None else np.inf
     cheapest = np.full((max_shapes, num_lengths + 1), unreachable, dtype)
     previous = np.zeros((max_shapes, num_lengths + 1), np.int32)
     for j in range(1, num_lengths + 1):
-        length = np.full(j, rounded[j - 1])
-        steps, rows = budget.steps_and_rows(num_held(j), np.full(j, caps[j - 1]))
-        bucket_cost = bucket_costs(steps * budget.microbatches_per_step, rows, length, cost, compile_seconds)
+        bucket_cost = budget.bucket_costs(num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
         cheapest[0, j] = bucket_cost[0]
         totals = cheapest[:-1, :j] + bucket_cost
         first = totals.argmin(axis=1)
@@ -156,20 +149,6 @@ def check_edges(edges: Sequence[int]) -> Int64[np.ndarray, " K"]:
     if len(descends):
         raise ValueError(f"given lengths must strictly ascend: {[given[i : i + 2].tolist() for i in descends]}")
     return given.astype(np.int64)
-
-
-def bucket_costs(
-    microbatches: Int64[np.ndarray, " i"],
-    rows: Int64[np.ndarray, " i"],
-    length: Int64[np.ndarray, " i"],
-    cost: CostFn | None,
-    compile_seconds: float | None,
-) -> Shaped[np.ndarray, " i"]:
-    """What each bucket costs in all its microbatches: positions in int64 without a cost, else its unit in float64."""
-    if cost is None:
-        return microbatches * (rows * length)
-    total = microbatches.astype(np.float64) * checked_cost(cost, rows, length)
-    return total if compile_seconds is None else total + compile_seconds
 
 
 def _pad_to_max(histogram: Histogram, max_shapes: int) -> list[int]:

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import list_offenders
+from jvarlen._common.checks import check_choices
 from jvarlen.planning._kernels import in_parts
-from jvarlen.planning.lengths import Overlong, check_overlong
+from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import CHUNK, pack_with_index, random_key_chunks, sample_order
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
@@ -96,7 +96,7 @@ def group_by_bucket(
       ValueError: what `sample_order` refuses; an unknown rule; longer samples under `"error"` (listed as id, value,
         limit); no sample left under `"drop"`.
     """
-    check_overlong(overlong)
+    check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
         raise ValueError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
@@ -172,33 +172,27 @@ def _grouped(
     ordered: Integer[np.ndarray, " n"] | None = None,
 ) -> GroupedSamples:
     """Applies the rule for samples longer than all buckets, which are the last group, or cut in the one before it."""
-    max_length = edges[-1].tolist()
-    num_samples, num_overlong = num_samples[:-1].copy(), int(num_samples[-1])
-    num_fitting = len(ids) - num_overlong
-    num_dropped = num_truncated = 0
+    max_length, is_pairs = edges[-1].tolist(), lengths.ndim == 2
+    num_fitting = len(ids) - int(num_samples[-1])
     if overlong == "truncate":
-        num_samples[-1] += num_overlong
-        num_truncated = int(np.count_nonzero(lengths[ids[len(ids) - num_samples[-1] :]] > max_length))
-    elif num_overlong and overlong == "drop" and num_fitting:
-        num_dropped = num_overlong
-        ids = ids[:num_fitting]
-        place = None if place is None else place[:num_fitting]
-        ordered = None if ordered is None else ordered[:num_fitting]
-    elif num_overlong:
-        offending = np.sort(ids[num_fitting:])
-        offenders = list_offenders(offending, lengths[offending], max_length)
-        if overlong == "drop":
-            raise ValueError(f'overlong="drop" leaves no sample: {offenders}')
-        allowed = '"drop"' if lengths.ndim == 2 else '"drop" or "truncate"'
-        raise ValueError(f"samples longer than the longest bucket (overlong={allowed} allows them): {offenders}")
+        num_samples = np.append(num_samples[:-2], num_samples[-2:].sum())
+        long_ids = ids[len(ids) - num_samples[-1] :]
+        long_ids = long_ids[lengths[long_ids] > max_length]
+    else:
+        num_samples, long_ids = num_samples[:-1], ids[num_fitting:]
+    of_pairs = {"problem": 'samples longer than the longest bucket (overlong="drop" allows them)'} if is_pairs else {}
+    counts = apply_overlong(overlong, long_ids, lengths[long_ids], max_length, num_fitting, **of_pairs)
+    num_left = len(ids) - counts[0]
+    ids = ids[:num_left]
+    place = None if place is None else place[:num_left]
+    ordered = None if ordered is None else ordered[:num_left]
     by_id = None
     if ordered is None:
-        is_pairs = lengths.ndim == 2
         by_id = np.empty(len(lengths), np.min_scalar_type(edges.sum(axis=1).max() if is_pairs else max_length))
         for start in range(0, len(lengths), CHUNK):
             part = lengths[start : start + CHUNK]
             by_id[start : start + CHUNK] = part.sum(axis=1) if is_pairs else np.minimum(part, max_length)
-    return GroupedSamples(ids, ordered, by_id, num_samples, place, num_dropped, num_truncated)
+    return GroupedSamples(ids, ordered, by_id, num_samples, place, *counts)
 
 
 def _first_that_holds(lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray, "K 2"]) -> Integer[np.ndarray, " N"]:

@@ -5,21 +5,23 @@ NumPy only. This module knows nothing of buckets or batches.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import list_offenders, offenders_where
+from jvarlen._common.checks import check_choices, list_offenders, offenders_where
 
 __all__ = [
     "DataSource",
+    "FittedLengths",
     "Overlong",
+    "apply_overlong",
     "check_lengths",
-    "check_overlong",
     "check_pair_lengths",
     "ends_to_offsets",
+    "fit_lengths",
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
@@ -89,10 +91,88 @@ class DataSource(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def check_overlong(overlong: str) -> None:
-    """Raises ValueError for an unknown rule for samples that are too long."""
-    if overlong not in get_args(Overlong):
-        raise ValueError(f'overlong must be "error", "drop" or "truncate", not {overlong!r}')
+def apply_overlong(
+    overlong: str,
+    ids: Int64[np.ndarray, " n"],
+    lengths: Int64[np.ndarray, " n *sides"],
+    limit: object,
+    num_fitting: int,
+    *,
+    problem: str = 'samples longer than the longest bucket (overlong="drop" or "truncate" allows them)',
+) -> tuple[int, int]:
+    """Applies the rule for samples that are too long.
+
+    Args:
+      overlong: `"error"`, `"drop"` or `"truncate"`.
+      ids: int64[n], the samples that are too long, in any order; may be empty.
+      lengths: int64[n], their lengths; int64[n, 2] for pairs.
+      limit: the longest length that is allowed.
+      num_fitting: the number of other samples.
+      problem: the start of the message under `"error"`.
+
+    Returns:
+      The number of samples dropped and the number truncated.
+
+    Raises:
+      ValueError: an unknown rule; samples that are too long under `"error"`; no other samples under `"drop"`. The
+        message lists them as id, value, limit, by id.
+    """
+    check_choices(overlong=(overlong, Overlong))
+    if not len(ids) or overlong == "truncate":
+        return 0, len(ids)
+    if overlong == "drop" and num_fitting:
+        return len(ids), 0
+    by_id = np.argsort(ids)
+    problem = problem if overlong == "error" else 'overlong="drop" leaves no sample'
+    raise ValueError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
+
+
+class FittedLengths(NamedTuple):
+    """The samples that remain after the rule for samples that are too long.
+
+    Attributes:
+      lengths: int64[n], their lengths, at most the limit.
+      kept: which of the given samples remain, as an index.
+      num_dropped: samples left out.
+      num_truncated: samples cut.
+    """
+
+    lengths: Int64[np.ndarray, " n"]
+    kept: Bool[np.ndarray, " N"] | slice
+    num_dropped: int
+    num_truncated: int
+
+
+def fit_lengths(
+    lengths: Int64[np.ndarray, " N"],
+    limit: int | None,
+    overlong: str,
+    ids: Int64[np.ndarray, " N"] | None = None,
+    **problem: str,
+) -> FittedLengths:
+    """Applies `apply_overlong` to all samples.
+
+    Args:
+      lengths: int64[N].
+      limit: the longest length that is allowed; None: any.
+      overlong: the rule.
+      ids: int64[N], the sample ids; None: 0 to N − 1.
+      problem: as in `apply_overlong`.
+
+    Returns:
+      `FittedLengths`.
+
+    Raises:
+      ValueError: as in `apply_overlong`.
+    """
+    limit = np.iinfo(np.int64).max if limit is None else limit
+    is_long = lengths > limit
+    places = np.flatnonzero(is_long)
+    ids_of_long = places if ids is None else ids[places]
+    counts = apply_overlong(overlong, ids_of_long, lengths[places], limit, len(lengths) - len(places), **problem)
+    if overlong == "drop" and len(places):
+        return FittedLengths(lengths[~is_long], ~is_long, *counts)
+    return FittedLengths(np.minimum(lengths, limit) if len(places) else lengths, slice(None), *counts)
 
 
 def ends_to_offsets(ends: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n_plus_1"]:

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import is_integer, list_offenders
+from jvarlen._common.checks import is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
+from jvarlen.planning.lengths import Overlong, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
 __all__ = ["Packing", "pack_samples", "rows_by_tokens"]
@@ -113,29 +113,18 @@ def pack_samples(
       Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
       descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974.
     """
-    check_overlong(overlong)
     lengths = check_lengths(lengths)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
-    max_length = int(capacities[-1])
     check_seed(seed, epoch)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
     else:
         ids = sample_order(lengths, order)
-    ordered = lengths[ids]
-    is_long = ordered > max_length
-    num_long = int(np.count_nonzero(is_long))
-    if num_long and (overlong == "error" or (overlong == "drop" and num_long == len(ids))):
-        offending = np.sort(ids[is_long])
-        what = "samples longer than the longest row" if overlong == "error" else 'overlong="drop" leaves no sample'
-        raise ValueError(f"{what}: {list_offenders(offending, lengths[offending], max_length)}")
-    if num_long and overlong == "drop":
-        ids, ordered = ids[~is_long], ordered[~is_long]
-    elif num_long:
-        ordered = np.minimum(ordered, max_length)
+    problem = 'samples longer than the longest row (overlong="drop" or "truncate" allows them)'
+    fitted = fit_lengths(lengths[ids], int(capacities[-1]), overlong, ids, problem=problem)
 
-    descending = stable_argsort(-ordered)
-    ids, ordered = ids[descending], ordered[descending]
+    descending = stable_argsort(-fitted.lengths)
+    ids, ordered = ids[fitted.kept][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
     placed = _best_fit(ordered[first].tolist(), counts.tolist(), capacities.tolist())
@@ -148,8 +137,8 @@ def pack_samples(
         capacity=capacity,
         row_lengths=tuple(capacities.tolist()),
         overlong=overlong,
-        num_dropped=num_long if overlong == "drop" else 0,
-        num_truncated=num_long if overlong == "truncate" else 0,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
     )
 
 

@@ -6,7 +6,6 @@ two sides, K buckets, M microbatches a step.
 
 from __future__ import annotations
 
-import functools
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning.buckets import PairBucket, make_buckets
-from jvarlen.planning.budget import Budget, make_budget, round_up
+from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_pair_lengths
 
 __all__ = ["PairBudget", "make_pair_buckets"]
@@ -70,18 +69,16 @@ def make_pair_buckets(
       Two-dimensional buckets for translation: those of Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
     check_choices(budget=(budget, PairBudget))
-    check_at_least_one(max_shapes=max_shapes, max_candidates=max_candidates, length_multiple=length_multiple)
-    rule = make_budget(max_tokens, microbatches_per_step=microbatches_per_step, row_multiple=row_multiple)
-    lengths = check_pair_lengths(lengths)
-    of_side = functools.partial(
-        make_buckets,
+    check_at_least_one(max_shapes=max_shapes, max_candidates=max_candidates)
+    rule = Budget(
         max_tokens=max_tokens,
-        max_shapes=max_candidates,
         microbatches_per_step=microbatches_per_step,
         row_multiple=row_multiple,
         length_multiple=length_multiple,
     )
-    sources, targets = (np.array([bucket.length for bucket in of_side(side)]) for side in lengths.T)
+    lengths = check_pair_lengths(lengths)
+    of_sides = (make_buckets(side, rule, max_shapes=max_candidates) for side in lengths.T)
+    sources, targets = (np.array([bucket.length for bucket in of_side]) for of_side in of_sides)
     size = np.add if budget == "sum" else np.maximum
     caps = rule.rounded_caps(rule.max_tokens // size(sources[:, None], targets))
     histogram = np.zeros(caps.shape, np.int64)

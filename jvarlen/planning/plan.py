@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, list_offenders, offenders_where
+from jvarlen._common.checks import check_at_least_one
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket
-from jvarlen.planning.lengths import Overlong, check_lengths, check_pair_lengths, ends_to_offsets
+from jvarlen.planning.lengths import Overlong, check_lengths, check_pair_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import check_difficulty, check_seed
 from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import Packing
@@ -273,11 +273,8 @@ def _lengths_of_rows(packing: Packing, buckets: Sequence[AnyBucket], overlong: O
     """The tokens of packed rows; raises ValueError where the longest bucket does not hold them."""
     if overlong != "error":
         raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    num_tokens, longest = packing.num_tokens, buckets[-1].lengths[0]
-    if num_tokens.max() > longest:
-        offenders = list_offenders(*offenders_where(num_tokens > longest, num_tokens), longest)
-        raise ValueError(f"packed rows longer than the longest bucket; of the rows, {offenders}")
-    return num_tokens
+    problem = "packed rows longer than the longest bucket; of the rows"
+    return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
 
 
 def _in_emitted_order(

@@ -11,14 +11,15 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from jvarlen._common.checks import check_at_least_one
-from jvarlen.planning.buckets import CountedSamples, checked_budget
-from jvarlen.planning.budget import CostFn
-from jvarlen.planning.edges import bucket_costs, least_rows_when_packed, optimal_edges
+from jvarlen.planning.buckets import CountedSamples
+from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
+from jvarlen.planning.edges import least_rows_when_packed, optimal_edges
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.packing import rows_by_tokens
 
@@ -32,19 +33,12 @@ _WIDEST_GRID = 16
 
 def choose_row_lengths(
     lengths: npt.ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
-    overlong: Overlong = "truncate",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
+    overlong: Overlong = "error",
+    **options: Unpack[BudgetOptions],
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs least.
 
@@ -71,14 +65,7 @@ def choose_row_lengths(
       max_shapes: the most lengths.
       max_length: as in `make_buckets`.
       overlong: as in `make_buckets`.
-      microbatches_per_step: as in `make_buckets`.
-      row_multiple: as in `make_buckets`.
-      length_multiple: as in `make_buckets`.
-      cost: as in `make_buckets`.
-      compile_seconds: as in `make_buckets`.
-      max_cost: as in `make_buckets`.
-      memory: as in `make_buckets`.
-      max_bytes: as in `make_buckets`.
+      options: the other fields of `Budget`.
 
     Returns:
       Row lengths, strictly ascending; the last holds the longest sample.
@@ -90,11 +77,9 @@ def choose_row_lengths(
       >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
       (8,)
     """
-    budget = checked_budget(
-        max_tokens, microbatches_per_step, row_multiple, max_shapes, cost, compile_seconds, max_cost, memory, max_bytes
-    )
-    check_at_least_one(length_multiple=length_multiple, max_length=1 if max_length is None else max_length)
-    counted = CountedSamples(lengths, max_length, overlong, length_multiple)
+    budget = as_budget(max_tokens, options)
+    check_at_least_one(max_shapes=max_shapes, max_length=1 if max_length is None else max_length)
+    counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple)
     histogram = counted.histogram
     caps = counted.checked_caps(budget, histogram.rounded)
     descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
@@ -104,15 +89,14 @@ def choose_row_lengths(
         for tokens, num_rows in rows_by_tokens(descending, counts, edges).items():
             rows_held[bisect.bisect_left(edges, tokens)] += num_rows
         length = np.array(edges)
-        steps, rows = budget.steps_and_rows(rows_held, caps[np.searchsorted(histogram.rounded, length)])
-        costs = bucket_costs(steps * budget.microbatches_per_step, rows, length, cost, compile_seconds)
+        costs = budget.bucket_costs(rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
     max_sets = min(_MAX_SETS, max(_MAX_SETS_TIMES_LENGTHS // len(counts), 1))
     search = _SetSearch(histogram.rounded.tolist(), max_shapes, max_sets, plan_cost)
     if not search.try_all():
         num_held = least_rows_when_packed(histogram)
-        by_class = optimal_edges(histogram.rounded, num_held, caps, max_shapes, budget, cost, compile_seconds)
+        by_class = optimal_edges(histogram.rounded, num_held, caps, max_shapes, budget)
         search.descend(())
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())

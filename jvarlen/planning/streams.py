@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen._common.checks import check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.planning.budget import make_budget, round_up
-from jvarlen.planning.lengths import Overlong, check_overlong
+from jvarlen.planning.budget import Budget, round_up
+from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
@@ -125,15 +125,19 @@ def stream_batches(
         num_estimate=num_estimate,
         max_waiting=1 if max_waiting is None else max_waiting,
     )
-    check_overlong(overlong)
+    check_choices(overlong=(overlong, Overlong))
     if buckets is not None and max_tokens is None:
         chosen = check_single_buckets(buckets)
     elif max_tokens is not None and buckets is None:
         first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)
-        chosen = _estimated_buckets(
-            first, max_tokens, max_shapes, max_length, microbatches_per_step, row_multiple, length_multiple
+        budget = Budget(
+            max_tokens=max_tokens,
+            microbatches_per_step=microbatches_per_step,
+            row_multiple=row_multiple,
+            length_multiple=length_multiple,
         )
+        chosen = _estimated_buckets(first, budget, max_shapes, max_length)
     else:
         raise ValueError("either buckets or max_tokens must be given, and not both")
     waiting_ids: list[list[int]] = [[] for _ in chosen]
@@ -255,16 +259,10 @@ class StreamBatches:
         length = _checked_length(i, length)
         if length <= longest:
             return length
-        if self._overlong == "error":
-            offender = list_offenders(np.array([i]), np.array([length]), longest)
-            raise ValueError(
-                f'a sample longer than the longest bucket (overlong="drop" or "truncate" allows it): {offender}'
-            )
-        if self._overlong == "drop":
-            self.num_dropped += 1
-            return 0
-        self.num_truncated += 1
-        return longest
+        num_dropped, num_truncated = apply_overlong(self._overlong, np.array([i]), np.array([length]), longest, i + 1)
+        self.num_dropped += num_dropped
+        self.num_truncated += num_truncated
+        return 0 if num_dropped else longest
 
     def _fullest(self) -> _Queue:
         """The queue with the largest share of a step; of equal ones the first."""
@@ -321,33 +319,20 @@ def _checked_length(i: int, length: Any) -> int:
 
 
 def _estimated_buckets(
-    first: list[int],
-    max_tokens: int,
-    max_shapes: int,
-    max_length: int | None,
-    microbatches_per_step: int,
-    row_multiple: int,
-    length_multiple: int,
+    first: list[int], budget: Budget, max_shapes: int, max_length: int | None
 ) -> tuple[Bucket, ...]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     if not first:
         raise ValueError("the stream is empty, so that no buckets can be estimated from it")
-    check_at_least_one(max_length=1 if max_length is None else max_length, length_multiple=length_multiple)
-    longest = None if max_length is None else round_up(int(max_length), length_multiple)
-    estimated = make_buckets(
-        first,
-        max_tokens,
-        max_shapes=max_shapes,
-        max_length=longest,
-        microbatches_per_step=microbatches_per_step,
-        row_multiple=row_multiple,
-        length_multiple=length_multiple,
-    )
+    check_at_least_one(max_length=1 if max_length is None else max_length)
+    longest = None if max_length is None else round_up(int(max_length), budget.length_multiple)
+    # The rule of the stream comes when it is read.
+    estimated = make_buckets(first, budget, max_shapes=max_shapes, max_length=longest, overlong="truncate")
     edges = np.array([bucket.length for bucket in estimated])
     edges[-1] = edges[-1] if longest is None else longest
-    rows = make_budget(max_tokens, row_multiple=row_multiple).row_caps(edges)
+    rows = budget.row_caps(edges)
     if rows[-1] < 1:
-        raise ValueError(f"max_tokens {max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
+        raise ValueError(f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
 
 

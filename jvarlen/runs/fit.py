@@ -31,7 +31,7 @@ from jvarlen.distributed.mesh import batch_shardings, replicate
 from jvarlen.distributed.processes import agree, gather_texts, is_any_interrupted, naming_lost_processes, together
 from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
-from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.lengths import DataSource, Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.report import length_histogram
 from jvarlen.runs.config import FitConfig, flat_settings, saved_settings
@@ -156,6 +156,9 @@ def fit(
         mesh = config.make_mesh()
     if not _is_main():
         config = dataclasses.replace(config, progress=False)
+    if config.plan.overlong is None:
+        overlong: Overlong = "truncate" if data is None and not config.data else "error"
+        config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
     with remembered_interrupts(), contextlib.ExitStack() as held:
         return _fit(config, task, data, mesh, trackers or {}, held)
 

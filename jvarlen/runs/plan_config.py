@@ -36,8 +36,8 @@ class PlanConfig:
     """How the lengths of the buckets are chosen."""
     max_length: int | None = 1024
     """Longest bucket in tokens; None for the longest sample."""
-    overlong: Overlong = "truncate"
-    """What happens to samples longer than that."""
+    overlong: Overlong | None = None
+    """What happens to samples longer than that. None: an error, except that the built-in corpus is cut."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update, over all devices and accumulation."""
     row_multiple: int = 1
@@ -145,7 +145,7 @@ class PlanConfig:
         choice: dict[str, Any] = {
             "max_shapes": self.max_shapes,
             "max_length": self.max_length,
-            "overlong": "drop" if self.overlong == "drop" else "truncate",
+            "overlong": self._overlong,
             "length_multiple": self.length_multiple,
             "compile_seconds": self.compile_seconds,
         }
@@ -154,7 +154,7 @@ class PlanConfig:
         if limits["cost"] is None:
             choice["max_shapes"] = 1  # the longest length alone: one shape to compile
         row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
-        rows = pack_samples(lengths, row_lengths, overlong=self.overlong)  # of the same sizes in every epoch
+        rows = pack_samples(lengths, row_lengths, overlong=self._overlong)  # of the same sizes in every epoch
         return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
 
     def make_plan(
@@ -182,7 +182,7 @@ class PlanConfig:
             epoch=epoch,
             shuffle_steps=self.shuffle_steps,
             longest_first=self.longest_first,
-            overlong="error" if self.pack else self.overlong,
+            overlong="error" if self.pack else self._overlong,
         )
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
@@ -199,8 +199,12 @@ class PlanConfig:
             self._rows(lengths, buckets, "dataset", 0, 0),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
-            overlong="error" if self.pack else self.overlong,
+            overlong="error" if self.pack else self._overlong,
         )
+
+    @property
+    def _overlong(self) -> Overlong:
+        return self.overlong or "error"
 
     def _pacing(self) -> Pacing | None:
         if self.pacing == "none":
@@ -217,7 +221,7 @@ class PlanConfig:
         if not self.pack:
             return lengths
         row_lengths = [bucket.length for bucket in buckets]
-        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self.overlong)
+        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self._overlong)
 
 
 def _load_model(path: Path | None, unit: str) -> CostModel | None:

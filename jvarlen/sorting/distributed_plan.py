@@ -18,12 +18,12 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, check_choices, list_offenders
+from jvarlen._common.checks import check_at_least_one, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
 from jvarlen.planning.grouping import Ordering
-from jvarlen.planning.lengths import Overlong, check_lengths, check_overlong, ends_to_offsets
+from jvarlen.planning.lengths import Overlong, apply_overlong, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import check_seed, random_keys
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
 from jvarlen.planning.step_order import canonical_steps, emitted_steps
@@ -159,9 +159,8 @@ def plan_distributed(
       (2, [[1, 0], [3, 2]])
     """
     with together("check the arguments of plan_distributed"):
-        check_choices(order=(order, DistributedOrder))
+        check_choices(order=(order, DistributedOrder), overlong=(overlong, Overlong))
         check_at_least_one(microbatches_per_step=microbatches_per_step)
-        check_overlong(overlong)
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)
         num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
@@ -173,15 +172,16 @@ def plan_distributed(
     own_lengths = _checked_or_empty(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
     own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
-    bucket_of_distinct = np.searchsorted(edges, distinct)
-    with together("fit the samples into the buckets"):
-        _check_longest(distinct, own_lengths, own_ids, edges, overlong)
-    is_overlong = bucket_of_distinct == len(edges)
-    if overlong == "truncate":
-        bucket_of_distinct[is_overlong] -= 1
     num_samples = np.zeros(len(edges) + 1, np.int64)
-    np.add.at(num_samples, bucket_of_distinct, counts)
-    num_overlong = int(counts[is_overlong].sum())
+    np.add.at(num_samples, np.searchsorted(edges, distinct), counts)
+    num_overlong = int(num_samples[-1])
+    with together("fit the samples into the buckets"):
+        fit_lengths(own_lengths, _LONGEST, "error", own_ids, problem="samples longer than a distributed plan can sort")
+        is_long = own_lengths > edges[-1]
+        num_fitting = int(num_samples[:-1].sum())
+        apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
+    if overlong == "truncate":
+        num_samples[-2] += num_overlong
 
     ordering = Ordering(order, None, None, seed, epoch, None)
     steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
@@ -236,27 +236,6 @@ def _ids_of_shards(sizes: Int64[np.ndarray, " p"], shards: Int64[np.ndarray, " q
     starts = np.cumsum(sizes) - sizes
     ids = [np.arange(starts[d], starts[d] + sizes[d]) for d in shards.tolist()]
     return np.concatenate([np.zeros(0, np.int64), *ids])
-
-
-def _check_longest(
-    distinct: Int64[np.ndarray, " D"],
-    own_lengths: Int64[np.ndarray, " n"],
-    own_ids: Int64[np.ndarray, " n"],
-    edges: Int64[np.ndarray, " K"],
-    overlong: Overlong,
-) -> None:
-    """Raises ValueError where lengths have no bucket, or no key; the samples of this process are listed."""
-    for limit, problem in (
-        (_LONGEST, "samples longer than a distributed plan can sort"),
-        (int(edges[-1]), 'samples longer than the longest bucket (overlong="drop" or "truncate" allows them)'),
-    ):
-        is_refused = limit == _LONGEST or overlong == "error"
-        if distinct[-1] > limit and is_refused:
-            is_offender = own_lengths > limit
-            offenders = list_offenders(own_ids[is_offender], own_lengths[is_offender], limit)
-            raise ValueError(f"{problem}; of this process: {offenders if is_offender.any() else 'none'}")
-    if overlong == "drop" and distinct[0] > edges[-1]:
-        raise ValueError(f'overlong="drop" leaves no sample: the shortest has {distinct[0]} tokens (limit {edges[-1]})')
 
 
 def _make_keys(

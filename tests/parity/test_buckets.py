@@ -316,7 +316,7 @@ def test_costs_that_are_not_finite_and_positive_are_refused(
         ({"max_length": 0}, "max_length"),
         ({"compile_seconds": 1.0}, "compile_seconds"),
         ({"compile_seconds": -1.0, "cost": dyadic_cost}, "compile_seconds"),
-        ({"max_length": 7, "length_multiple": 4}, "max_length"),
+        ({"max_length": 7, "length_multiple": 4, "overlong": "truncate"}, "max_length"),
         ({"overlong": "ignore"}, "ignore"),
         ({"overlong": "ignore", "max_length": 9}, "ignore"),
         ({"max_cost": 5.0}, "max_cost"),
@@ -355,4 +355,4 @@ def test_samples_above_the_budget_are_listed(package: ModuleType) -> None:
         package.make_buckets(lengths, 1000)
     with pytest.raises(ValueError, match=r"\b0\D+(9|16)\b"):
         package.make_buckets([9, 3], 15, length_multiple=16)
-    assert package.make_buckets(lengths, 1000, max_length=1000)[-1].length == 1000
+    assert package.make_buckets(lengths, 1000, max_length=1000, overlong="truncate")[-1].length == 1000

@@ -307,7 +307,7 @@ def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
     with pytest.raises(ValueError, match=offenders((1, 60), limit=7)):
         package.choose_row_lengths([4, 60], 100, max_length=7, overlong="error")
     assert package.choose_row_lengths([4, 60], 100, max_length=7, overlong="drop") == (4,)
-    assert package.choose_row_lengths([4, 60], 100, max_length=7, max_shapes=1) == (7,)
+    assert package.choose_row_lengths([4, 60], 100, max_length=7, max_shapes=1, overlong="truncate") == (7,)
 
 
 # Plans

@@ -144,7 +144,7 @@ def test_a_strategy_that_cannot_be_made_says_why():
     ("options", "said"),
     [
         ({"max_tokens": 600}, "max_tokens 600 leaves no row"),
-        ({"max_length": 500}, "samples longer than max_length"),
+        ({"max_length": 500}, "samples longer than the longest bucket"),
         ({"max_length": 0}, "max_length"),
         ({"max_shapes": 0}, "max_shapes"),
         ({"overlong": "cut"}, "overlong"),

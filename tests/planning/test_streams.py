@@ -272,7 +272,7 @@ def test_longer_samples_are_dropped_or_cut_and_counted(overlong, num_dropped, nu
 def test_a_longer_sample_is_an_error_that_names_it():
     batches = stream_batches([4, 4, 2, 5], [(2, 4)])
     assert next(batches).ids.tolist() == [[0, 1]]
-    with pytest.raises(ValueError, match=r'overlong="drop" or "truncate" allows it\): id 3: 5 \(limit 4\)'):
+    with pytest.raises(ValueError, match=r'overlong="drop" or "truncate" allows them\): id 3: 5 \(limit 4\)'):
         next(batches)
     assert batches.num_read == 3
 

@@ -79,7 +79,7 @@ def test_the_tables_hold_the_figures_of_the_plan(path):
 
 
 def packed_plan():
-    row_lengths = choose_row_lengths(LENGTHS, 4096, max_length=600)
+    row_lengths = choose_row_lengths(LENGTHS, 4096, max_length=600, overlong="truncate")
     packing = pack_samples(LENGTHS, row_lengths, overlong="truncate")
     buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, microbatches_per_step=2)
     return packing, make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")

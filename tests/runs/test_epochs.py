@@ -14,7 +14,8 @@ from jvarlen.runs.epochs import Course
 
 LENGTHS = np.random.default_rng(0).integers(1, 40, 150)
 EVAL_LENGTHS = {"held_out": LENGTHS[:9]}
-CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PlanConfig(max_tokens=80, max_shapes=3, max_length=32))
+PLAN = PlanConfig(max_tokens=80, max_shapes=3, max_length=32, overlong="truncate")
+CONFIG = FitConfig(max_steps=None, num_epochs=3, plan=PLAN)
 
 
 def places(course):

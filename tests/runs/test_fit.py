@@ -35,7 +35,7 @@ def make_config(runs_dir, compilation_cache):
         runs_dir=runs_dir,
         compile=CompileOptions(cache_dir=compilation_cache),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, microbatches_per_step=2),
+        plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=32, overlong="truncate", microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=16, num_heads=1),
     )
 
@@ -242,6 +242,16 @@ def test_more_steps_can_be_asked_for_on_resuming(config, split, capsys):
     assert resumed.summary.num_steps == 7
     assert "changed: max_steps: 3, 7" in capsys.readouterr().out
     assert load_config(run_dir / "config.json").max_steps == 7
+
+
+def test_unless_told_longer_samples_are_an_error_and_those_of_the_built_in_corpus_are_cut(config, split, monkeypatch):
+    config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, overlong=None))
+    with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
+        fit(config, split)
+    monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: split.train)
+    result = fit(config)
+    assert load_config(result.run_dir / "config.json").plan.overlong == "truncate"
+    assert Plan.load(result.run_dir / "plan.npz").num_truncated > 0
 
 
 def test_a_loss_that_is_no_number_ends_the_run(config, split):
