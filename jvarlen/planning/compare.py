@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, Unpack, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +17,12 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.planning.budget import Budget, CostFn, checked_cost, make_budget, round_up
+from jvarlen.planning.budget import Budget, BudgetOptions, as_budget, checked_cost, round_up
 from jvarlen.planning.edges import Strategy
 from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
 from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import make_plan
-from jvarlen.planning.row_lengths import choose_row_lengths
+from jvarlen.planning.row_lengths import packed_row_lengths
 
 __all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
 
@@ -73,41 +73,29 @@ class _Steps(NamedTuple):
 
 def compare_strategies(
     lengths: npt.ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     max_shapes: int = 16,
     max_length: int | None = None,
     overlong: Overlong = "error",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    cost: CostFn | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: CostFn | None = None,
-    max_bytes: float | None = None,
+    **options: Unpack[BudgetOptions],
 ) -> list[StrategyFigures]:
     """Plans an epoch by every strategy, and by none, and gives the figures of each.
 
     Packed rows have only the longest length, or with a cost those of `choose_row_lengths`. Two lines show batching
     without a plan: batches of samples sorted by length, as large as the budget allows (`batch_by_tokens`), and batches
     of a fixed number of samples in dataset order, as many as fit the budget if all are the longest. There each batch is
-    a microbatch padded to its own longest sample, so there are many shapes.
+    a microbatch padded to its own longest sample, so there are many shapes. Its lengths are rounded up to
+    `length_multiple` and its rows to `row_multiple`; sorted batches do not keep to `max_cost` and `max_bytes`.
 
     Args:
       lengths: integers[N], tokens a sample.
-      max_tokens: budget of one microbatch in tokens, padding included.
+      max_tokens: budget of one microbatch in tokens, padding included; or a `Budget`. With a cost, strategies are
+        compared by seconds, not positions.
       max_shapes: as in `make_buckets`.
       max_length: as in `make_buckets`.
       overlong: what happens to samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
-      microbatches_per_step: M.
-      row_multiple: as in `make_buckets`; without a plan, as `sequence_multiple` in `batch_by_tokens`.
-      length_multiple: all lengths of shapes are rounded up to a multiple of it, without a plan as well.
-      cost: cost(rows, length) of one microbatch in seconds; strategies are then compared by seconds, not positions.
-      compile_seconds: what compiling one shape adds.
-      max_cost: as in `make_buckets`; sorted batches without a plan do not keep to it.
-      memory: as in `make_buckets`.
-      max_bytes: as in `make_buckets`; sorted batches without a plan do not keep to it.
+      options: the other fields of `Budget`, as keywords.
 
     Returns:
       A list of `StrategyFigures`: every strategy of `make_buckets`, packed rows, and the two without a plan. Where one
@@ -123,32 +111,18 @@ def compare_strategies(
       [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
     longest = 1 if max_length is None else max_length
-    check_at_least_one(max_shapes=max_shapes, length_multiple=length_multiple, max_length=longest)
+    check_at_least_one(max_shapes=max_shapes, max_length=longest)
+    budget = as_budget(max_tokens, options)
     lengths = check_lengths(lengths)
     counted = fit_lengths(lengths, max_length, overlong)
-    limits: dict[str, Any] = {
-        "microbatches_per_step": microbatches_per_step,
-        "row_multiple": row_multiple,
-        "cost": cost,
-        "max_cost": max_cost,
-        "memory": memory,
-        "max_bytes": max_bytes,
-    }
-    choice: dict[str, Any] = {
-        "max_length": max_length,
-        "overlong": overlong,
-        "length_multiple": length_multiple,
-        "compile_seconds": compile_seconds,
-    }
-    budget = make_budget(max_tokens, **limits)
-    epoch = _Epoch(lengths, counted.lengths, max_tokens, max_shapes, limits, choice, budget)
+    epoch = _Epoch(lengths, counted.lengths, budget, max_shapes, max_length, overlong)
 
     figures: list[StrategyFigures] = []
     errors: list[ValueError] = []
 
     def add(name: str, is_plan: bool, make: Callable[[], _Steps]) -> None:
         try:
-            figures.append(_figures_of(name, is_plan, make(), counted, compile_seconds))
+            figures.append(_figures_of(name, is_plan, make(), counted, budget.compile_seconds))
         except ValueError as error:
             errors.append(error)
             problem = textwrap.shorten(str(error), _PROBLEM_WIDTH, placeholder=" …")
@@ -230,40 +204,45 @@ class _Epoch(NamedTuple):
     Attributes:
       lengths_by_id: int64[N], of all samples, so that errors tell their ids.
       lengths: int64[n], of those that are planned, cut ones as cut.
-      max_tokens: budget of a microbatch.
+      budget: of a microbatch.
       max_shapes: the most buckets.
-      limits: arguments of `make_buckets` that say what a bucket may hold.
-      choice: arguments of `make_buckets` that say which lengths of buckets are chosen.
-      budget: the limits, as one.
+      max_length: the longest bucket.
+      overlong: the rule for longer samples.
     """
 
     lengths_by_id: Int64[np.ndarray, " N"]
     lengths: Int64[np.ndarray, " n"]
-    max_tokens: int
-    max_shapes: int
-    limits: dict[str, Any]
-    choice: dict[str, Any]
     budget: Budget
+    max_shapes: int
+    max_length: int | None
+    overlong: Overlong
 
     def in_buckets(self, strategy: Strategy) -> _Steps:
-        options = self.choice | self.limits
         buckets = make_buckets(
-            self.lengths_by_id, self.max_tokens, strategy=strategy, max_shapes=self.max_shapes, **options
+            self.lengths_by_id,
+            self.budget,
+            strategy=strategy,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong,
         )
         return self._planned(self.lengths, buckets)
 
     def in_packed_rows(self) -> _Steps:
-        # Without a cost the longest length alone: one shape to compile.
-        max_shapes = self.max_shapes if self.limits["cost"] else 1
-        options = self.choice | self.limits | {"max_shapes": max_shapes}
-        row_lengths = choose_row_lengths(self.lengths_by_id, self.max_tokens, **options)
+        row_lengths = packed_row_lengths(
+            self.lengths_by_id,
+            self.budget,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong,
+        )
         packing = pack_samples(self.lengths, row_lengths)
-        buckets = make_buckets(packing.num_tokens, self.max_tokens, strategy=row_lengths, **self.limits)
+        buckets = make_buckets(packing.num_tokens, self.budget, strategy=row_lengths)
         return self._planned(packing, buckets)
 
     def in_sorted_batches(self) -> _Steps:
         ascending = np.sort(self._rounded())
-        batches = batch_by_tokens(ascending, self.max_tokens, sequence_multiple=self.budget.row_multiple)
+        batches = batch_by_tokens(ascending, self.budget.max_tokens, sequence_multiple=self.budget.row_multiple)
         return self._batched(ascending, batches.offsets[:-1])
 
     def in_fixed_batches(self) -> _Steps:
@@ -272,13 +251,13 @@ class _Epoch(NamedTuple):
         return self._batched(rounded, np.arange(0, len(rounded), rows))
 
     def _rounded(self) -> Int64[np.ndarray, " n"]:
-        return round_up(self.lengths, self.choice["length_multiple"])
+        return round_up(self.lengths, self.budget.length_multiple)
 
     def _planned(self, rows: Int64[np.ndarray, " n"] | Packing, buckets: tuple[Bucket, ...]) -> _Steps:
         plan = make_plan(rows, buckets, microbatches_per_step=self.budget.microbatches_per_step)
         seconds = None
-        if self.limits["cost"] is not None:
-            per_microbatch = checked_cost(self.limits["cost"], *np.array(buckets, np.int64).T)
+        if self.budget.cost is not None:
+            per_microbatch = checked_cost(self.budget.cost, *np.array(buckets, np.int64).T)
             seconds = plan.microbatches_per_step * per_microbatch[plan.step_bucket]
         return _Steps(len(buckets), plan.positions_per_step, seconds)
 
@@ -289,8 +268,8 @@ class _Epoch(NamedTuple):
         num_shapes = len(np.unique(np.rec.fromarrays([rows, longest])))
         step_starts = np.arange(0, len(starts), self.budget.microbatches_per_step)
         seconds = None
-        if self.limits["cost"] is not None:
-            seconds = np.add.reduceat(checked_cost(self.limits["cost"], rows, longest), step_starts)
+        if self.budget.cost is not None:
+            seconds = np.add.reduceat(checked_cost(self.budget.cost, rows, longest), step_starts)
         return _Steps(num_shapes, np.add.reduceat(rows * longest, step_starts), seconds)
 
 

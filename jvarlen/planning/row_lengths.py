@@ -23,7 +23,7 @@ from jvarlen.planning.edges import least_rows_when_packed, optimal_edges
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.packing import rows_by_tokens
 
-__all__ = ["choose_row_lengths"]
+__all__ = ["choose_row_lengths", "packed_row_lengths"]
 
 # Sets of row lengths that are tried at most; trying one takes time in proportion to the distinct lengths.
 _MAX_SETS = 2**12
@@ -101,6 +101,15 @@ def choose_row_lengths(
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())
     return search.cheapest()
+
+
+def packed_row_lengths(
+    lengths: npt.ArrayLike, budget: Budget, *, max_shapes: int, max_length: int | None, overlong: Overlong
+) -> tuple[int, ...]:
+    """`choose_row_lengths`; without a cost only the longest, since packed rows leave little padding to save."""
+    return choose_row_lengths(
+        lengths, budget, max_shapes=max_shapes if budget.cost else 1, max_length=max_length, overlong=overlong
+    )
 
 
 class _SetSearch:

@@ -318,9 +318,7 @@ def _checked_length(i: int, length: Any) -> int:
     return int(length)
 
 
-def _estimated_buckets(
-    first: list[int], budget: Budget, max_shapes: int, max_length: int | None
-) -> tuple[Bucket, ...]:
+def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_length: int | None) -> tuple[Bucket, ...]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     if not first:
         raise ValueError("the stream is empty, so that no buckets can be estimated from it")

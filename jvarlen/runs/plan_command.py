@@ -85,16 +85,8 @@ class PlanCommand(PlanConfig):
     def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
         return compare_strategies(
             lengths,
-            self.max_tokens,
+            self.budget,
             max_shapes=self.max_shapes,
             max_length=self.max_length,
             overlong=self.overlong,
-            microbatches_per_step=self.microbatches_per_step,
-            row_multiple=self.row_multiple,
-            length_multiple=self.length_multiple,
-            cost=self.cost,
-            compile_seconds=self.compile_seconds,
-            max_cost=self.max_cost,
-            memory=self.memory,
-            max_bytes=self.max_bytes,
         )

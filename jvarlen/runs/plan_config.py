@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import check_at_least, check_setting
 from jvarlen.planning.buckets import Bucket, Strategy, make_buckets
+from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.order import Order
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import Plan, make_plan
-from jvarlen.planning.row_lengths import choose_row_lengths
+from jvarlen.planning.row_lengths import packed_row_lengths
 
 __all__ = ["BatchSizeRule", "PlanConfig"]
 
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
+
+
+class _Limits(TypedDict):
+    max_shapes: int
+    max_length: int | None
+    overlong: Overlong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,15 +123,20 @@ class PlanConfig:
         if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
             raise ValueError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
 
-    @property
+    @functools.cached_property
     def cost(self) -> CostModel | None:
-        """The cost model in seconds, read from its file."""
+        """The cost model in seconds, read from its file once."""
         return _load_model(self.cost_model, "seconds")
 
-    @property
+    @functools.cached_property
     def memory(self) -> CostModel | None:
-        """The cost model in bytes, read from its file."""
+        """The cost model in bytes, read from its file once."""
         return _load_model(self.memory_model, "bytes")
+
+    @functools.cached_property
+    def budget(self) -> Budget:
+        """The budget of a microbatch."""
+        return Budget(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Budget)})
 
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings; with packing, for the lengths of the rows.
@@ -134,28 +147,12 @@ class PlanConfig:
         Returns:
           A tuple of `Bucket`.
         """
-        limits: dict[str, Any] = {
-            "microbatches_per_step": self.microbatches_per_step,
-            "row_multiple": self.row_multiple,
-            "cost": self.cost,
-            "max_cost": self.max_cost,
-            "memory": self.memory,
-            "max_bytes": self.max_bytes,
-        }
-        choice: dict[str, Any] = {
-            "max_shapes": self.max_shapes,
-            "max_length": self.max_length,
-            "overlong": self._overlong,
-            "length_multiple": self.length_multiple,
-            "compile_seconds": self.compile_seconds,
-        }
+        limits = _Limits(max_shapes=self.max_shapes, max_length=self.max_length, overlong=self._overlong)
         if not self.pack:
-            return make_buckets(lengths, self.max_tokens, strategy=self.strategy, **choice, **limits)
-        if limits["cost"] is None:
-            choice["max_shapes"] = 1  # the longest length alone: one shape to compile
-        row_lengths = self.row_lengths or choose_row_lengths(lengths, self.max_tokens, **choice, **limits)
+            return make_buckets(lengths, self.budget, strategy=self.strategy, **limits)
+        row_lengths = self.row_lengths or packed_row_lengths(lengths, self.budget, **limits)
         rows = pack_samples(lengths, row_lengths, overlong=self._overlong)  # of the same sizes in every epoch
-        return make_buckets(rows.num_tokens, self.max_tokens, strategy=row_lengths, **limits)
+        return make_buckets(rows.num_tokens, self.budget, strategy=row_lengths)
 
     def make_plan(
         self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
