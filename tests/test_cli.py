@@ -223,7 +223,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
 )
 def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr("jvarlen.runs.config.initialize_processes", lambda *given: called.append(given))
+    monkeypatch.setattr("jvarlen.distributed.launch.initialize_processes", lambda *given: called.append(given))
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
     assert called == ([] if expected is None else [expected])
 

@@ -20,7 +20,7 @@ from jvarlen._common.files import load_array
 from jvarlen.compiling import program_store as compiled_file
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.compiling.program_store import read_compiled, write_compiled
-from jvarlen.data.open import open_data_file
+from jvarlen.data.open import open_data
 from jvarlen.data.shard_files import ShardFiles
 from jvarlen.planning import plan_file
 from jvarlen.planning.cost_model import CostModel
@@ -326,7 +326,7 @@ lines = st.one_of(
 def test_any_lines_are_samples_or_refused_by_name(folder, contents, end):
     path = folder / "lines.jsonl"
     path.write_bytes(end.join(contents))
-    dataset = read_or_refused(lambda path: open_data_file(path, progress=False), path)
+    dataset = read_or_refused(lambda path: open_data(path, progress=False), path)
     if dataset is not None:
         samples = [dataset[i] for i in range(len(dataset))]
         assert dataset.lengths.tolist() == list(map(len, samples))
@@ -338,7 +338,7 @@ def test_any_lines_are_samples_or_refused_by_name(folder, contents, end):
 def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
     path = folder / f"data.{ending}"
     path.write_bytes(content)
-    dataset = read_or_refused(lambda path: open_data_file(path, progress=False), path)
+    dataset = read_or_refused(lambda path: open_data(path, progress=False), path)
     assert dataset is None or dataset.lengths.min() > 0
 
 
@@ -497,7 +497,7 @@ def test_a_pickle_in_a_file_is_refused_and_not_run(tmp_path, payload):
     np.savez(plan, **FIELDS["plain"] | {"sample_ids": payload})
     np.savez(data, tokens=payload, offsets=np.array([0, 1]))
     np.save(array, payload)
-    for path, read in ((plan, Plan.load), (data, open_data_file), (array, lambda path: load_array(path, "lengths"))):
+    for path, read in ((plan, Plan.load), (data, open_data), (array, lambda path: load_array(path, "lengths"))):
         assert read_or_refused(read, path) is None
     shard = tmp_path / "shards" / "0.npy"
     save_shards(shard)

@@ -138,7 +138,7 @@ def time_growth(sizes: list[int]) -> list[dict[str, Any]]:
 
 def measure_shards(num_rows: int, memory_rows: list[int]) -> dict[str, Any]:
     """Seconds, what is sent and what is held, with the devices that this process has."""
-    from tests.test_sort_figures import counted  # here: it needs pytest
+    from tests.sorting.test_balance import counted  # here: it needs pytest
 
     mesh = jvarlen.data_mesh()
     keys = spread(make_keys(num_rows), mesh)

@@ -5,5 +5,6 @@
 - `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. The only module here that imports JAX.
+- `units`: nats to bits.
 - `worker_errors`: exceptions that can be sent between processes.
 """

@@ -168,9 +168,11 @@ def full_batch(spec: Any) -> Any:
       A pytree of NumPy arrays: the lengths and positions of full rows, typed keys, and otherwise ones.
     """
     batch = jax.tree.map(lambda leaf: zeros_of(leaf) if is_key(leaf) else np.ones(leaf.shape, leaf.dtype), spec)
+    if isinstance(batch, Batch | PackedBatch | PairBatch):
+        num_rows = np.prod(batch.weights.shape[:2], dtype=np.float32)  # of packed ones, each row is one sample
+        batch = batch._replace(num_sequences=num_rows)
     if isinstance(batch, Batch):
-        num_rows = np.float32(batch.lengths.size)
-        return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]), num_sequences=num_rows)
+        return batch._replace(lengths=batch.lengths * np.int32(batch.tokens.shape[2]))
     if isinstance(batch, PackedBatch):
         positions = np.broadcast_to(np.arange(batch.tokens.shape[2], dtype=np.int32), batch.tokens.shape)
         return batch._replace(positions=positions)

@@ -58,9 +58,9 @@ class CompileOptions:
       {'xla_gpu_autotune_level': '2'}
     """
 
-    cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache)
+    cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache, metadata={"scope": "process"})
     """Persistent compilation cache directory, unless JAX is already set to another; None leaves JAX's setting alone."""
-    num_threads: int | None = None
+    num_threads: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
     """Threads that compile; None for one per core, or a single one if several processes train."""
     max_live: int | None = None
     """The most executables held at once; the least recently used is evicted first. None for all.

@@ -173,11 +173,6 @@ class Ledger(Sequence[LedgerRow]):
         return self.table()
 
     @property
-    def by_bucket(self) -> dict[AnyBucket, LedgerRow]:
-        """The row of each bucket."""
-        return {row.bucket: row for row in self._rows}
-
-    @property
     def unused(self) -> tuple[AnyBucket, ...]:
         """Buckets in which no step ran, in the order of compilation."""
         return tuple(row.bucket for row in self._rows if not row.times_used)
@@ -241,7 +236,7 @@ class Ledger(Sequence[LedgerRow]):
         )
         foreign = [row.bucket for row in self._rows if row.bucket not in of_bucket]
         if foreign:
-            raise ValueError(f"the ledger is not one of this plan, which does not have {_listed(foreign)}")
+            raise ValueError(f"the ledger is not one of this plan, which does not have {', '.join(map(str, foreign))}")
 
         def planned(row: LedgerRow) -> LedgerRow:
             num_steps, padding = of_bucket[row.bucket]
@@ -269,7 +264,7 @@ class Ledger(Sequence[LedgerRow]):
         if not self._rows:
             lines.append("no bucket was compiled")
         if self.unused:
-            lines.append(f"never used: {_listed(self.unused)}")
+            lines.append(f"never used: {', '.join(map(str, self.unused)) or 'none'}")
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -349,10 +344,6 @@ def _told_by(analysis: Callable[[], Any]) -> Any:
 
 def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
-
-
-def _listed(buckets: Iterable[AnyBucket]) -> str:
-    return ", ".join(map(str, buckets)) or "none"
 
 
 def _figure(value: float | None, unit: float = 1.0) -> str:

@@ -67,6 +67,7 @@ def measure_buckets(
       ValueError: buckets of pairs, or repeats below 1.
 
     Example:
+      >>> from jvarlen.compiling.compile import compile_buckets
       >>> def count(state, batch):
       ...     return state + batch.num_sequences, {}
       >>> compiled = compile_buckets(count, np.float32(0), [(2, 4), (1, 8)], progress=False)

@@ -6,7 +6,7 @@ Letters: K buckets.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -67,9 +67,10 @@ def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.De
     differing = _differences(given, planned_by_bucket[nearest], device)
     if not differing and have_same_containers(batch, specs[nearest]):
         return None
+    buckets = sorted(specs, key=lambda bucket: bucket.lengths)
     return (
         f"no bucket was compiled for this batch. Nearest is {nearest}: "
-        f"{'; '.join(differing) or _OTHER_CONTAINERS}. Buckets: {_listed(specs)}"
+        f"{'; '.join(differing) or _OTHER_CONTAINERS}. Buckets: {', '.join(map(str, buckets))}"
     )
 
 
@@ -170,7 +171,3 @@ def _place(sharding: Sharding) -> str:
     return f"on device{'s' * (len(devices) > 1)} {', '.join(map(str, devices))}" + (
         f" as {tuple(spec)}" if spec else ""
     )
-
-
-def _listed(buckets: Iterable[AnyBucket]) -> str:
-    return ", ".join(map(str, sorted(buckets, key=lambda bucket: bucket.lengths)))

@@ -11,7 +11,7 @@ import io
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from jaxtyping import Int64
 
 from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import is_interrupted
-from jvarlen.data.measure import measure_lengths
+from jvarlen.data.measure import measure_integers
+from jvarlen.data.shard_files import ShardsError
 from jvarlen.data.split import sample_hash
 from jvarlen.planning.lengths import DataSource
 
@@ -59,7 +60,7 @@ def cached_lengths(
       ValueError: an empty dataset; one that does not pickle, with workers.
       RuntimeError: a sample cannot be read; see `measure_lengths`.
     """
-    return _cached("lengths", _LengthsPlusOne(dataset), path, key, num_workers, progress)
+    return _cached(_Measurement("lengths", _Lengths(dataset), int, num_workers, progress), path, key)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
@@ -77,29 +78,26 @@ def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool =
     Raises:
       RuntimeError: a sample cannot be read.
     """
-    return _cached("hashes", _HashesPlusOne(dataset), path, key, 0, progress)
+    return _cached(_Measurement("hashes", dataset, sample_hash, 0, progress), path, key)
 
 
-def _cached(
-    kind: str, values: DataSource, path: Path, key: str, num_workers: int, progress: bool
-) -> Int64[np.ndarray, " N"]:
+def _cached(measurement: _Measurement, path: Path, key: str) -> Int64[np.ndarray, " N"]:
     path = Path(os.path.abspath(path))  # also `.` has a name then
+    kind, num_samples = measurement.kind, len(measurement.dataset)
     places = [
         _Place(kind, path.parent, f"{path.name}.{kind}-{key[:16]}"),
         _Place(kind, default_cache_dir(), f"{kind}-{key[:16]}"),
     ]
-    kept = _read_first(places, key, len(values))
+    kept = _read_first(places, key, num_samples)
     if kept is not None:
         return kept
-    num_workers = num_workers if len(values) >= _LEAST_FOR_WORKERS else 0
-    if len(values) < _SHARD_SIZE:
-        measured = _measure(values, num_workers, progress, None)
+    if num_samples < _SHARD_SIZE:
+        measured = measurement.measure(None)
         _keep(places, key, measured)
         return measured
-    with contextlib.ExitStack() as held:
-        parts = held.enter_context(_own_parts(places))
-        kept = _read_first(places, key, len(values), warn=False)  # another process may have measured meanwhile
-        measured = _measure(values, num_workers, progress, parts) if kept is None else kept
+    with _own_parts(places) as parts:
+        kept = _read_first(places, key, num_samples, warn=False)  # another process may have measured meanwhile
+        measured = measurement.measure(parts) if kept is None else kept
         if kept is None:
             _keep(places, key, measured)
         if parts is not None:
@@ -125,8 +123,8 @@ class _Place(NamedTuple):
         return self.directory / f"{self.name}.lock"
 
 
-class _LengthsPlusOne:
-    """The length of every sample plus 1: measuring rejects lengths of 0, which must be counted here."""
+class _Lengths:
+    """The length of every sample; 0 where there is none."""
 
     def __init__(self, dataset: DataSource):
         self._dataset = dataset
@@ -136,45 +134,40 @@ class _LengthsPlusOne:
 
     def __getitem__(self, index: int) -> int:
         try:
-            return len(self._dataset[index]) + 1
+            return len(self._dataset[index])
         except ValueError:
-            return 1
+            return 0
 
 
-class _HashesPlusOne:
-    """The hash of every sample plus 1."""
+class _Measurement(NamedTuple):
+    """An integer of every sample of a dataset, and how it is measured."""
 
-    def __init__(self, dataset: DataSource):
-        self._dataset = dataset
+    kind: str
+    dataset: DataSource
+    function: Callable[[Any], int]
+    num_workers: int
+    progress: bool
 
-    def __len__(self) -> int:
-        return len(self._dataset)
+    def measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
+        """Measures all samples; parts that are damaged are measured again."""
+        try:
+            return self._measure(parts)
+        except ShardsError as error:
+            assert parts is not None
+            warnings.warn(f"{error}. It is deleted here, and all is measured anew", stacklevel=5)
+            shutil.rmtree(parts)
+        return self._measure(parts)
 
-    def __getitem__(self, index: int) -> int:
-        return sample_hash(self._dataset[index]) + 1
-
-
-def _measure(values: DataSource, num_workers: int, progress: bool, parts: Path | None) -> Int64[np.ndarray, " N"]:
-    """The values less 1."""
-
-    def measure() -> Int64[np.ndarray, " N"]:
-        return measure_lengths(
-            values,
-            int,
-            num_workers=num_workers,
-            progress=progress,
+    def _measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
+        return measure_integers(
+            self.dataset,
+            self.function,
+            self.kind,
+            num_workers=self.num_workers if len(self.dataset) >= _LEAST_FOR_WORKERS else 0,
+            progress=self.progress,
             shards=parts,
             shard_size=_SHARD_SIZE,
         )
-
-    try:
-        return measure() - 1
-    except ValueError as error:
-        if parts is None or not str(error).startswith(f"{parts} "):  # not of what was kept
-            raise
-        warnings.warn(f"{error}. It is deleted here, and all is measured anew", stacklevel=2)
-        shutil.rmtree(parts)
-    return measure() - 1
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from jvarlen.data.sample_workers import IsFloat, Words, Work, measure_ranges
 from jvarlen.data.shard_files import Check, ShardFiles, Values
 from jvarlen.planning.lengths import DataSource, check_lengths
 
-__all__ = ["known_lengths", "measure_difficulty", "measure_lengths"]
+__all__ = ["known_lengths", "measure_difficulty", "measure_integers", "measure_lengths"]
 
 _MAX_EXACT_INT = 2**53  # up to here every integer is a float64
 _MAX_FIELDS = 64  # of a list or tuple; a longer one is no record
@@ -119,6 +119,34 @@ def measure_difficulty(
       array([1.  , 0.25])
     """
     return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, executor, progress, shards, shard_size)
+
+
+def measure_integers(
+    dataset: DataSource,
+    function: Callable[[Any], int],
+    name: str,
+    *,
+    num_workers: int = 0,
+    progress: bool = True,
+    shards: str | os.PathLike[str] | None = None,
+    shard_size: int = 65_536,
+) -> Int64[np.ndarray, " N"]:
+    """Measures any integer of every sample, zero and negative ones too; otherwise as `measure_lengths`.
+
+    Args:
+      dataset: has `len()` and integer indexing.
+      function: returns the integer of a sample.
+      name: the name of the quantity, in the plural.
+      num_workers: as in `measure_lengths`.
+      progress: likewise.
+      shards: likewise.
+      shard_size: likewise.
+
+    Returns:
+      int64[N].
+    """
+    quantity = _Quantity(name, "integers that fit int64", is_integer, lambda words, is_float: words)
+    return _measure(dataset, function, quantity, num_workers, None, progress, shards, shard_size)
 
 
 class _Quantity(NamedTuple):
@@ -271,6 +299,7 @@ def known_lengths(dataset: DataSource, *, progress: bool = True) -> Int64[np.nda
       RuntimeError: a sample cannot be read; see `measure_lengths`.
 
     Example:
+      >>> from jvarlen.data.tokens import TokenDataset
       >>> known_lengths(TokenDataset.from_bytes([b"ab", b"c"]))
       array([2, 1])
     """

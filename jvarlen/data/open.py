@@ -22,7 +22,7 @@ from jvarlen.data.tokenized import TokenizedDataset
 from jvarlen.data.tokens import TokenDataset, check_tokens
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["StoredDataset", "open_data", "open_data_file"]
+__all__ = ["StoredDataset", "open_data"]
 
 _MAX_LISTED = 5
 _NUM_BYTES = 256
@@ -152,9 +152,6 @@ def open_data(
         cached_hashes, opened.samples, path, combine_keys(lengths_key, width), progress=progress
     )
     return StoredDataset(path, opened.samples, lengths, opened.num_values, key, opened.name_of, read_hashes)
-
-
-open_data_file = open_data
 
 
 class _Opened(NamedTuple):

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float64, Int64
 from jvarlen._common.checks import list_first
 from jvarlen._common.files import write_atomically
 
-__all__ = ["Check", "ShardFiles", "Values"]
+__all__ = ["Check", "ShardFiles", "ShardsError", "Values"]
 
 Values = Int64[np.ndarray, " n"] | Float64[np.ndarray, " n"]
 Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
@@ -27,6 +27,10 @@ Check = Callable[[Int64[np.ndarray, " n"], Bool[np.ndarray, " n"]], Values]
 _FORMAT_VERSION = 1
 _MANIFEST = "manifest.json"
 _SEAL_BYTES = hashlib.sha256().digest_size
+
+
+class ShardsError(ValueError):
+    """A directory of shards is damaged, or belongs to another measurement."""
 
 
 class ShardFiles:
@@ -83,7 +87,7 @@ class ShardFiles:
           The samples of each shard that is missing, ascending.
 
         Raises:
-          ValueError: the directory is of another measurement, or of something else; or files are damaged; they are
+          ShardsError: the directory is of another measurement, or of something else; or files are damaged; they are
             listed. Nothing is removed.
           OSError: the directory cannot be read or made.
         """
@@ -170,8 +174,8 @@ class ShardFiles:
     def _seal(self, name: str, body: bytes) -> bytes:
         return hashlib.sha256(self._written_manifest + name.encode() + body).digest()
 
-    def _refusal(self, reason: str) -> ValueError:
-        return ValueError(f"{self._directory} {reason}. To start anew, delete it or take another directory")
+    def _refusal(self, reason: str) -> ShardsError:
+        return ShardsError(f"{self._directory} {reason}. To start anew, delete it or take another directory")
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `processes`: processes that start together, agree, and end together.
+- `launch`: starts the devices and processes of a command.
 - `watchdog`: ends all processes when one of them stalls.
 """
 

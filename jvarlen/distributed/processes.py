@@ -34,6 +34,7 @@ __all__ = [
     "gather_texts",
     "initialize_processes",
     "is_any_interrupted",
+    "is_main_process",
     "key_value_store",
     "naming_lost_processes",
     "together",
@@ -176,6 +177,11 @@ def end_without_others() -> None:
     It is for a program that ends with an exit code of its own after an error: the others may be waiting for it.
     """
     _failed.set()
+
+
+def is_main_process() -> bool:
+    """Whether this is process 0, which prints, and writes what all processes share."""
+    return jax.process_index() == 0
 
 
 def is_any_interrupted() -> bool:

@@ -315,11 +315,12 @@ def _check_ids(plan: AnyPlan, step: ReadStep, microbatches: Int64[np.ndarray, " 
     planned = ids_MxB[ids_MxB >= 0]
     if not np.array_equal(step.ids, planned):
         raise RuntimeError(
-            f"step {step.step} was planned with the samples {_as_text(planned)}, but read were {_as_text(step.ids)}"
+            f"step {step.step} was planned with the samples {_format_ids(planned)}, "
+            f"but read were {_format_ids(step.ids)}"
         )
 
 
-def _as_text(ids: Int64[np.ndarray, " n"]) -> str:
+def _format_ids(ids: Int64[np.ndarray, " n"]) -> str:
     """All ids, or the first and the last of many."""
     return np.array2string(
         ids, threshold=32, edgeitems=16, separator=", ", max_line_width=10**6, formatter={"int_kind": str}

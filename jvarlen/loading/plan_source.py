@@ -154,7 +154,7 @@ class PlanSource:
             return 0
         if not self._adjusts:
             listed = (
-                f"id {i}: {_as_text(length)}, planned {_as_text(expected)}"
+                f"id {i}: {_format_length(length)}, planned {_format_length(expected)}"
                 for i, length, expected in zip(
                     ids[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True
                 )
@@ -240,5 +240,5 @@ def _cut(sample: Any, length: int | list[int]) -> Any:
     return tuple(side[:most] for side, most in zip(sample, length, strict=True))
 
 
-def _as_text(length: int | list[int]) -> str:
+def _format_length(length: int | list[int]) -> str:
     return f"{length} tokens" if isinstance(length, int) else f"{length[0]} and {length[1]} tokens"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Int64
@@ -162,7 +162,7 @@ class BucketFigures(NamedTuple):
             return 1.0 - self.num_tokens / self.num_positions
 
 
-def bucket_figures(plan: Any, cost: CostFn | None = None) -> BucketFigures:
+def bucket_figures(plan: PlannedSteps, cost: CostFn | None = None) -> BucketFigures:
     """Counts samples, steps, tokens and positions of each bucket; with a cost, predicts the seconds as well."""
     num_buckets = len(plan.buckets)
     num_steps = np.bincount(plan.step_bucket, minlength=num_buckets)

@@ -8,38 +8,49 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import dacite
-import jax
-from jax.sharding import Mesh
 
 from jvarlen._common.checks import check_above, check_at_least, check_fraction, check_setting, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.split import HELD_OUT
-from jvarlen.distributed.mesh import data_mesh, split_cpu
-from jvarlen.distributed.processes import initialize_processes
+from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.models import TransformerConfig
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 
 __all__ = [
+    "Change",
     "DataConfig",
     "DeviceConfig",
     "FitConfig",
     "OptimizerConfig",
     "PlanConfig",
-    "differing_settings",
-    "flat_settings",
+    "changes_between",
     "load_config",
     "save_config",
     "saved_settings",
+    "shared_settings",
 ]
 
 
 _MODELS = ("cost_model", "memory_model")  # files that a run directory has copies of
+
+Scope = Literal["run", "course", "process", "call"]
+"""What a setting belongs to, in the metadata of its field; nested settings have the scope of their field.
+
+- run, if none is given: it decides what is computed. A resumed run keeps it.
+- course: how far the run goes, and how. It may change when the run is resumed.
+- process: it may also differ between processes.
+- call: the run directory does not keep it.
+"""
+
+
+_COURSE, _PROCESS, _CALL = ({"scope": scope} for scope in ("course", "process", "call"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,9 +106,9 @@ class DataConfig:
     """Share of the samples held out from training, chosen by the hash of their content."""
     eval_data: tuple[Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
-    on_mismatch: Literal["error", "adjust"] = "error"
+    on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_COURSE)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
-    num_workers: int = 0
+    num_workers: int = dataclasses.field(default=0, metadata=_PROCESS)
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
@@ -119,81 +130,42 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DeviceConfig:
-    """The devices and processes that compute."""
-
-    devices: int | None = None
-    """Number of devices, for each process. Without accelerators the CPU is split into this many. None for all."""
-    distributed: bool = False
-    """Several processes compute together. Also implied by any of the three settings that follow.
-    JAX finds those that are not given in its environment (Slurm, Open MPI, cloud TPUs, Kubernetes)."""
-    coordinator: str | None = None
-    """Host and port of process 0."""
-    num_processes: int | None = None
-    """Number of processes."""
-    process_id: int | None = None
-    """Index of this process, from 0."""
-
-    def __post_init__(self):
-        check_at_least(self, 1, "devices", "num_processes")
-        check_at_least(self, 0, "process_id")
-
-    @property
-    def has_processes(self) -> bool:
-        """Whether several processes compute together."""
-        return self.distributed or any(x is not None for x in (self.coordinator, self.num_processes, self.process_id))
-
-    def make_mesh(self) -> Mesh:
-        """A mesh of one axis over the devices. Call it before anything else that touches a device.
-
-        Raises:
-          ValueError: there are too few devices, or JAX does not find a setting that was not given.
-          RuntimeError: JAX has used its devices already, or not all processes connected.
-        """
-        if self.devices is not None:
-            split_cpu(self.devices)
-        if self.has_processes and not jax.distributed.is_initialized():
-            initialize_processes(self.coordinator, self.num_processes, self.process_id)
-        return data_mesh(self.devices, of_each_process=True)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(DataConfig, DeviceConfig):
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
-    max_steps: int | None = 360
+    max_steps: int | None = dataclasses.field(default=360, metadata=_COURSE)
     """Stop after this many steps; None for all epochs."""
-    num_epochs: int = 1
+    num_epochs: int = dataclasses.field(default=1, metadata=_COURSE)
     """Passes over the data, unless max_steps ends training earlier."""
     seed: int = 0
     """Seed of the initial weights, of mixtures, and of every shuffle."""
-    eval_every: int | None = None
+    eval_every: int | None = dataclasses.field(default=None, metadata=_COURSE)
     """Steps between evaluations; None evaluates only before the first step and after the last."""
-    checkpoint_every: int = 100
+    checkpoint_every: int = dataclasses.field(default=100, metadata=_COURSE)
     """Steps between checkpoints."""
-    keep_last: int = 2
+    keep_last: int = dataclasses.field(default=2, metadata=_COURSE)
     """Number of newest checkpoints to keep."""
-    keep_best: int = 0
+    keep_best: int = dataclasses.field(default=0, metadata=_COURSE)
     """Number of checkpoints to keep as well, those with the fewest held-out bits per token; needs eval_every."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = dataclasses.field(default=Path("runs"), metadata=_CALL)
     """Directory in which run directories are created."""
-    run_dir: Path | None = None
+    run_dir: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Directory of this run: created if missing, otherwise its run is resumed."""
-    resume: Path | None = None
+    resume: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Directory of a run to resume. On the command line its settings are the defaults;
     those that would make it another run cannot be changed."""
-    stall_timeout_s: float = 600.0
+    stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_COURSE)
     """Several processes all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
-    verify: bool = True
+    verify: bool = dataclasses.field(default=True, metadata=_COURSE)
     """Check at every step that the samples read are the planned ones."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: tuple[TrackerName, ...] = dataclasses.field(default=(), metadata=_COURSE)
     """Also log to TensorBoard, or to Weights & Biases offline; metrics.jsonl is always written."""
-    profile: int = 0
+    profile: int = dataclasses.field(default=0, metadata=_CALL)
     """Steps to trace with the profiler once training is steady, into profile/ in the run directory."""
-    progress: bool = True
+    progress: bool = dataclasses.field(default=True, metadata=_PROCESS)
     """Show progress: bars on a terminal, otherwise a line now and then."""
-    devices: int | None = None
+    devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
@@ -202,7 +174,7 @@ class FitConfig(DataConfig, DeviceConfig):
     """The shape of the decoder."""
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     """AdamW with linear warm-up, cosine decay, and a learning rate scaled by the batch size."""
-    compile: CompileOptions = dataclasses.field(default_factory=CompileOptions)
+    compile: CompileOptions = dataclasses.field(default_factory=CompileOptions, metadata=_COURSE)
     """How the step is compiled and run."""
 
     def __post_init__(self):
@@ -258,42 +230,60 @@ def load_config(path: Path) -> FitConfig:
 
 
 def _of_this_call(config: FitConfig) -> FitConfig:
-    """The settings with defaults for what belongs to a single call: processes, output paths, compiler options."""
+    """The settings with defaults for what belongs to a single call, compiler options among them."""
     here = CompileOptions().cache_dir
-    return dataclasses.replace(
-        config,
-        distributed=False,
-        coordinator=None,
-        num_processes=None,
-        process_id=None,
-        runs_dir=FitConfig.runs_dir,
-        run_dir=None,
-        resume=None,
-        profile=0,
-        # Options of the compiler are files that it writes and programs that it calls, too.
-        compile=dataclasses.replace(
-            config.compile, xla_options=(), cache_dir=None if config.compile.cache_dir is None else here
-        ),
+    defaults = {
+        setting.name: getattr(FitConfig, setting.name) for setting in _settings(config) if setting.scope == "call"
+    }
+    # Options of the compiler are files that it writes and programs that it calls, too.
+    compile_options = dataclasses.replace(
+        config.compile, xla_options=(), cache_dir=None if config.compile.cache_dir is None else here
     )
+    return dataclasses.replace(config, compile=compile_options, **defaults)
 
 
-def differing_settings(one: FitConfig, other: FitConfig) -> list[str]:
-    """Names and values of the settings in which two configurations differ: `plan.max_tokens: 4096, 8192`."""
-    a, b = flat_settings(one), flat_settings(other)
-    return [f"{name}: {_as_text(a[name])}, {_as_text(b[name])}" for name in a if a[name] != b[name]]
+class Change(NamedTuple):
+    """A setting in which two configurations differ, with its values."""
+
+    name: str
+    scope: Scope
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {_show(self.before)}, {_show(self.after)}"
 
 
-def flat_settings(config: FitConfig) -> dict[str, Any]:
-    """All settings by their dotted names, such as `plan.max_tokens`."""
-    return _flat(dataclasses.asdict(config))
+def changes_between(before: FitConfig, after: FitConfig) -> list[Change]:
+    """The settings in which two configurations differ, without those of a call."""
+    pairs = zip(_settings(before), _settings(after), strict=True)
+    return [
+        Change(old.name, old.scope, old.value, new.value)
+        for old, new in pairs
+        if old.value != new.value and old.scope != "call"
+    ]
 
 
-def _as_text(value: object) -> str:
+def shared_settings(config: FitConfig) -> dict[str, Any]:
+    """The settings that all processes have in common, by their dotted names, such as `plan.max_tokens`."""
+    return {each.name: each.value for each in _settings(config) if each.scope not in ("process", "call")}
+
+
+class _Setting(NamedTuple):
+    name: str
+    scope: Scope
+    value: Any
+
+
+def _settings(config: Any, prefix: str = "", scope: Scope = "run") -> Iterator[_Setting]:
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        own_scope = field.metadata.get("scope", scope)
+        if dataclasses.is_dataclass(value):
+            yield from _settings(value, f"{name}.", own_scope)
+        else:
+            yield _Setting(name, own_scope, value)
+
+
+def _show(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
-def _flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return flat

@@ -9,7 +9,6 @@ import errno
 import itertools
 import json
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -23,36 +22,11 @@ from filelock import FileLock, Timeout
 from jvarlen._common.checks import list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, differing_settings, load_config, save_config
+from jvarlen.runs.config import Change, FitConfig, changes_between, load_config, save_config
 from jvarlen.runs.plan_config import PlanConfig
 
 __all__ = ["is_run_dir", "lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
 
-# Settings that say how far and where a run goes, not which run it is.
-_MAY_CHANGE = {
-    "max_steps",
-    "num_epochs",
-    "num_workers",
-    "eval_every",
-    "on_mismatch",
-    "checkpoint_every",
-    "keep_last",
-    "keep_best",
-    "runs_dir",
-    "run_dir",
-    "resume",
-    "stall_timeout_s",
-    "verify",
-    "trackers",
-    "profile",
-    "compile",
-    "progress",
-    "devices",
-    "distributed",
-    "coordinator",
-    "num_processes",
-    "process_id",
-}
 # What file systems without locks answer, such as Lustre mounted without them.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 
@@ -154,7 +128,7 @@ def point_latest_to(run_dir: Path) -> None:
 
 def resumed_run_dir(
     config: FitConfig, run_dir: Path, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
-) -> tuple[Path, list[str]]:
+) -> tuple[Path, list[Change]]:
     """The directory of a run to resume, its updated settings, and which of them changed.
 
     Args:
@@ -173,19 +147,13 @@ def resumed_run_dir(
     config_path = run_dir / "config.json"
     saved = load_config(config_path)  # first: what is no run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
-    # What belongs to this call alone is not compared.
     config = dataclasses.replace(
         config,
-        runs_dir=saved.runs_dir,
-        run_dir=None,
-        resume=None,
-        profile=0,
+        plan=_with_saved_models(config.plan, saved.plan),
         compile=dataclasses.replace(config.compile, cache_dir=saved.compile.cache_dir),
     )
-    config = dataclasses.replace(config, plan=_with_saved_models(config.plan, saved.plan))
-    differing = differing_settings(saved, config)
-    refused = [setting for setting in differing if re.split("[.:]", setting)[0] not in _MAY_CHANGE]
-    if refused:
+    changes = changes_between(saved, config)
+    if refused := [str(change) for change in changes if change.scope == "run"]:
         raise ValueError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")
     if saved_plan.digest != plan.digest:
@@ -199,7 +167,7 @@ def resumed_run_dir(
             f"{run_dir} can only be resumed with its own data; the content of {list_first(changed)} differs"
         )
     save_config(config, config_path)
-    return run_dir, differing
+    return run_dir, changes
 
 
 def _load_keys(path: Path) -> dict[str, str]:

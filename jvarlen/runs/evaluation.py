@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
+from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.loading.loader import load
 from jvarlen.planning.lengths import DataSource
@@ -38,7 +39,7 @@ class Evaluation(NamedTuple):
     @property
     def bits_per_token(self) -> float:
         """The loss in bits per token; tokens are bytes if the model trains on bytes."""
-        return self.loss / math.log(2)
+        return nats_to_bits(self.loss)
 
 
 def evaluate(

@@ -27,14 +27,22 @@ from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import HELD_OUT, Split
+from jvarlen.distributed.launch import launch
 from jvarlen.distributed.mesh import batch_shardings, replicate
-from jvarlen.distributed.processes import agree, gather_texts, is_any_interrupted, naming_lost_processes, together
+from jvarlen.distributed.processes import (
+    agree,
+    gather_texts,
+    is_any_interrupted,
+    is_main_process,
+    naming_lost_processes,
+    together,
+)
 from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
 from jvarlen.planning.lengths import DataSource, Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.report import length_histogram
-from jvarlen.runs.config import FitConfig, flat_settings, saved_settings
+from jvarlen.runs.config import FitConfig, saved_settings, shared_settings
 from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.epochs import Course
@@ -48,23 +56,6 @@ from jvarlen.training.step import make_eval_step, make_train_step
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["FitResult", "fit"]
-
-# What need not be the same on all processes.
-_OF_EACH_PROCESS = {
-    "distributed",
-    "coordinator",
-    "num_processes",
-    "process_id",
-    "devices",
-    "num_workers",
-    "runs_dir",
-    "run_dir",
-    "resume",
-    "progress",
-    "profile",
-    "compile.cache_dir",
-    "compile.num_threads",
-}
 
 
 class FitResult(NamedTuple):
@@ -153,8 +144,8 @@ def fit(
     )
     # Before the block: where processes meet, JAX takes SIGTERM for itself.
     if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
-        mesh = config.make_mesh()
-    if not _is_main():
+        mesh = launch(config)
+    if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
         overlong: Overlong = "truncate" if data is None and not config.data else "error"
@@ -200,10 +191,10 @@ def _fit(
     all_trackers = held.enter_context(
         open_trackers(
             config.trackers,
-            run_dir if _is_main() else None,
+            run_dir if is_main_process() else None,
             start_step=place.num_steps_done,
             config=saved_settings(config),
-            others=trackers if _is_main() else None,
+            others=trackers if is_main_process() else None,
         )
     )
 
@@ -228,7 +219,7 @@ def _fit(
     ledger = compiled.train_step.ledger.with_plan(first_plan)
     summary = _summary_of(trained, compiled, ledger, is_language_model=task.is_language_model)
     with together("write the summary"):
-        if _is_main():
+        if is_main_process():
             write_summary(run_dir, summary, ledger)
             _say("Ledger", ledger.table())
             _say("Summary", str(summary))
@@ -302,7 +293,7 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
         loop.warm_up_evaluation(state)
     _raise_if_any_interrupted()
     loop.save(state, place)
-    if _is_main() and loop.config.run_dir is None:
+    if is_main_process() and loop.config.run_dir is None:
         point_latest_to(loop.run_dir)
 
     after: dict[str, float] = {}
@@ -345,11 +336,6 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, *, is_la
     )
 
 
-def _is_main() -> bool:
-    """Whether this is the process that prints and writes."""
-    return jax.process_index() == 0
-
-
 def _place(state: TrainState, mesh: Mesh) -> TrainState:
     """The state on a mesh: arrays that are already on it stay, all others are replicated."""
 
@@ -363,7 +349,7 @@ def _place(state: TrainState, mesh: Mesh) -> TrainState:
 
 def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
     """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
-    settings = {name: repr(value) for name, value in flat_settings(config).items() if name not in _OF_EACH_PROCESS}
+    settings = {name: repr(value) for name, value in shared_settings(config).items()}
     if len(set(gather_texts("the settings", repr(settings)))) > 1:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
@@ -414,9 +400,9 @@ def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: conte
     if config.run_dir is not None and is_run_dir(config.run_dir):
         resume = config.run_dir
     with together("open the run directory"):
-        if _is_main() and resume is None:
+        if is_main_process() and resume is None:
             run_dir = new_run_dir(config, plan, data.content_keys, held)
-        elif _is_main() and resume is not None:
+        elif is_main_process() and resume is not None:
             run_dir, changed = resumed_run_dir(config, resume, plan, data.content_keys, held)
             _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
@@ -425,5 +411,5 @@ def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: conte
 
 
 def _say(title: str, *texts: str) -> None:
-    if _is_main():
+    if is_main_process():
         print(f"\n{title}", *texts, sep="\n", flush=True)

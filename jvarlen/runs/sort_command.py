@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import jax
 import tyro
 
-from jvarlen.runs.config import DeviceConfig
+from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.distributed.processes import is_main_process
 from jvarlen.sorting.balance import balance_table
 from jvarlen.sorting.sort_file import sort_file
 
@@ -30,8 +30,8 @@ class SortCommand(DeviceConfig):
         """Sorts, writes the order, and prints how evenly it was spread over the devices."""
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
             raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
-        sorted_file = sort_file(self.lengths, self.out, self.make_mesh(), progress=self.progress)
-        if jax.process_index() == 0:
+        sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
+        if is_main_process():
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
             volume = sorted_file.volume
             sent = "what each sent depends on the keys"

@@ -28,7 +28,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ import dacite
 import jax
 import orbax.checkpoint as ocp
 
+from jvarlen._common.checks import list_first
 from jvarlen._common.files import move_into_place, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
-from jvarlen.distributed.processes import agree
+from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.manifest import check_manifest, write_manifest
 
 __all__ = ["Checkpoints", "Place", "open_checkpoints"]
@@ -128,7 +129,7 @@ class Checkpoints:
         metric = None if metric is None or math.isnan(metric) else float(metric)
         about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": _describe(state)}
         try:
-            if _is_main():
+            if is_main_process():
                 _remove_parts(self._directory)
                 part.mkdir()
                 _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
@@ -211,14 +212,14 @@ class Checkpoints:
     def _commit(self, part: Path, step: int, metric: float | None) -> None:
         """In the background: completes a checkpoint once its state is written."""
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
-        if _is_main():
+        if is_main_process():
             write_manifest(part)
             move_into_place(part, self._directory / str(step))
         self._metrics[step] = metric
         kept = {*sorted(self._metrics)[-self._keep_last :], *_best(self._metrics)[: self._keep_best]}
         for old in self._metrics.keys() - kept:
             del self._metrics[old]
-            if _is_main():
+            if is_main_process():
                 # Under a name of no checkpoint first: what is half removed is no checkpoint any more, and is removed at
                 # the next save.
                 with contextlib.suppress(OSError):
@@ -230,9 +231,9 @@ class Checkpoints:
             return
         (step, future), self._saving = self._saving, None
         if (error := future.exception()) is not None:
-            intact = f"; those of {_listed(self._metrics)} steps are intact" if self._metrics else ""
+            intact = f"; those of {list_first(sorted(self._metrics))} steps are intact" if self._metrics else ""
             message = f"checkpoint {step} could not be written to {self._directory}: {_reason(error)}{intact}"
-            if _is_main():
+            if is_main_process():
                 with contextlib.suppress(OSError):  # the next save, or the next run, removes them or says why not
                     _remove_parts(self._directory)
             raise OSError(message) from error
@@ -269,7 +270,7 @@ class Checkpoints:
                     f"{path} is of run {about['run']}, not of run {run} that {self._directory / _RUN} names"
                 )
         except (ValueError, LookupError, TypeError, OSError, RecursionError, dacite.DaciteError) as error:
-            others = _listed(self._metrics.keys() - {step}) or "none"
+            others = list_first(sorted(self._metrics.keys() - {step})) or "none"
             raise ValueError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
         return place, about["leaves"]
 
@@ -299,7 +300,7 @@ def open_checkpoints(
     if keep_last < 1 or keep_best < 0:
         raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
     directory = directory.resolve()
-    if _is_main():
+    if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
         _remove_parts(directory)
     # Otherwise every device would save a part of what all have, and the slices be compiled at the first save.
@@ -334,11 +335,6 @@ def _with_keys(restored: Any, state: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
 
     return jax.tree.map(typed, restored, state)
-
-
-def _is_main() -> bool:
-    """Whether this is the process that writes what all processes share."""
-    return jax.process_index() == 0
 
 
 def _run_of(directory: Path) -> str:
@@ -399,10 +395,6 @@ def _reason(error: BaseException) -> str:
     """Why something could not be written, in one line: of a long message, the operating system's part."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore has it
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
-
-
-def _listed(steps: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(steps)))
 
 
 def _describe(state: Any) -> dict[str, str]:

@@ -145,22 +145,38 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
         rates = np.asarray(base_schedule, np.float64)
     else:
         with _in_float64():
-            try:
-                rates = np.asarray(base_schedule(counts), np.float64)
-            except (TypeError, ValueError, DeprecationWarning):  # a function of one count only
+            if _can_trace(base_schedule):
+                rates = np.asarray(_jax().vmap(base_schedule)(counts), np.float64)
+            else:
                 rates = np.array([float(base_schedule(count)) for count in counts.tolist()])
     if rates.shape not in ((), counts.shape):
         raise ValueError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
     return np.broadcast_to(rates, counts.shape).copy()
 
 
+def _can_trace(function: Callable[[Any], Any]) -> bool:
+    """Whether JAX can trace a function of a count; it cannot trace one that converts the count to a Python number."""
+    jax = _jax()
+    try:
+        jax.eval_shape(function, jax.ShapeDtypeStruct((), np.int64))
+    except TypeError:  # what JAX raises for such conversions
+        return False
+    return True
+
+
 @contextlib.contextmanager
 def _in_float64() -> Iterator[None]:
     """A block in which users' functions, such as Optax schedules, are evaluated immediately, in float64."""
-    import jax  # here: tables of numbers do without it
-
+    jax = _jax()
     with jax.enable_x64(True), jax.ensure_compile_time_eval():
         yield
+
+
+def _jax() -> Any:
+    """JAX, imported when it is needed: tables of numbers do without it."""
+    import jax
+
+    return jax
 
 
 def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:

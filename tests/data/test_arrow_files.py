@@ -11,7 +11,7 @@ import pytest
 
 from jvarlen.data import arrow_files
 from jvarlen.data.arrow_files import ColumnDataset
-from jvarlen.data.open import open_data, open_data_file
+from jvarlen.data.open import open_data
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -50,7 +50,7 @@ TOKENS = [[1, 2, 3], [255], [0, 0], [7], [9, 8]]
 def test_rows_of_text_are_their_bytes(tmp_path, write, kind):
     table = pa.table({"id": range(5), "text": pa.chunked_array([TEXTS[:2], TEXTS[2:]], pa.string()).cast(kind)})
     table = table.unify_dictionaries()  # as the file format wants it
-    dataset = open_data_file(write(table, tmp_path / "t"), num_values=256)
+    dataset = open_data(write(table, tmp_path / "t"), num_values=256)
     assert [dataset[i].tobytes().decode() for i in range(5)] == TEXTS
     assert dataset.lengths.tolist() == [3, 8, 1, 4, 1]
 
@@ -60,7 +60,7 @@ def test_rows_of_text_are_their_bytes(tmp_path, write, kind):
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.int64()])
 def test_rows_of_lists_are_their_tokens(tmp_path, write, make_list, kind):
     table = pa.table({"tokens": pa.chunked_array([TOKENS[:3], TOKENS[3:]], make_list(kind))})
-    dataset = open_data_file(write(table, tmp_path / "t"), field="tokens", num_values=256)
+    dataset = open_data(write(table, tmp_path / "t"), field="tokens", num_values=256)
     assert [dataset[i].tolist() for i in range(5)] == TOKENS
     assert dataset[0].dtype == np.uint8
 
@@ -91,12 +91,12 @@ def test_strings_that_are_no_utf8_are_refused(tmp_path):
     path = write_arrow(pa.table({"text": TEXTS}), tmp_path / "t")
     path.write_bytes(path.read_bytes().replace("größer".encode(), b"gr\xff\xff\xff\xffer"))
     with pytest.raises(ValueError, match=r"t\.arrow: no readable column 'text': .*UTF"):
-        open_data_file(path)
+        open_data(path)
 
 
 def test_an_uncompressed_column_in_one_chunk_is_mapped(tmp_path):
     before = pa.total_allocated_bytes()
-    dataset = open_data_file(write_arrow(pa.table({"text": ["x" * 5_000_000]}), tmp_path / "t"))
+    dataset = open_data(write_arrow(pa.table({"text": ["x" * 5_000_000]}), tmp_path / "t"))
     assert pa.total_allocated_bytes() - before < 1_000_000
     assert len(dataset[0]) == 5_000_000
 
@@ -120,14 +120,14 @@ def test_an_uncompressed_column_in_one_chunk_is_mapped(tmp_path):
 def test_what_is_no_text_and_no_tokens_is_refused_by_row(tmp_path, write, column, said):
     path = write(pa.table({"text": column}), tmp_path / "t")
     with pytest.raises(ValueError, match=rf"{path.name}.*{said}"):
-        open_data_file(path, num_values=256)
+        open_data(path, num_values=256)
 
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_a_missing_column_is_refused_with_those_there_are(tmp_path, write):
     path = write(pa.table({"body": ["a"], "id": [1]}), tmp_path / "t")
     with pytest.raises(ValueError, match="no readable column 'text': the columns are 'body', 'id'"):
-        open_data_file(path)
+        open_data(path)
 
 
 @pytest.mark.parametrize("write", WRITERS)
@@ -137,18 +137,18 @@ def test_a_damaged_file_is_refused_by_name_or_read_as_rows(tmp_path, write):
     for content in (b"", b"ARROW1", b"PAR1", whole[: len(whole) // 2]):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=path.name):
-            open_data_file(path)
+            open_data(path)
     for place in range(0, len(whole), max(1, len(whole) // 60)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :])
         with contextlib.suppress(ValueError):  # some bytes are text, and some do not matter
-            assert open_data_file(path).lengths.min() >= 1
+            assert open_data(path).lengths.min() >= 1
 
 
 def test_what_is_needed_is_said_where_pyarrow_is_missing(tmp_path, monkeypatch):
     path = write_arrow(pa.table({"text": TEXTS}), tmp_path / "t")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"t\.arrow can only be read with pyarrow: pip install"):
-        open_data_file(path)
+        open_data(path)
 
 
 def test_columns_of_many_chunks_are_mapped_and_found_by_id(tmp_path):

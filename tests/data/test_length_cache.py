@@ -127,8 +127,10 @@ def test_workers_measure_only_where_there_are_many_samples(path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         length_cache,
-        "measure_lengths",
-        lambda dataset, function, *, num_workers, **options: asked.append(num_workers) or np.full(len(dataset), 2),
+        "measure_integers",
+        lambda dataset, function, name, *, num_workers, **options: (
+            asked.append(num_workers) or np.full(len(dataset), 2)
+        ),
     )
     for num_samples in (4_095, 4_096, 65_536):
         cached_lengths(Counted([1] * num_samples), path, f"{num_samples:<064}", num_workers=3, progress=False)

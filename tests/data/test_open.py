@@ -16,7 +16,7 @@ from jvarlen import CompileOptions, FitConfig, Plan, fit
 from jvarlen.cli import main
 from jvarlen.data.line_files import LineDataset
 from jvarlen.data.measure import known_lengths
-from jvarlen.data.open import open_data, open_data_file
+from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
 from jvarlen.models import TransformerConfig
 from jvarlen.reports.report import read_metrics
@@ -47,14 +47,14 @@ def npz(path, **arrays):
 def test_every_line_of_a_text_is_a_sample_without_its_end(tmp_path, monkeypatch, end, last_end, chunk_bytes):
     monkeypatch.setattr("jvarlen.data.line_files._CHUNK_BYTES", chunk_bytes)
     lines = [b"a", "größer".encode(), b" ", b"\xff\x00 no UTF-8", b"in\rside"]
-    dataset = open_data_file(write(tmp_path / "t.txt", end.join(lines) + end * last_end))
+    dataset = open_data(write(tmp_path / "t.txt", end.join(lines) + end * last_end))
     assert samples_of(dataset) == lines
     assert dataset.lengths.tolist() == list(map(len, lines))
     assert dataset[0].dtype == np.uint8
 
 
 def test_a_text_is_mapped_and_not_held(tmp_path):
-    dataset = open_data_file(write(tmp_path / "t.txt", b"abc\nde\n"))
+    dataset = open_data(write(tmp_path / "t.txt", b"abc\nde\n"))
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 0
     assert isinstance(dataset._samples._bytes.base, np.memmap)
@@ -63,7 +63,7 @@ def test_a_text_is_mapped_and_not_held(tmp_path):
 
 
 def test_a_file_of_another_size_is_refused_by_a_worker(tmp_path):
-    pickled = pickle.dumps(open_data_file(write(tmp_path / "t.txt", b"abc\nde\n")))
+    pickled = pickle.dumps(open_data(write(tmp_path / "t.txt", b"abc\nde\n")))
     write(tmp_path / "t.txt", b"abc\n")
     with pytest.raises(ValueError, match=r"t\.txt has changed: it had 7 bytes"):
         pickle.loads(pickled)
@@ -74,15 +74,15 @@ def test_a_file_of_another_size_is_refused_by_a_worker(tmp_path):
 )
 def test_empty_lines_are_refused_by_number(tmp_path, content, line):
     with pytest.raises(ValueError, match=rf"t\.txt.*line {line}: empty$"):
-        open_data_file(write(tmp_path / "t.txt", content))
+        open_data(write(tmp_path / "t.txt", content))
 
 
 def test_the_first_offenders_are_listed_and_the_others_counted(tmp_path):
     with pytest.raises(ValueError, match=r"line 2: empty; line 3: empty; .*line 6: empty and 3 more$"):
-        open_data_file(write(tmp_path / "t.txt", b"a" + b"\n" * 9))
+        open_data(write(tmp_path / "t.txt", b"a" + b"\n" * 9))
     lines = [b'{"text": "a"}'] + [b"[]"] * 8
     with pytest.raises(ValueError, match=r"line 2: no JSON object; .*line 6: no JSON object and 3 more$"):
-        open_data_file(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
+        open_data(write(tmp_path / "t.jsonl", b"\n".join(lines)), progress=False)
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=8), st.booleans())
@@ -93,7 +93,7 @@ def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, as
         return  # half a surrogate pair; tested below
     lines = [json.dumps({"n": 1, "body": text}, ensure_ascii=ascii_only) for text in texts]
     path = write(tmp_path_factory.getbasetemp() / "read.jsonl", "\n".join(lines).encode())
-    dataset = open_data_file(path, field="body", progress=False)
+    dataset = open_data(path, field="body", progress=False)
     assert samples_of(dataset) == expected
     assert dataset.lengths.tolist() == list(map(len, expected))
     assert samples_of(pickle.loads(pickle.dumps(dataset))) == expected
@@ -121,7 +121,7 @@ def test_texts_of_json_lines_are_read_as_their_bytes(tmp_path_factory, texts, as
 def test_what_is_no_text_in_a_json_line_is_refused_by_number_and_reason(tmp_path, line, reason):
     path = write(tmp_path / "t.jsonl", b'{"text": "a"}\n' + line + b'\n{"text": "b"}\n')
     with pytest.raises(ValueError, match=rf"t\.jsonl: every line .* field 'text'; .*line 2: {reason}"):
-        open_data_file(path, progress=False)
+        open_data(path, progress=False)
 
 
 json_values = st.recursive(
@@ -142,7 +142,7 @@ def test_any_lines_are_read_whole_or_refused_by_file_and_line(tmp_path_factory, 
     path = write(tmp_path_factory.getbasetemp() / "any.jsonl", content)
     refusal = None
     try:
-        dataset = open_data_file(path, progress=False)
+        dataset = open_data(path, progress=False)
     except ValueError as error:
         refusal = str(error)
     if refusal is None:
@@ -155,7 +155,7 @@ def test_any_lines_are_read_whole_or_refused_by_file_and_line(tmp_path_factory, 
 
 def test_a_line_that_changed_is_named_when_it_is_read(tmp_path):
     path = jsonl(tmp_path / "t.jsonl", ["one", "two"])
-    dataset = open_data_file(path, progress=False)
+    dataset = open_data(path, progress=False)
     with path.open("r+b") as file:
         file.seek(path.read_bytes().index(b"two"))
         file.write(b'"""')
@@ -210,11 +210,11 @@ def test_samples_are_found_by_id_only(tmp_path, index):
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
     save(tmp_path / "t.npz", tokens=np.array([5, 6, 255], dtype), offsets=np.array([0, 2, 3]))
-    dataset = open_data_file(tmp_path / "t.npz", num_values=256)
+    dataset = open_data(tmp_path / "t.npz", num_values=256)
     assert [dataset[i].tolist() for i in range(2)] == [[5, 6], [255]]
     assert dataset[0].dtype == np.uint8, "the same bytes have one hash, whatever they were stored as"
     assert dataset.lengths.tolist() == [2, 1]
-    assert open_data_file(tmp_path / "t.npz")[0].dtype == dtype
+    assert open_data(tmp_path / "t.npz")[0].dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -241,14 +241,14 @@ def test_arrays_are_read_as_their_samples(tmp_path, dtype, save):
 def test_arrays_that_do_not_fit_together_are_refused(tmp_path, arrays, said):
     path = npz(tmp_path / "t.npz", **{name: np.asarray(array) for name, array in arrays.items()})
     with pytest.raises(ValueError, match=rf"t\.npz.*{said}"):
-        open_data_file(path, num_values=256)
+        open_data(path, num_values=256)
 
 
 def test_tokens_of_a_larger_vocabulary_are_left_as_they_are(tmp_path):
     path = npz(tmp_path / "t.npz", tokens=np.array([70_000, 3]), offsets=np.array([0, 1, 2]))
-    assert open_data_file(path)[0].tolist() == [70_000]
+    assert open_data(path)[0].tolist() == [70_000]
     with pytest.raises(ValueError, match="id 0: 70000"):
-        open_data_file(path, num_values=70_000)
+        open_data(path, num_values=70_000)
 
 
 class Evil:
@@ -261,7 +261,7 @@ def test_nothing_is_unpickled(tmp_path):
     pickled = write(tmp_path / "b.npz", pickle.dumps(Evil()))
     for path in (objects, pickled):
         with pytest.raises(ValueError, match="no readable"):
-            open_data_file(path)
+            open_data(path)
 
 
 def test_a_damaged_array_file_is_refused_by_name(tmp_path):
@@ -273,23 +273,23 @@ def test_a_damaged_array_file_is_refused_by_name(tmp_path):
     flipped = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in range(0, 300, 7)]
     for content in (b"", b"PK", whole[:-30], whole[:200], array.getvalue(), empty.getvalue()):
         with pytest.raises(ValueError, match=r"t\.npz"):
-            open_data_file(write(tmp_path / "t.npz", content))
+            open_data(write(tmp_path / "t.npz", content))
     for content in flipped:
         with contextlib.suppress(ValueError):  # some bytes of a zip do not matter
-            assert open_data_file(write(tmp_path / "t.npz", content))[1].tolist() == list(range(20, 50))
+            assert open_data(write(tmp_path / "t.npz", content))[1].tolist() == list(range(20, 50))
 
 
 @pytest.mark.parametrize("name", ["t.txt", "t.jsonl"])
 def test_an_empty_file_is_an_error(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name} is empty"):
-        open_data_file(write(tmp_path / name, b""))
+        open_data(write(tmp_path / name, b""))
 
 
 def test_a_missing_or_foreign_file_is_refused_by_name(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no data file .*t\.txt"):
-        open_data_file(tmp_path / "t.txt")
+        open_data(tmp_path / "t.txt")
     with pytest.raises(ValueError, match=r"t\.csv is no data file: its name must end with \.txt, \.jsonl, \.npz"):
-        open_data_file(write(tmp_path / "t.csv", b"a"))
+        open_data(write(tmp_path / "t.csv", b"a"))
 
 
 def test_the_same_texts_are_split_alike_from_every_kind_of_file(tmp_path):
@@ -301,7 +301,7 @@ def test_the_same_texts_are_split_alike_from_every_kind_of_file(tmp_path):
         jsonl(tmp_path / "t.jsonl", texts),
         npz(tmp_path / "t.npz", tokens=tokens, offsets=offsets),
     ]
-    splits = [split_held_out(open_data_file(path, num_values=256, progress=False), 0.1) for path in paths]
+    splits = [split_held_out(open_data(path, num_values=256, progress=False), 0.1) for path in paths]
     held_out = [samples_of(split.held_out) for split in splits]
     assert held_out[0] == held_out[1] == held_out[2]
     for split in splits:
@@ -348,7 +348,7 @@ def test_a_run_on_a_file_is_resumed_with_that_file_only(tmp_path, monkeypatch):
     resumed = fit(dataclasses.replace(saved, resume=first.run_dir, max_steps=6))
     records = [row for row in read_metrics(resumed.run_dir / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in records] == list(range(6))
-    _, num_held_out = map(len, split := split_held_out(open_data_file(path, field="body", progress=False), 0.1))
+    _, num_held_out = map(len, split := split_held_out(open_data(path, field="body", progress=False), 0.1))
     assert Plan.load(first.run_dir / "plan.npz").num_samples == len(split.train) == 120 - num_held_out
 
     other = dataclasses.replace(saved, resume=first.run_dir, data=(jsonl(tmp_path / "other.jsonl", texts, "body"),))

@@ -8,7 +8,7 @@ import pytest
 
 from jvarlen import CompileOptions
 from jvarlen.models import TransformerConfig
-from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, differing_settings, load_config, save_config
+from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, changes_between, load_config, save_config
 
 CHANGED = FitConfig(
     max_steps=None,
@@ -59,9 +59,9 @@ def test_impossible_settings_are_refused_by_name(make, said):
 
 
 def test_differing_settings_are_named_with_both_values():
-    assert differing_settings(FitConfig(), FitConfig()) == []
+    assert changes_between(FitConfig(), FitConfig()) == []
     other = dataclasses.replace(FitConfig(), seed=3, plan=PlanConfig(max_tokens=8192))
-    assert differing_settings(FitConfig(), other) == ["seed: 0, 3", "plan.max_tokens: 4096, 8192"]
+    assert list(map(str, changes_between(FitConfig(), other))) == ["seed: 0, 3", "plan.max_tokens: 4096, 8192"]
 
 
 @pytest.mark.parametrize(

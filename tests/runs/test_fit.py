@@ -306,7 +306,7 @@ def make_signalled_step(*args, **options):
         return step(*args)
     return signalled
 
-fit = importlib.import_module("jvarlen.fit")
+fit = importlib.import_module("jvarlen.runs.fit")
 make_train_step, data = fit.make_train_step, make_data()
 when, runs_dir, num_workers = sys.argv[1:]
 if when == "compiling":

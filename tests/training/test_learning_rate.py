@@ -49,7 +49,7 @@ def test_schedules_come_as_number_array_or_function():
     for schedule in (0.5, expected, lambda step: 0.5, optax.constant_schedule(0.5), *one_count_only):
         assert (base_rates(schedule, counts) == expected).all()
     for schedule in ([1.0, 2.0], lambda counts: np.ones(2)):
-        with pytest.raises(ValueError, match=r"shape \(2,\)"):
+        with pytest.raises(ValueError, match=r"has shape \((6, )?2"):
             base_rates(schedule, counts)
 
 
