@@ -59,8 +59,8 @@ def write_run(path, num_steps=60, *, seed=0, records=None, has_ended=True, witho
     if has_ended:
         summary = {
             "num_steps": num_steps,
-            "held_out_bits_per_byte_before": 8.0,
-            "held_out_bits_per_byte_after": 3.25,
+            "held_out_before": 8.0,
+            "held_out_after": 3.25,
             "compile_s": 12.5,
             "interrupted": False,
         }

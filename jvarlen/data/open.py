@@ -37,6 +37,7 @@ class StoredDataset:
       lengths: int64[N], tokens of every sample.
       num_values: all tokens are below it: 256 for bytes of text, otherwise the number of ids of the tokenizer; None if
         unknown.
+      is_bytes: whether the tokens are the bytes of text.
       content_key: hex key of everything that decides the samples: file contents, field, tokenizer. Files with the same
         content have the same key, wherever they are.
     """
@@ -47,6 +48,7 @@ class StoredDataset:
         samples: DataSource,
         lengths: Int64[np.ndarray, " N"],
         num_values: int | None,
+        is_bytes: bool,
         content_key: str,
         name_of: Callable[[int], str],
         read_hashes: Callable[[], Int64[np.ndarray, " N"]],
@@ -58,6 +60,7 @@ class StoredDataset:
         self._name_of = name_of
         self.lengths = lengths
         self.num_values = num_values
+        self.is_bytes = is_bytes
         self.content_key = content_key
 
     @functools.cached_property
@@ -151,7 +154,16 @@ def open_data(
     read_hashes = functools.partial(
         cached_hashes, opened.samples, path, combine_keys(lengths_key, width), progress=progress
     )
-    return StoredDataset(path, opened.samples, lengths, opened.num_values, key, opened.name_of, read_hashes)
+    return StoredDataset(
+        path,
+        opened.samples,
+        lengths,
+        opened.num_values,
+        opened.is_text and tokenizer is None,
+        key,
+        opened.name_of,
+        read_hashes,
+    )
 
 
 class _Opened(NamedTuple):

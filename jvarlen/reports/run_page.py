@@ -57,7 +57,7 @@ class RunReport(NamedTuple):
             for kind in kinds
         ]
         if any(
-            run.summary and run.summary["held_out_bits_per_byte_before"] is not None and HELD_OUT not in run.evaluations
+            run.summary and run.summary["held_out_before"] is not None and HELD_OUT not in run.evaluations
             for run in self.runs
         ):  # of a run that did not log its evaluations
             evaluations.append(("Held out, bits a token", [_held_out(run) for run in self.runs]))
@@ -187,7 +187,7 @@ def _evaluation(run: Run, kind: str) -> str:
 def _held_out(run: Run) -> str:
     """Before the first step, and after the last."""
     summary = run.summary or {}
-    before, after = (_number(summary.get(f"held_out_bits_per_byte_{when}"), "{:.3f}") for when in ("before", "after"))
+    before, after = (_number(summary.get(f"held_out_{when}"), "{:.3f}") for when in ("before", "after"))
     return before if after == _UNKNOWN else f"{before}, then {after}"
 
 

@@ -41,7 +41,7 @@ _STEP_FIELDS = (
     "device_memory_bytes",
 )
 _EVALUATION_FIELDS = ("step", "bits_per_token")
-_SUMMARY_FIELDS = ("num_steps", "held_out_bits_per_byte_before", "held_out_bits_per_byte_after", "compile_s")
+_SUMMARY_FIELDS = ("num_steps", "held_out_before", "held_out_after", "compile_s")
 _MOST = 1e18  # sums of larger numbers say nothing
 _LINES_AT_A_TIME = 1 << 14  # so that only numbers are held of a long log
 _MOST_LISTED = 3

@@ -10,9 +10,10 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import dacite
+import tyro
 
 from jvarlen._common.checks import check_above, check_at_least, check_fraction, check_setting, list_first
 from jvarlen._common.files import write_atomically
@@ -154,6 +155,11 @@ class FitConfig(DataConfig, DeviceConfig):
     resume: Path | None = dataclasses.field(default=None, metadata=_CALL)
     """Directory of a run to resume. On the command line its settings are the defaults;
     those that would make it another run cannot be changed."""
+    resume_from: Annotated[Literal["latest", "best"], tyro.conf.arg(name="from")] = dataclasses.field(
+        default="latest", metadata=_CALL
+    )
+    """The checkpoint to resume from: the latest, or the one with the best evaluation.
+    Later checkpoints and records are then discarded."""
     stall_timeout_s: float = dataclasses.field(default=600.0, metadata=_COURSE)
     """Several processes all end when none has taken a step for this many seconds.
     Must exceed the time of an evaluation."""
@@ -185,6 +191,8 @@ class FitConfig(DataConfig, DeviceConfig):
         check_above(self, 0, "stall_timeout_s")
         if self.keep_best and self.eval_every is None:
             raise ValueError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
+        if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
+            raise ValueError(f"from {self.resume_from} needs resume, the directory of a run")
         if self.run_dir is not None and self.resume is not None:
             raise ValueError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
 

@@ -22,12 +22,14 @@ class TrainingData(NamedTuple):
       train: the samples to train on.
       evaluation: sets to evaluate on, by name; the first is "held_out", which is split off the data.
       vocab_size: how many values a token can have.
+      is_bytes: whether the tokens are known to be the bytes of text.
       content_keys: the content key of each file, by its name; empty without files.
     """
 
     train: DataSource
     evaluation: dict[str, DataSource]
     vocab_size: int
+    is_bytes: bool
     content_keys: dict[str, str]
 
 
@@ -47,10 +49,10 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     """
     if given is not None and config.data:
         raise ValueError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
-    vocab_size, content_keys = config.model.vocab_size, {}
+    vocab_size, is_bytes, content_keys = config.model.vocab_size, given is None, {}
 
     def opened(path: Path) -> DataSource:
-        nonlocal vocab_size
+        nonlocal vocab_size, is_bytes
         dataset = open_data(
             path,
             field=config.field,
@@ -65,6 +67,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
                 f"{path} holds tokens and no text, which the tokenizer {config.tokenizer} could not have made"
             )
         vocab_size = max(vocab_size, dataset.num_values)
+        is_bytes = is_bytes and dataset.is_bytes
         return dataset
 
     if given is None and config.data:
@@ -79,7 +82,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
     elif given is None:
         given = split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
     evaluation = {HELD_OUT: given.held_out} | {path.stem: opened(path) for path in config.eval_data}
-    return TrainingData(given.train, evaluation, vocab_size, content_keys)
+    return TrainingData(given.train, evaluation, vocab_size, is_bytes, content_keys)
 
 
 def _split(path: Path, dataset: DataSource, fraction: float) -> Split:

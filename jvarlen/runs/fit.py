@@ -47,7 +47,7 @@ from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.loop import TrainingLoop
-from jvarlen.runs.summary import Summary, write_summary
+from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.runs.trackers import Tracker, open_trackers
 from jvarlen.training.checkpoint import Place, open_checkpoints
@@ -186,7 +186,9 @@ def _fit(
     )
     place = course.first_place()
     if not checkpoints.is_empty:
-        state, place = checkpoints.restore_latest(state)
+        restore = checkpoints.restore_best if config.resume_from == "best" else checkpoints.restore_latest
+        state, place = restore(state)
+        checkpoints.discard_after(place.num_steps_done)
         course.check_place(place)
     all_trackers = held.enter_context(
         open_trackers(
@@ -217,7 +219,10 @@ def _fit(
     with naming_lost_processes("training"):
         trained = _train(loop, state, place)
     ledger = compiled.train_step.ledger.with_plan(first_plan)
-    summary = _summary_of(trained, compiled, ledger, is_language_model=task.is_language_model)
+    evaluated_in: EvaluatedIn = "loss"
+    if task.is_language_model:
+        evaluated_in = "bits per byte" if planned.data.is_bytes else "bits per token"
+    summary = _summary_of(trained, compiled, ledger, evaluated_in)
     with together("write the summary"):
         if is_main_process():
             write_summary(run_dir, summary, ledger)
@@ -287,8 +292,8 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
     _raise_if_any_interrupted()
     if loop.is_evaluated_at(place):
         evaluations = loop.evaluate(state, place)
-        if place.held_out_bits_per_byte_before is None and evaluations is not None:
-            place = dataclasses.replace(place, held_out_bits_per_byte_before=loop.task.measure(evaluations[HELD_OUT]))
+        if place.held_out_before is None and evaluations is not None:
+            place = dataclasses.replace(place, held_out_before=loop.task.measure(evaluations[HELD_OUT]))
     else:
         loop.warm_up_evaluation(state)
     _raise_if_any_interrupted()
@@ -314,11 +319,11 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
     return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 
 
-def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, *, is_language_model: bool) -> Summary:
+def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluated_in: EvaluatedIn) -> Summary:
     place, after = trained.place, trained.evaluations
     return Summary(
-        held_out_bits_per_byte_before=cast(float, place.held_out_bits_per_byte_before),
-        held_out_bits_per_byte_after=after.get(HELD_OUT),
+        held_out_before=cast(float, place.held_out_before),
+        held_out_after=after.get(HELD_OUT),
         evaluations=after,
         num_steps=place.num_steps_done,
         num_tokens=place.num_tokens_done,
@@ -332,7 +337,7 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, *, is_la
         num_adjusted=place.num_adjusted_done,
         compilations_after_first_step=trained.num_compilations,
         interrupted=trained.was_interrupted,
-        evaluated_in="bits per token" if is_language_model else "loss",
+        evaluated_in=evaluated_in,
     )
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Literal
 
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.report import plot_curves, plot_ledger, read_metrics
 
-__all__ = ["Summary", "write_summary"]
+__all__ = ["EvaluatedIn", "Summary", "write_summary"]
+
+EvaluatedIn = Literal["bits per byte", "bits per token", "loss"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,9 +22,8 @@ class Summary:
     """The result of a run; `summary.json` holds the same.
 
     Attributes:
-      held_out_bits_per_byte_before: on held-out samples, before the first step; per token if tokens are not bytes; for
-        a loss of your own, that loss.
-      held_out_bits_per_byte_after: the same after the last step; None if the run was interrupted.
+      held_out_before: the evaluation on held-out samples before the first step, in `evaluated_in`.
+      held_out_after: the same after the last step; None if the run was interrupted.
       evaluations: the same for every evaluation set, by name; empty if the run was interrupted.
       num_steps: steps done.
       num_tokens: real tokens trained on.
@@ -36,11 +38,12 @@ class Summary:
         there are several.
       compilations_after_first_step: programs compiled after the first step; 0, or the run would have stopped.
       interrupted: whether the run was stopped before its end.
-      evaluated_in: the unit of evaluations: `"bits per token"`, or `"loss"` for a loss of your own.
+      evaluated_in: the unit of evaluations: `"bits per byte"` if tokens are the bytes of text, `"bits per token"` for
+        other tokens, `"loss"` for a loss of your own.
     """
 
-    held_out_bits_per_byte_before: float
-    held_out_bits_per_byte_after: float | None
+    held_out_before: float
+    held_out_after: float | None
     evaluations: dict[str, float]
     num_steps: int
     num_tokens: int
@@ -54,12 +57,22 @@ class Summary:
     num_adjusted: int
     compilations_after_first_step: int
     interrupted: bool
-    evaluated_in: str = "bits per token"
+    evaluated_in: EvaluatedIn = "bits per byte"
+
+    @property
+    def held_out_bits_per_byte_before(self) -> float | None:
+        """`held_out_before` if it is in bits per byte, otherwise None."""
+        return self.held_out_before if self.evaluated_in == "bits per byte" else None
+
+    @property
+    def held_out_bits_per_byte_after(self) -> float | None:
+        """`held_out_after` if it is in bits per byte, otherwise None."""
+        return self.held_out_after if self.evaluated_in == "bits per byte" else None
 
     def __str__(self) -> str:
-        after = self.held_out_bits_per_byte_after
+        after = self.held_out_after
         lines = {
-            f"held-out {self.evaluated_in} before": f"{self.held_out_bits_per_byte_before:.3f}",
+            f"held-out {self.evaluated_in} before": f"{self.held_out_before:.3f}",
             f"held-out {self.evaluated_in} after": "– (interrupted)" if after is None else f"{after:.3f}",
             **{
                 f"{self.evaluated_in} on {name}": f"{bits:.3f}"

@@ -28,7 +28,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Place:
       data_wait_s: how many of these it waited for data.
       num_adjusted_done: samples that were cut or left shorter because they do not have the planned length; of process
         0.
-      held_out_bits_per_byte_before: from the evaluation before the first step; None until then.
+      held_out_before: from the evaluation before the first step; None until then.
     """
 
     num_steps_done: int
@@ -77,7 +77,7 @@ class Place:
     train_s: float = 0.0
     data_wait_s: float = 0.0
     num_adjusted_done: int = 0
-    held_out_bits_per_byte_before: float | None = None
+    held_out_before: float | None = None
 
 
 class Checkpoints:
@@ -160,6 +160,11 @@ class Checkpoints:
         self._finish()
         return next(iter(_best(self._metrics)), None)
 
+    def discard_after(self, step: int) -> None:
+        """Removes newer checkpoints, since the steps that follow are taken again."""
+        self._finish()
+        self._remove([later for later in self._metrics if later > step])
+
     def restore_latest(self, state: Any) -> tuple[Any, Place]:
         """The newest state and place.
 
@@ -217,13 +222,16 @@ class Checkpoints:
             move_into_place(part, self._directory / str(step))
         self._metrics[step] = metric
         kept = {*sorted(self._metrics)[-self._keep_last :], *_best(self._metrics)[: self._keep_best]}
-        for old in self._metrics.keys() - kept:
-            del self._metrics[old]
+        self._remove(self._metrics.keys() - kept)
+
+    def _remove(self, steps: Iterable[int]) -> None:
+        for step in list(steps):
+            del self._metrics[step]
             if is_main_process():
                 # Under a name of no checkpoint first: what is half removed is no checkpoint any more, and is removed at
                 # the next save.
                 with contextlib.suppress(OSError):
-                    shutil.rmtree((self._directory / str(old)).rename(self._directory / f".{old}.part"))
+                    shutil.rmtree((self._directory / str(step)).rename(self._directory / f".{step}.part"))
 
     def _finish(self) -> None:
         """Waits for the checkpoint that is being written; raises OSError if it could not be written."""

@@ -45,6 +45,7 @@ def test_settings_survive_json(tmp_path, config):
         (lambda: FitConfig(seed=-1), r"seed \(-1\)"),
         (lambda: FitConfig(eval_every=0, keep_last=0), r"eval_every \(0\), keep_last \(0\)"),
         (lambda: FitConfig(keep_best=1), r"keep_best \(1\) needs eval_every"),
+        (lambda: FitConfig(resume_from="best"), "from best needs resume"),
         (lambda: FitConfig(run_dir=Path("a"), resume=Path("b")), r"run_dir \(a\) and resume \(b\)"),
         (lambda: FitConfig(data=(Path("a"),), weights=(1.0, 2.0)), "one for each file"),
         (lambda: FitConfig(data=(Path("a"),), mixture_samples=9), r"mixture_samples \(9\) needs weights"),

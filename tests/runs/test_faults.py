@@ -28,7 +28,7 @@ NUM_KILLS = 20
 WITHIN_S = 2 * HEARTBEAT_S + 10  # of a death, others end
 OF_THE_STEPS = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
 OF_THE_WHOLE = (
-    "held_out_bits_per_byte_before", "held_out_bits_per_byte_after", "num_steps", "num_tokens", "padding",
+    "held_out_before", "held_out_after", "num_steps", "num_tokens", "padding",
     "compilations_after_first_step", "interrupted",
 )  # fmt: skip
 

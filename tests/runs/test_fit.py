@@ -91,7 +91,7 @@ def test_a_run_leaves_everything_behind(config, split, capsys):
     assert summary == dataclasses.asdict(result.summary)
     assert summary["compilations_after_first_step"] == 0
     assert summary["num_steps"] == 25
-    assert summary["held_out_bits_per_byte_after"] < summary["held_out_bits_per_byte_before"]
+    assert summary["held_out_after"] < summary["held_out_before"]
 
     records, plan = step_records(result.run_dir), Plan.load(result.run_dir / "plan.npz")
     assert [row["step"] for row in records] == list(range(25))
@@ -114,13 +114,13 @@ def test_an_interrupted_run_resumes_with_exactly_the_steps_left(config, split, w
     interrupted = fit(config, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
     assert interrupted.summary.interrupted
     assert 0 < interrupted.summary.num_steps < 25
-    assert interrupted.summary.held_out_bits_per_byte_after is None
+    assert interrupted.summary.held_out_after is None
     assert f"--resume {interrupted.run_dir}" in capsys.readouterr().out
     resumed = fit(dataclasses.replace(config, resume=interrupted.run_dir), split)
     assert resumed.run_dir.resolve() == interrupted.run_dir.resolve()
     assert same_training(whole, resumed)
-    assert resumed.summary.held_out_bits_per_byte_before == whole.summary.held_out_bits_per_byte_before
-    assert resumed.summary.held_out_bits_per_byte_after == whole.summary.held_out_bits_per_byte_after
+    assert resumed.summary.held_out_before == whole.summary.held_out_before
+    assert resumed.summary.held_out_after == whole.summary.held_out_after
     assert resumed.summary.num_tokens == whole.summary.num_tokens
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -223,7 +223,7 @@ def test_a_learned_text_is_predicted(config):
     words = TokenDataset.from_bytes([b"abcdefgh" * (1 + i % 4) for i in range(200)])
     fast = OptimizerConfig(learning_rate=0.02)
     result = fit(dataclasses.replace(config, max_steps=None, num_epochs=10, optimizer=fast), Split(words, words))
-    assert result.summary.held_out_bits_per_byte_after < 0.8
+    assert result.summary.held_out_after < 0.8
     losses = np.array([row["loss"] for row in step_records(result.run_dir)])
     assert losses[-5:].mean() < losses[:5].mean() / 5
 

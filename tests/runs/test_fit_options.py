@@ -70,8 +70,8 @@ def test_every_set_is_evaluated_when_it_is_due(result, records):
     ]
     last = {row["evaluation"]: row["bits_per_token"] for row in evaluations[-2:]}
     assert last == result.summary.evaluations
-    assert last["held_out"] == result.summary.held_out_bits_per_byte_after
-    assert evaluations[0]["bits_per_token"] == result.summary.held_out_bits_per_byte_before
+    assert last["held_out"] == result.summary.held_out_after
+    assert evaluations[0]["bits_per_token"] == result.summary.held_out_before
     lengths = [len(json.loads(line)["body"]) for line in Path(evaluations_file(result)).read_text().splitlines()]
     assert {row["num_tokens"] for row in evaluations if row["evaluation"] == "other"} == {sum(lengths)}
 

@@ -111,7 +111,7 @@ def test_a_run_of_a_model_of_ones_own_has_all_that_a_run_has(whole, capsys):
     evaluations = [row for row in read_metrics(whole.run_dir / "metrics.jsonl") if "evaluation" in row]
     assert [row["step"] for row in evaluations] == [0, 5, 10, NUM_STEPS]
     assert all(row["num_tokens"] == len(DATA.held_out) for row in evaluations)
-    assert whole.summary.held_out_bits_per_byte_after == evaluations[-1]["mean_loss"]
+    assert whole.summary.held_out_after == evaluations[-1]["mean_loss"]
     assert json.loads((whole.run_dir / "summary.json").read_text())["evaluations"] == whole.summary.evaluations
     assert "loss" in str(read_runs([whole.run_dir]))
 
@@ -123,7 +123,7 @@ def test_the_evaluation_is_that_of_its_own_loss(whole):
         "is_real": np.ones(len(DATA.held_out), bool),
     }
     loss, weight, _ = sums_of(whole.state.params, 0.9, batch)
-    np.testing.assert_allclose(whole.summary.held_out_bits_per_byte_after, float(loss / weight), rtol=1e-5)
+    np.testing.assert_allclose(whole.summary.held_out_after, float(loss / weight), rtol=1e-5)
 
 
 def test_a_resumed_run_has_the_same_steps_keys_and_extra_state(whole, tmp_path):
@@ -171,3 +171,22 @@ def test_a_sum_that_has_the_name_of_another_figure_is_refused(tmp_path):
 
     with pytest.raises(ValueError, match="other names than figures of a step: padding"):
         fit(make_config(tmp_path), DATA, **own(loss_fn=clashing, eval_loss_fn=None, extra=None))
+
+
+def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_path):
+    def growing(params, microbatch, extra):  # the better, the fewer the steps
+        weight = jnp.sum(microbatch["is_real"])
+        return weight * extra["calls"], weight, {}, extra
+
+    config = make_config(tmp_path, keep_best=1)
+    whole = fit(config, DATA, **own(eval_loss_fn=growing))
+    with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
+        assert (checkpoints.best_step, checkpoints.steps) == (5, [5, 10, 12])
+    shorter = dataclasses.replace(config, resume_from="best", max_steps=7)
+    again = fit(shorter, DATA, **own(eval_loss_fn=growing))
+    assert int(again.state.step) == 7
+    with open_checkpoints(whole.run_dir / "checkpoints") as checkpoints:
+        assert checkpoints.steps == [5, 7]
+    assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(7))
+    fit(config, DATA, **own(eval_loss_fn=growing))
+    assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(NUM_STEPS))

@@ -81,9 +81,7 @@ def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cac
     assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
     assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
     assert spread.summary.compilations_after_first_step == 0
-    np.testing.assert_allclose(
-        spread.summary.held_out_bits_per_byte_after, on_one_device.summary.held_out_bits_per_byte_after, rtol=1e-5
-    )
+    np.testing.assert_allclose(spread.summary.held_out_after, on_one_device.summary.held_out_after, rtol=1e-5)
     further = dataclasses.replace(load_config(spread.run_dir / "config.json"), resume=spread.run_dir, devices=None)
     assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
     with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
