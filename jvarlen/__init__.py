@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jvarlen.loading.ids_digest import planned_ids_digest
     from jvarlen.loading.loader import BatchIterator, load, load_stream
     from jvarlen.planning.batching import Batches, batch_by_tokens
+    from jvarlen.planning.budget import Budget
     from jvarlen.planning.buckets import Bucket, PairBucket, make_buckets
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
     from jvarlen.planning.lengths import check_lengths
@@ -81,6 +82,7 @@ _NAMES = {
     "loading.ids_digest": ("planned_ids_digest",),
     "loading.loader": ("BatchIterator", "load", "load_stream",),
     "planning.batching": ("Batches", "batch_by_tokens",),
+    "planning.budget": ("Budget",),
     "planning.buckets": ("Bucket", "PairBucket", "make_buckets",),
     "planning.cost_model": ("CostModel", "fit_cost_model",),
     "planning.lengths": ("check_lengths",),
@@ -105,7 +107,7 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "Batch", "BatchIterator", "Batches", "Bucket", "CompileOptions", "CompiledBuckets", "CostModel",
+    "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
     "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask", "batch_by_tokens",
