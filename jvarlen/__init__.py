@@ -17,6 +17,7 @@ from jvarlen._version import __version__ as __version__
 _moved.install()
 
 if TYPE_CHECKING:
+    from jvarlen._common.checks import UserError
     from jvarlen.attention.attention import attend, attend_within_segments
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
     from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
 _NAMES = {
+    "_common.checks": ("UserError",),
     "attention.attention": ("attend", "attend_within_segments",),
     "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
     "batches.batches": (
@@ -108,18 +110,18 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
-    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing",
-    "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
-    "UnplannedShapeError", "agree", "attend", "attend_within_segments", "attention_mask", "batch_by_tokens",
-    "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
-    "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
+    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing", "PairBatch",
+    "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
+    "UnplannedShapeError", "UserError", "agree", "attend", "attend_within_segments", "attention_mask",
+    "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths",
+    "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
     "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets",
     "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets", "measure_difficulty",
     "measure_lengths", "mixture_counts", "no_recompiles", "pack_samples", "pack_to_bucket", "packed_batch_spec",
-    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed",
-    "planned_ids_digest", "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort",
-    "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec",
-    "use_compilation_cache", "write_ordered",
+    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest",
+    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
+    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
+    "write_ordered", "jvarlen.{_MODULE_OF[name]}", "jvarlen.{name}", "module 'jvarlen' has no attribute {name!r}",
 ]
 
 

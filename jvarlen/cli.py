@@ -20,13 +20,16 @@ from typing import Annotated, Any
 import tyro
 
 from jvarlen import __version__
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import exit_code_of_interrupt
 
 __all__ = ["main", "run"]
 
 _USER_ERROR = 2
+_TRACEBACK = "--traceback"  # of any command, in any place
 _EXIT_CODES_OF_TRAINING = (
-    "Exit codes: 0; 2 for a mistake of the user; 130 after Ctrl-C and 143 after SIGTERM, with all steps so far saved."
+    "Exit codes: 0; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C and 143 after SIGTERM, "
+    "with all steps so far saved."
 )
 _COMMANDS = {
     "plan": ("plan_command", "PlanCommand"),
@@ -47,6 +50,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"jvarlen {__version__}")
         return 0
+    shows_traceback = _TRACEBACK in args
+    args = [arg for arg in args if arg != _TRACEBACK]
     command: Any = None
     try:
         command = _parse(args)
@@ -56,19 +61,21 @@ def main(args: Sequence[str] | None = None) -> int:
         from jvarlen.runs.fit import fit  # here: only training needs it
 
         return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
-    except (ValueError, OSError, FloatingPointError) as error:
-        return _end(command, error, _USER_ERROR)
-    except RuntimeError as error:
-        if not (_is_of_processes(error) or type(command).__name__ == "SortCommand"):  # where it is an error of ours
+    except Exception as error:
+        if shows_traceback or not _is_of_user(error):
             raise
         return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt:
         return _end(command, "interrupted", exit_code_of_interrupt())
 
 
-def _is_of_processes(error: RuntimeError) -> bool:
-    """Whether another process failed or was lost."""
-    from jvarlen.distributed.processes import ProcessesError
+def _is_of_user(error: Exception) -> bool:
+    """Whether its message is enough, without a traceback: wrong input, files, a loss that is not finite, processes."""
+    if isinstance(error, UserError | OSError | FloatingPointError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    from jvarlen.distributed.processes import ProcessesError  # here: it imports JAX
 
     return isinstance(error, ProcessesError)
 
@@ -103,7 +110,7 @@ def _parse(args: list[str]) -> Any:
             return tyro.cli(functools.reduce(operator.or_, commands), prog="jvarlen", args=args)
     except SystemExit as stopped:
         if stopped.code:
-            raise ValueError(_unframed(errors.getvalue())) from None
+            raise UserError(_unframed(errors.getvalue())) from None
         raise
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Plan, lr_sequence, make_buckets, make_plan
+from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan
 from jvarlen.cli import main
+from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.compare import compare_strategies, comparison_table
 from jvarlen.planning.cost_model import CostModel
@@ -283,13 +284,25 @@ def test_a_runtime_error_of_other_commands_is_not_hidden(monkeypatch):
 
 def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys, monkeypatch):
     def fail(*args, **kwargs):
-        raise RuntimeError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
+        raise ProcessesError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
 
     monkeypatch.setattr("jvarlen.runs.sort_command.sort_file", fail)
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
     assert capsys.readouterr().err == (
         "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
     )
+
+
+def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user(lengths_file, monkeypatch):
+    with pytest.raises(UserError, match="max_tokens"):
+        main(["plan", lengths_file, "--traceback", "--max-tokens", "0"])
+
+    def fail(*args, **kwargs):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("jvarlen.runs.sort_command.sort_file", fail)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        main(["sort", lengths_file])
 
 
 def test_help_documents_every_setting(capsys):
@@ -305,7 +318,8 @@ def test_help_documents_every_setting(capsys):
     ):
         for field in dataclasses.fields(settings):
             if not dataclasses.is_dataclass(field.default):
-                assert f"--{prefix}{field.name.replace('_', '-')}" in text
+                flag = {"resume_from": "from"}.get(field.name, field.name)
+                assert f"--{prefix}{flag.replace('_', '-')}" in text
 
 
 def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys):
@@ -327,7 +341,7 @@ def test_a_run_that_is_continued_has_its_own_settings_as_defaults(tmp_path, monk
 
     def note(config):
         called.append(config)
-        raise ValueError("noted")
+        raise UserError("noted")
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     for given in ([name, str(tmp_path)], [f"{name}={tmp_path}"]):
@@ -341,7 +355,7 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
 
     def note(config):
         called.append(config)
-        raise ValueError("noted")
+        raise UserError("noted")
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer, Shaped
 
 __all__ = [
+    "UserError",
     "check_above",
     "check_at_least",
     "check_at_least_one",
@@ -29,11 +30,18 @@ __all__ = [
 _MAX_LISTED = 5
 
 
+class UserError(ValueError):
+    """Input that jvarlen rejects. The command line prints its message without a traceback."""
+
+
+UserError.__module__ = "jvarlen"  # its public name
+
+
 def check_at_least_one(**values: Any) -> None:
     """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
     wrong = [f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not 1 <= value < 2**63]
     if wrong:
-        raise ValueError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
+        raise UserError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
 
 
 def check_choices(**choices: tuple[object, Any]) -> None:
@@ -44,7 +52,7 @@ def check_choices(**choices: tuple[object, Any]) -> None:
         if not isinstance(given, str) or given not in get_args(literal)
     ]
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise UserError("; ".join(wrong))
 
 
 def is_integer(value: Any) -> bool:
@@ -103,4 +111,4 @@ def check_setting(config: object, names: tuple[str, ...], holds: Callable[[Any],
     """Raises ValueError that lists the fields for which `holds` does not hold."""
     wrong = [f"{name} ({getattr(config, name)!r})" for name in names if not holds(getattr(config, name))]
     if wrong:
-        raise ValueError(f"must be {wanted}: {', '.join(wrong)}")
+        raise UserError(f"must be {wanted}: {', '.join(wrong)}")

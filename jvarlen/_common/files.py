@@ -12,6 +12,8 @@ from typing import IO, Any
 import numpy as np
 import platformdirs
 
+from jvarlen._common.checks import UserError
+
 __all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", "write_atomically"]
 
 
@@ -85,7 +87,7 @@ def load_array(path: Path, what: str) -> np.ndarray:
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no {what} file {path}") from None
     except (ValueError, OSError, EOFError) as error:
-        raise ValueError(f"{path} is not a readable .npy file of {what}: {error}") from error
+        raise UserError(f"{path} is not a readable .npy file of {what}: {error}") from error
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"{path} holds several arrays; a .npy file of {what} holds one")
+        raise UserError(f"{path} holds several arrays; a .npy file of {what} holds one")
     return array

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from jvarlen._common.checks import UserError
 from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
 __all__ = ["AttentionImplementation", "SegmentAttentionImplementation", "attend", "attend_within_segments"]
@@ -143,7 +144,7 @@ def _attend_by_mask(
     # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
     num_heads, num_kv_heads = query.shape[2], key.shape[2]
     if num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} heads of queries must be a multiple of the {num_kv_heads} of keys and values")
+        raise UserError(f"{num_heads} heads of queries must be a multiple of the {num_kv_heads} of keys and values")
     query_BxQxNxGxK = query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[3])
     logits_BxNxGxQxT = jnp.einsum("BQNGK,BTNK->BNGQT", query_BxQxNxGxK, key) / jnp.sqrt(query.shape[3])
     logits_BxNxGxQxT = jnp.where(mask[:, None], logits_BxNxGxQxT, jnp.finfo(query.dtype).min)

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.batches import token_batch_spec
@@ -93,7 +93,7 @@ def compile_buckets(
         microbatches_per_step = 1 if plan is None else plan.microbatches_per_step
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     if plan is not None and plan.microbatches_per_step != microbatches_per_step:
-        raise ValueError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
+        raise UserError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
     largest_first = sorted(check_buckets(shapes), key=lambda bucket: -bucket.num_positions)
     with _on_all_processes(mesh):
         _check_fallback(options, mesh)
@@ -217,7 +217,7 @@ def _load(
     _check_timed(recipe, told_apart_by[0], options)
     fingerprint = _fingerprint(recipe, buckets, [lowered.program.as_text() for lowered in told_apart_by])
     if fingerprint != header["fingerprint"]:
-        raise ValueError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
+        raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
     lowered = told_apart_by[0].program
     structures = jax.tree.structure(lowered.args_info), lowered.out_tree
     programs = [(content, *structures) for content in contents]
@@ -258,7 +258,7 @@ def _has_processes(mesh: Mesh | None) -> bool:
         return False
     missing = set(range(jax.process_count())) - {device.process_index for device in devices_of(mesh)}
     if missing:
-        raise ValueError(f"a mesh over several processes must span all; it has no device of {sorted(missing)}")
+        raise UserError(f"a mesh over several processes must span all; it has no device of {sorted(missing)}")
     return True
 
 
@@ -270,14 +270,14 @@ def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[No
 def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
     """Raises ValueError if a batch could not be brought to the host for padding."""
     if options.fallback == "pad" and _has_processes(mesh):
-        raise ValueError('fallback="pad" pads on the host, and no process has a whole batch of several there')
+        raise UserError('fallback="pad" pads on the host, and no process has a whole batch of several there')
 
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
     """Raises ValueError if steps are to be timed but return nothing that can be waited for."""
     metrics = lowered.program.out_info if lowered.keeps_state else lowered.program.out_info[1]
     if options.time_steps and not jax.tree.leaves(metrics):
-        raise ValueError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
+        raise UserError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
 
 
 def _num_threads(options: CompileOptions) -> int:

@@ -14,6 +14,7 @@ import jaxlib
 import numpy as np
 from jax.extend.backend import get_compile_options
 
+from jvarlen._common.checks import UserError
 from jvarlen.compiling.compilation_cache import default_compilation_cache
 
 __all__ = ["CompileOptions", "Fallback", "check_compiler_options"]
@@ -87,23 +88,23 @@ class CompileOptions:
             if (value := getattr(self, name)) is not None and value < least
         ]
         if small:
-            raise ValueError("; ".join(small))
+            raise UserError("; ".join(small))
         if self.fallback not in get_args(Fallback):
-            raise ValueError(f"fallback must be one of {', '.join(get_args(Fallback))}, not {self.fallback!r}")
+            raise UserError(f"fallback must be one of {', '.join(get_args(Fallback))}, not {self.fallback!r}")
         self._check_xla_options()
 
     def _check_xla_options(self) -> None:
         """Raises ValueError for options that are given twice or that have a field of their own."""
         odd = [option for option in self.xla_options if not _NAME_AND_VALUE.fullmatch(option)]
         if odd:
-            raise ValueError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
+            raise UserError(f"xla_options are of the form name=value, without dashes before the name, not {odd}")
         names = [option.partition("=")[0] for option in self.xla_options]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"xla_options hold {', '.join(twice)} more than once")
+            raise UserError(f"xla_options hold {', '.join(twice)} more than once")
         taken = [f"{name}: set {_FIELD_OF_OPTION[name]}" for name in names if name in _FIELD_OF_OPTION]
         if taken:
-            raise ValueError(f"xla_options hold what other fields set: {'; '.join(taken)}")
+            raise UserError(f"xla_options hold what other fields set: {'; '.join(taken)}")
 
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
@@ -180,7 +181,7 @@ def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Devic
     ]
     if not reasons:
         reasons = [f"{', '.join(f'{name}={value!r}' for name, value in options.items())} together ({error})"]
-    raise ValueError(f"jaxlib {jaxlib.__version__} does not take these options: {'; '.join(reasons)}") from error
+    raise UserError(f"jaxlib {jaxlib.__version__} does not take these options: {'; '.join(reasons)}") from error
 
 
 def _error_of(options: Mapping[str, OptionValue], device: jax.Device) -> Exception | None:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jvarlen._common.checks import check_at_least_one, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen._common.pytree import leaves_by_name, zeros_of
@@ -178,7 +178,7 @@ class CompiledBuckets:
         """
         negative = {tuple(bucket): steps for bucket, steps in num_steps.items() if steps < 0}
         if negative:
-            raise ValueError(f"steps to come must be at least 0: {negative}")
+            raise UserError(f"steps to come must be at least 0: {negative}")
         for bucket, steps in zip(self._known(num_steps), num_steps.values(), strict=True):
             self._last_use[bucket] = self._times_used[bucket] + int(steps)
             if steps == 0:
@@ -206,7 +206,7 @@ class CompiledBuckets:
         if memory_limit is None:
             memory_limit = (self._recipe.device.memory_stats() or {}).get("bytes_limit")
             if memory_limit is None:
-                raise ValueError(f"{self.device} does not tell how many bytes it has: give memory_limit")
+                raise UserError(f"{self.device} does not tell how many bytes it has: give memory_limit")
         check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
         needed: dict[int, int] = {}
 
@@ -215,13 +215,13 @@ class CompiledBuckets:
             tried = checked._replace(rows=rows)
             row = self._recipe.compile(self._recipe.lower(tried)).row
             if not row.total_bytes:
-                raise ValueError(f"{self.device} does not tell how many bytes a program needs")
+                raise UserError(f"{self.device} does not tell how many bytes a program needs")
             needed[rows] = row.total_bytes
             return row.total_bytes
 
         rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
         if rows == 0:
-            raise ValueError(
+            raise UserError(
                 f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {needed[row_multiple]:,} "
                 f"bytes, more than the {memory_limit:,} of the limit"
             )
@@ -257,10 +257,10 @@ class CompiledBuckets:
         buckets = list(self._rows)
         released = [bucket for bucket in buckets if not self._executables.has(bucket)]
         if released:
-            raise ValueError(f"executables were released, save before: {', '.join(map(str, released))}")
+            raise UserError(f"executables were released, save before: {', '.join(map(str, released))}")
         programs = [self._serialized(bucket) for bucket in buckets]
         if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
-            raise ValueError("buckets return metrics of different structures: one file holds one structure")
+            raise UserError("buckets return metrics of different structures: one file holds one structure")
         header = {
             "environment": self._recipe.environment,
             "microbatches_per_step": self.microbatches_per_step,
@@ -294,7 +294,7 @@ class CompiledBuckets:
           ValueError: a state of `jax.ShapeDtypeStruct`.
         """
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            raise ValueError("warming up runs the step: it needs a state of arrays, not of shapes")
+            raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
         held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
@@ -390,7 +390,7 @@ class CompiledBuckets:
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         if gone:
-            raise ValueError(
+            raise UserError(
                 f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its "
                 "results there. Use the state that the step returned, or compile_buckets(…, donate=False)"
             ) from error
@@ -405,7 +405,7 @@ class CompiledBuckets:
         by_shape = {tuple(bucket): bucket for bucket in self._rows}
         unknown = [tuple(bucket) for bucket in buckets if tuple(bucket) not in by_shape]
         if unknown:
-            raise ValueError(f"buckets were not compiled: {unknown}")
+            raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import jax
 
+from jvarlen._common.checks import UserError
+
 __all__ = ["Collectives", "count_collectives"]
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -54,7 +56,7 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
     """
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
-        raise ValueError("this program does not tell its text: compile it here to count its collectives")
+        raise UserError("this program does not tell its text: compile it here to count its collectives")
     bodies = dict(_COMPUTATION.findall(text))
     calls = {name: _called_by(body) & bodies.keys() for name, body in bodies.items()}
     looping = _reachable({name for body in bodies.values() for name in _LOOP_BODY.findall(body)}, calls)

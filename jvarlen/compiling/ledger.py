@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, overload
 
 import dacite
 
-from jvarlen._common.checks import is_number
+from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
@@ -236,7 +236,7 @@ class Ledger(Sequence[LedgerRow]):
         )
         foreign = [row.bucket for row in self._rows if row.bucket not in of_bucket]
         if foreign:
-            raise ValueError(f"the ledger is not one of this plan, which does not have {', '.join(map(str, foreign))}")
+            raise UserError(f"the ledger is not one of this plan, which does not have {', '.join(map(str, foreign))}")
 
         def planned(row: LedgerRow) -> LedgerRow:
             num_steps, padding = of_bucket[row.bucket]
@@ -300,15 +300,15 @@ class Ledger(Sequence[LedgerRow]):
         try:
             document = json.loads(Path(path).read_text(), parse_constant=_refuse_constant)
             if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
-                raise ValueError("it is no JSON object with a list of rows")
+                raise UserError("it is no JSON object with a list of rows")
             ledger = cls([_row_from(fields) for fields in document["rows"]])
             if ledger._document() != document:
-                raise ValueError("some of its figures do not follow from the others, or do not belong there")
+                raise UserError("some of its figures do not follow from the others, or do not belong there")
             return ledger
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no ledger {path}") from None
         except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-            raise ValueError(f"{path} holds no ledger: {error}") from error
+            raise UserError(f"{path} holds no ledger: {error}") from error
 
     def _document(self) -> dict[str, Any]:
         """What is written, and compared: NaN is None, which is valid JSON and equal to itself."""
@@ -331,7 +331,7 @@ def _row_from(fields: dict[str, Any]) -> LedgerRow:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise UserError(f"{name} is no JSON")
 
 
 def _told_by(analysis: Callable[[], Any]) -> Any:

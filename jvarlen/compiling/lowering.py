@@ -11,6 +11,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.compiling.compile_options import CompileOptions, check_compiler_options
 from jvarlen.compiling.ledger import LedgerRow, row_of
@@ -183,7 +184,7 @@ class Recipe:
 
     def _check_outputs(self, outputs: Any) -> None:
         if not (isinstance(outputs, tuple) and len(outputs) == 2):
-            raise ValueError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
+            raise UserError(f"{self.name} must return (state, metrics), not {type(outputs).__name__}")
         given, returned = (
             {name: describe(jax.typeof(leaf)) for name, leaf in leaves_by_name(state).items()}
             for state in (self.state_spec, outputs[0])
@@ -191,7 +192,7 @@ class Recipe:
         changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]
         if changed or not have_same_containers(self.state_spec, outputs[0]):
             listed = "; ".join(f"{name or 'it'}: {given.get(name)} -> {returned.get(name)}" for name in changed[:5])
-            raise ValueError(f"{self.name} returns another state than it takes: {listed or 'its containers differ'}")
+            raise UserError(f"{self.name} returns another state than it takes: {listed or 'its containers differ'}")
 
 
 def make_recipe(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.batches.batches import full_batch
@@ -76,7 +76,7 @@ def measure_buckets(
     """
     check_at_least_one(repeats=repeats)
     if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
-        raise ValueError("buckets of pairs have two lengths, and a cost model knows one")
+        raise UserError("buckets of pairs have two lengths, and a cost model knows one")
     state = jax.tree.map(jnp.array, state)
     seconds = []
     for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.planning.buckets import AnyBucket
 
@@ -31,7 +32,7 @@ _OTHER_CONTAINERS = "the containers of the leaves differ"
 _shape_and_dtype = attrgetter("shape", "dtype")
 
 
-class UnplannedShapeError(ValueError):
+class UnplannedShapeError(UserError):
     """No executable was compiled for the structure, shape, dtype or sharding of a batch or a state."""
 
 

@@ -28,6 +28,7 @@ import jaxlib
 import platformdirs
 from jax.experimental import serialize_executable
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.buckets import AnyBucket
 
@@ -72,7 +73,7 @@ def check_environment(path: Path, saved: Mapping[str, Any], here: Mapping[str, A
         if saved.get(name) != here.get(name)
     ]
     if differing:
-        raise ValueError(f"{path} was compiled for something else: {'; '.join(differing)}")
+        raise UserError(f"{path} was compiled for something else: {'; '.join(differing)}")
 
 
 def write_compiled(path: Path, header: Mapping[str, Any], programs: Sequence[bytes]) -> None:
@@ -111,26 +112,26 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             if any(member.compress_type for member in archive.infolist()):
-                raise ValueError("it is compressed")
+                raise UserError("it is compressed")
             written = archive.read(_HEADER)
             header = json.loads(written)
             if header["format"] != _FORMAT:
-                raise ValueError(f"its format is {header['format']!r}")
+                raise UserError(f"its format is {header['format']!r}")
             programs = [archive.read(str(number)) for number in range(len(header["sha256"]))]
             signature = archive.read(_SIGNATURE) if _SIGNATURE in archive.namelist() else b""
     except Exception as error:  # damage shows in many ways: as zip, as JSON, as what JSON holds
-        raise ValueError(f"{path} holds no compiled programs, or is damaged: {error}") from error
+        raise UserError(f"{path} holds no compiled programs, or is damaged: {error}") from error
     damaged = [
         number
         for number, (program, digest) in enumerate(zip(programs, header["sha256"], strict=True))
         if hashlib.sha256(program).hexdigest() != digest
     ]
     if damaged:
-        raise ValueError(f"{path} is damaged: programs {damaged} are not what was written")
+        raise UserError(f"{path} is damaged: programs {damaged} are not what was written")
     key_path = _key_path()
     key = _read_key(key_path) if key_path.exists() else None
     if key is None or not hmac.compare_digest(signature, _signature(key, written)):
-        raise ValueError(
+        raise UserError(
             f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
             "run anything. Compile and save it here, or bring the key along from where it was made"
         )
@@ -179,7 +180,7 @@ def _own_key() -> bytes:
 def _read_key(path: Path) -> bytes:
     key = _read_own(path)
     if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise ValueError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
     return key
 
 
@@ -274,7 +275,7 @@ def serialized(compiled: jax.stages.Compiled) -> tuple[bytes, Any, Any]:
     try:
         return serialize_executable.serialize(compiled)
     except Exception as error:  # its type depends on the backend
-        raise ValueError(f"this program cannot be turned into bytes here: {error}") from error
+        raise UserError(f"this program cannot be turned into bytes here: {error}") from error
 
 
 def deserialized(program: bytes, in_tree: Any, out_tree: Any, devices: list[jax.Device]) -> jax.stages.Compiled:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import jax
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import without_interrupts
 
 __all__ = ["StepClock"]
@@ -73,7 +74,7 @@ class StepClock(Generic[Key]):
             if isinstance(leaf, jax.Array):
                 break
         else:
-            raise ValueError(f"a step without an array in its outputs cannot be timed: {jax.tree.structure(outputs)}")
+            raise UserError(f"a step without an array in its outputs cannot be timed: {jax.tree.structure(outputs)}")
         if not self._end.alive:
             raise RuntimeError("the clock is closed")
         if self._thread is None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import list_first, list_offenders
+from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.tokens import TokenDataset, check_tokens
 
@@ -59,7 +59,7 @@ class ColumnDataset:
         name = _name(paths)
         kinds = {str(array.type) for array in arrays}
         if len({_is_bytes(array.type) for array in arrays}) > 1:
-            raise ValueError(f"{name}: column {field!r} must be of one type, not {', '.join(sorted(kinds))}")
+            raise UserError(f"{name}: column {field!r} must be of one type, not {', '.join(sorted(kinds))}")
         self.is_text = any(_is_bytes(array.type) for array in arrays)
         starts = np.cumsum([0, *map(len, arrays)])
         _refuse_rows(name, field, "nulls", [_null_rows(array) for array in arrays], starts)
@@ -73,7 +73,7 @@ class ColumnDataset:
         try:
             self._parts = check_tokens([TokenDataset(*column) for column in columns], num_values)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+            raise UserError(f"{name}: {error}") from None
         self._starts = starts
         self.lengths: Int64[np.ndarray, " N"] = np.concatenate([part.lengths for part in self._parts])
 
@@ -93,7 +93,7 @@ class ColumnDataset:
         arguments, num_bytes = state
         for path, expected in zip(arguments[0], num_bytes, strict=True):
             if path.stat().st_size != expected:
-                raise ValueError(f"{path} has changed: it had {expected:,} bytes")
+                raise UserError(f"{path} has changed: it had {expected:,} bytes")
         ColumnDataset.__init__(self, *arguments)
 
 
@@ -113,29 +113,27 @@ def saved_shards(directory: Path) -> list[Path]:
     if (directory / "dataset_dict.json").is_file():
         splits = _read_json(directory / "dataset_dict.json").get("splits")
         names = [str(directory / name) for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
-        raise ValueError(
-            f"{directory} holds several datasets; take one of them: {list_first(names) or 'none is named'}"
-        )
+        raise UserError(f"{directory} holds several datasets; take one of them: {list_first(names) or 'none is named'}")
     if not (directory / "state.json").is_file():
-        raise ValueError(f"{directory} is no dataset that save_to_disk has saved: it holds no state.json")
+        raise UserError(f"{directory} is no dataset that save_to_disk has saved: it holds no state.json")
     state = _read_json(directory / "state.json")
     if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise ValueError(
+        raise UserError(
             f"{directory} picks its rows by a file of indices: load it with datasets, then save it once more after "
             "flatten_indices()"
         )
     files = state.get("_data_files")
     if not isinstance(files, list) or not all(isinstance(file, dict) for file in files) or not files:
-        raise ValueError(f"{directory / 'state.json'} names no files of data")
+        raise UserError(f"{directory / 'state.json'} names no files of data")
     names = [file.get("filename") for file in files]
     outside = [name for name in names if not isinstance(name, str) or name in ("", "..") or Path(name).name != name]
     if outside:
         listed = list_first(map(reprlib.repr, outside))
-        raise ValueError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
+        raise UserError(f"{directory / 'state.json'} must name files of its own directory, not {listed}")
     paths = [directory / name for name in names]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
-        raise ValueError(f"{directory} lacks files of its data: {list_first(map(repr, missing))}")
+        raise UserError(f"{directory} lacks files of its data: {list_first(map(repr, missing))}")
     return paths
 
 
@@ -143,9 +141,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise UserError(f"{path} is damaged: {error}") from None
     if not isinstance(read, dict):
-        raise ValueError(f"{path} is damaged: it holds no JSON object")
+        raise UserError(f"{path} is damaged: it holds no JSON object")
     return read
 
 
@@ -159,7 +157,7 @@ def _refuse_rows(
     """Raises ValueError where there are any rows of any chunk."""
     if any(map(len, rows)):
         listed = list_offenders(np.concatenate([own + start for own, start in zip(rows, starts, strict=False)]))
-        raise ValueError(f"{name}: column {field!r} must not hold {what}: {listed}")
+        raise UserError(f"{name}: column {field!r} must not hold {what}: {listed}")
 
 
 def _null_rows(array: Any) -> Int64[np.ndarray, " n"]:
@@ -180,17 +178,17 @@ def _read_arrays(path: Path, field: str) -> list[Any]:
     try:
         import pyarrow as pa  # here: an extra
     except ModuleNotFoundError:
-        raise ValueError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
+        raise UserError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
 
     raise_if_interrupted()
     try:
         column = _read(path, field)
     except Exception as error:  # pyarrow has errors of many types
-        raise ValueError(f"{path}: no readable column {field!r}: {error}") from None
+        raise UserError(f"{path}: no readable column {field!r}: {error}") from None
     kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not _is_bytes(kind) and not (is_list and pa.types.is_integer(kind.value_type)):
-        raise ValueError(f"{path}: column {field!r} must hold strings, bytes or lists of integers, not {kind}")
+        raise UserError(f"{path}: column {field!r} must hold strings, bytes or lists of integers, not {kind}")
     return column.chunks
 
 
@@ -240,4 +238,4 @@ def _read(path: Path, field: str) -> Any:
 
 def _check_field(names: list[str], field: str) -> None:
     if names.count(field) != 1:
-        raise ValueError(f"the columns are {list_first(map(repr, names))}")
+        raise UserError(f"the columns are {list_first(map(repr, names))}")

@@ -11,6 +11,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 
 __all__ = ["combine_keys", "content_key"]
@@ -80,7 +81,7 @@ def _hash_part(path: Path, start: int, end: int) -> bytes:
             raise_if_interrupted()
             content = file.read(min(_READ_BYTES, end - start))
             if not content:
-                raise ValueError(f"{path} became shorter while it was read")
+                raise UserError(f"{path} became shorter while it was read")
             digest.update(content)
             start += len(content)
     return digest.digest()

@@ -19,6 +19,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import default_cache_dir, write_atomically
 from jvarlen._common.interrupts import is_interrupted
 from jvarlen.data.measure import measure_integers
@@ -216,11 +217,11 @@ def _parse(kind: str, content: bytes, key: str, num_samples: int) -> Int64[np.nd
     with np.load(io.BytesIO(content), allow_pickle=False) as stored:
         stored_key, values, seal = str(stored["key"]), stored[kind], stored["seal"].tobytes()
     if stored_key != key:
-        raise ValueError(f"they are of other data, {stored_key[:16]}")
+        raise UserError(f"they are of other data, {stored_key[:16]}")
     if seal != _seal(key, values) or values.dtype != np.int64:
-        raise ValueError("the file is damaged")
+        raise UserError("the file is damaged")
     if values.shape != (num_samples,) or values.min() < 1:
-        raise ValueError(f"they are not of {num_samples:,} samples")
+        raise UserError(f"they are not of {num_samples:,} samples")
     return values
 
 

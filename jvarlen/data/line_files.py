@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 
 __all__ = ["LineDataset"]
@@ -56,7 +56,7 @@ class LineDataset:
         self._field = field
         self._num_bytes = path.stat().st_size
         if not self._num_bytes:
-            raise ValueError(f"{path} is empty: at least one line is needed")
+            raise UserError(f"{path} is empty: at least one line is needed")
         self._bytes = _map(path)
         self._starts, self._ends = _find_lines(self._bytes)
         if field is None:
@@ -73,7 +73,7 @@ class LineDataset:
         if self._field is not None:
             return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
         if not len(line):
-            raise ValueError("empty")
+            raise UserError("empty")
         return line
 
     @property
@@ -87,7 +87,7 @@ class LineDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self._path.stat().st_size != self._num_bytes:
-            raise ValueError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
+            raise UserError(f"{self._path} has changed: it had {self._num_bytes:,} bytes")
         self._bytes = _map(self._path)
 
 
@@ -110,23 +110,23 @@ def _parse(line: bytes, field: str) -> bytes:
     try:
         record = json.loads(line.decode())
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+        raise UserError(f"not JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
-        raise ValueError("not UTF-8") from None
+        raise UserError("not UTF-8") from None
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        raise UserError("nested too deeply") from None
     except ValueError:
-        raise ValueError("a number of too many digits") from None
+        raise UserError("a number of too many digits") from None
     if not isinstance(record, dict):
-        raise ValueError("no JSON object")
+        raise UserError("no JSON object")
     if field not in record:
-        raise ValueError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
+        raise UserError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
     text = record[field]
     if not isinstance(text, str):
-        raise ValueError(f"no string, but {reprlib.repr(text)}")
+        raise UserError(f"no string, but {reprlib.repr(text)}")
     if not text:
-        raise ValueError("empty")
+        raise UserError("empty")
     try:
         return text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half a surrogate pair, which has no UTF-8") from None
+        raise UserError("half a surrogate pair, which has no UTF-8") from None

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, is_number, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
 from jvarlen.data.sample_workers import IsFloat, Words, Work, measure_ranges
@@ -175,7 +175,7 @@ class _Quantity(NamedTuple):
         if refused:
             shown = np.array([reprlib.repr(numbers[place]) for place in refused])
             offenders = list_offenders(np.array(refused) + samples.start, shown)
-            raise ValueError(f"{self.name} must be {self.wanted}: {offenders}")
+            raise UserError(f"{self.name} must be {self.wanted}: {offenders}")
         is_float = np.array([not is_integer(number) for number in numbers])
         words = np.empty(len(numbers), np.int64)
         words[~is_float] = [int(number) for number in numbers if is_integer(number)]
@@ -209,7 +209,7 @@ def _refuse_records(lengths: list[Any], samples: range) -> None:
     ids = [sample_id for sample_id, length in zip(samples, lengths, strict=True) if isinstance(length, _Record)]
     if ids:
         fields = np.array([length.fields for length in lengths if isinstance(length, _Record)])
-        raise ValueError(
+        raise UserError(
             f"length_fn=len counts fields of these samples, not tokens: {list_offenders(np.array(ids), fields)}; give "
             "measure_lengths a length_fn that counts the tokens, such as lambda sample: len(sample[0])"
         )
@@ -227,11 +227,11 @@ def _check_difficulties(words: Words, is_float: Bool[np.ndarray, " n"]) -> Value
         is_inexact = ~is_float & ((words > _MAX_EXACT_INT) | (words < -_MAX_EXACT_INT))
         if is_inexact.any():
             offenders = list_offenders(np.flatnonzero(is_inexact), words[is_inexact], "±2**53")
-            raise ValueError(f"among floats, ints must be exact as floats: {offenders}")
+            raise UserError(f"among floats, ints must be exact as floats: {offenders}")
         values = np.where(is_float, values, words)
     is_nan = np.isnan(values)
     if is_nan.any():
-        raise ValueError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan), values[is_nan])}")
+        raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan), values[is_nan])}")
     return values
 
 
@@ -250,11 +250,11 @@ def _measure(
     shard_size: int,
 ) -> Any:
     if not is_integer(num_workers) or num_workers < 0:
-        raise ValueError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
+        raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
     check_at_least_one(shard_size=shard_size)
     num_samples = len(dataset)
     if not num_samples:
-        raise ValueError("the dataset is empty: at least one sample is needed")
+        raise UserError("the dataset is empty: at least one sample is needed")
     words, is_float = np.empty(num_samples, np.int64), np.zeros(num_samples, bool)
     files, missing = None, [range(num_samples)]
     if shards is not None:

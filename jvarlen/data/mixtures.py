@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, is_number, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 
@@ -123,9 +123,9 @@ class Mixture:
         sizes = [len(dataset) for dataset in datasets]
         if weights is None:
             if num_samples is not None:
-                raise ValueError("num_samples needs weights: without them every sample comes once")
+                raise UserError("num_samples needs weights: without them every sample comes once")
             if not sum(sizes):
-                raise ValueError("a mixture needs at least one sample")
+                raise UserError("a mixture needs at least one sample")
             self.counts = np.array(sizes, np.int64)
         else:
             self.counts = mixture_counts(sizes, weights, num_samples)
@@ -182,12 +182,12 @@ def _chosen_ids(start: int, size: int, count: int, seed: int, epoch: int) -> Int
 
 def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
     if len(weights) != len(num_samples):
-        raise ValueError(f"{len(num_samples)} datasets need as many weights, not {len(weights)}")
+        raise UserError(f"{len(num_samples)} datasets need as many weights, not {len(weights)}")
     wrong = [f"dataset {d}: {w!r}" for d, w in enumerate(weights) if not is_number(w) or not 0 <= w < math.inf]
     if wrong:
-        raise ValueError(f"weights must be finite and at least 0: {list_first(wrong)}")
+        raise UserError(f"weights must be finite and at least 0: {list_first(wrong)}")
     if not any(weights):
-        raise ValueError("at least one dataset needs a weight above 0")
+        raise UserError("at least one dataset needs a weight above 0")
     empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
     if empty:
-        raise ValueError(f"datasets without samples cannot have a weight: {list_first(empty)}")
+        raise UserError(f"datasets without samples cannot have a weight: {list_first(empty)}")

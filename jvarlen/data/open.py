@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, Integer
 
+from jvarlen._common.checks import UserError
 from jvarlen.data.arrow_files import ColumnDataset, saved_shards
 from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.length_cache import cached_hashes, cached_lengths
@@ -78,7 +79,7 @@ class StoredDataset:
         try:
             return self._samples[index]
         except ValueError as error:  # it was read once, when the lengths were measured
-            raise ValueError(f"{self._path} has changed: {self._name_of(index)}: {error}") from None
+            raise UserError(f"{self._path} has changed: {self._name_of(index)}: {error}") from None
 
 
 def open_data(
@@ -138,10 +139,10 @@ def open_data(
     key = lengths_key = combine_keys(content, opened.field, None)
     if tokenizer is not None:
         if not opened.is_text:
-            raise ValueError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
+            raise UserError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
         tokenized = TokenizedDataset(opened.samples, tokenizer)
         if num_values is not None and tokenized.num_values > num_values:
-            raise ValueError(f"{tokenizer} has {tokenized.num_values:,} ids; at most {num_values:,} are allowed")
+            raise UserError(f"{tokenizer} has {tokenized.num_values:,} ids; at most {num_values:,} are allowed")
         key = combine_keys(content, opened.field, tokenized.key)
         lengths_key = combine_keys(content, opened.field, tokenized.lengths_key)
         opened = opened._replace(samples=tokenized, lengths=None, num_values=tokenized.num_values)
@@ -196,7 +197,7 @@ def _open(path: Path, field: str, num_values: int | None) -> _Opened:
     if path.is_dir():
         return _open_columns(saved_shards(path), field, num_values)
     if path.suffix not in _ENDINGS or not path.is_file():
-        raise ValueError(f"{path} is no data file: its name must end with {', '.join(_ENDINGS)}")
+        raise UserError(f"{path} is no data file: its name must end with {', '.join(_ENDINGS)}")
     if path.suffix in _COLUMN_ENDINGS:
         return _open_columns([path], field, num_values)
     if path.suffix == ".npz":
@@ -236,7 +237,7 @@ def _refuse_empty(path: Path, opened: _Opened, lengths: Int64[np.ndarray, " N"])
         except ValueError as error:
             first.append(f"{opened.name_of(index)}: {error}")
     more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
-    raise ValueError(f"{path}: {opened.wanted}; mend or remove {'; '.join(first)}{more}")
+    raise UserError(f"{path}: {opened.wanted}; mend or remove {'; '.join(first)}{more}")
 
 
 def _open_arrays(path: Path, num_values: int | None) -> TokenDataset:
@@ -245,12 +246,12 @@ def _open_arrays(path: Path, num_values: int | None) -> TokenDataset:
             stored = np.load(file, allow_pickle=False)
             tokens, offsets = stored["tokens"], stored["offsets"]
         except Exception as error:  # damage shows in many ways: as zip, as compressed data, as array
-            raise ValueError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
+            raise UserError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
     for name, array in (("tokens", tokens), ("offsets", offsets)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
+            raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
     try:
         (dataset,) = check_tokens([TokenDataset(tokens, offsets.astype(np.int64))], num_values)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     return dataset

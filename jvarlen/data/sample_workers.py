@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import without_interrupts
 from jvarlen._common.worker_errors import portable_error
 from jvarlen.planning.lengths import DataSource
@@ -188,7 +189,7 @@ class _Workers(ProcessPoolExecutor):
         try:
             pickled = pickle.dumps(work, pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise ValueError(f"workers need a dataset and a function that pickle: {error!r}") from error
+            raise UserError(f"workers need a dataset and a function that pickle: {error!r}") from error
         context = multiprocessing.get_context("spawn")
         handed_over = context.Queue()  # as an argument of theirs, one worker would wait for the start of the other
         handed_over.cancel_join_thread()
@@ -231,7 +232,7 @@ def _work_of_worker() -> Work:
     try:
         return pickle.loads(_handed_over)
     except Exception as error:
-        raise ValueError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
+        raise UserError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
 
 
 def _answer(work: Work | None, samples: range) -> _Answer:

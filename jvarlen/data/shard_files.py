@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 
 __all__ = ["Check", "ShardFiles", "ShardsError", "Values"]
@@ -29,7 +29,7 @@ _MANIFEST = "manifest.json"
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
-class ShardsError(ValueError):
+class ShardsError(UserError):
     """A directory of shards is damaged, or belongs to another measurement."""
 
 

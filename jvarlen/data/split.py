@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.tokens import Subset, to_tokens
 from jvarlen.planning.lengths import DataSource
@@ -46,10 +47,10 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
       ValueError: `fraction` is not between 0 and 1, one side would be empty, or a sample does not consist of tokens.
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
+        raise UserError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
     is_held_out = _hashes_of(dataset) / 2**_HASH_BITS < fraction
     if is_held_out.all() or not is_held_out.any():
-        raise ValueError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
+        raise UserError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
     return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int32
 
+from jvarlen._common.checks import UserError
 from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.tokens import to_tokens
 from jvarlen.planning.lengths import DataSource
@@ -74,9 +75,9 @@ class TokenizedDataset:
         with _only_value_errors(f"{self._path} fails on the text"):
             ids = self._tokenizer.encode(text).ids
         if not ids:
-            raise ValueError("no tokens, by this tokenizer")
+            raise UserError("no tokens, by this tokenizer")
         if max(ids) >= self.num_values:
-            raise ValueError(f"token {max(ids)}, but {self._path} has only {self.num_values} ids")
+            raise UserError(f"token {max(ids)}, but {self._path} has only {self.num_values} ids")
         return np.array(ids, np.int32)
 
     @functools.cached_property
@@ -92,7 +93,7 @@ class TokenizedDataset:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if content_key(self._path) != self.key:
-            raise ValueError(f"{self._path} has changed")
+            raise UserError(f"{self._path} has changed")
         self._tokenizer = _load(self._path)
 
 
@@ -100,7 +101,7 @@ def _load(path: Path) -> Any:
     try:
         import tokenizers  # here: an extra
     except ModuleNotFoundError:
-        raise ValueError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
+        raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
     with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
         tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
         tokenizer.no_truncation()
@@ -112,7 +113,7 @@ def _load(path: Path) -> Any:
 def _num_values(tokenizer: Any, path: Path) -> int:
     num_values = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if not 1 <= num_values <= np.iinfo(np.int32).max:
-        raise ValueError(f"{path}: ids of tokens must fit int32, and there must be one; they end at {num_values - 1}")
+        raise UserError(f"{path}: ids of tokens must fit int32, and there must be one; they end at {num_values - 1}")
     return num_values
 
 
@@ -121,11 +122,11 @@ def _to_text(sample: Any) -> str:
         return sample
     tokens = to_tokens(sample)
     if tokens.dtype != np.uint8:
-        raise ValueError(f"no text, but tokens of {tokens.dtype}")
+        raise UserError(f"no text, but tokens of {tokens.dtype}")
     try:
         return tokens.tobytes().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+        raise UserError(f"not UTF-8 at byte {error.start}") from None
 
 
 @contextlib.contextmanager
@@ -136,4 +137,4 @@ def _only_value_errors(said: str) -> Iterator[None]:
     except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic is no Exception
-        raise ValueError(f"{said}: {error}") from None
+        raise UserError(f"{said}: {error}") from None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64, Integer
 
-from jvarlen._common.checks import list_offenders
+from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
 
@@ -32,7 +32,7 @@ class TokenDataset:
         # Compared, not subtracted: differences of offsets out of a file can overflow.
         is_descending = (offsets[1:] < offsets[:-1]).any()
         if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(tokens) or is_descending:
-            raise ValueError(f"offsets must ascend from 0 to the number of tokens, {len(tokens)}")
+            raise UserError(f"offsets must ascend from 0 to the number of tokens, {len(tokens)}")
         self.tokens = tokens
         self.offsets = offsets
 
@@ -136,7 +136,7 @@ def as_data_source(dataset: DataSource) -> DataSource:
       array([300, 301])
     """
     if not isinstance(dataset, DataSource):
-        raise ValueError(
+        raise UserError(
             f"a dataset needs len() and integer indexing, which {type(dataset).__name__} has not; samples that only "
             "come one after the other are for stream_batches"
         )
@@ -167,10 +167,10 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
     try:
         tokens = np.asarray(sample)
     except Exception as error:  # of any library: a tensor on a device, or a ragged list
-        raise ValueError(f"no tokens, but {type(sample).__name__}: {error}") from None
+        raise UserError(f"no tokens, but {type(sample).__name__}: {error}") from None
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
-        raise ValueError(f"a sample must be text, bytes or 1-D integers, not {kind}")
+        raise UserError(f"a sample must be text, bytes or 1-D integers, not {kind}")
     return tokens
 
 
@@ -193,12 +193,12 @@ def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[
     """
     starts = np.cumsum([0, *map(len, parts)])
     if not starts[-1]:
-        raise ValueError("it holds no samples: at least one is needed")
+        raise UserError("it holds no samples: at least one is needed")
     empty = np.concatenate(
         [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=False)]
     )
     if len(empty):
-        raise ValueError(f"samples must not be empty: {list_offenders(empty)}")
+        raise UserError(f"samples must not be empty: {list_offenders(empty)}")
     ids, values = [], []
     for part, start in zip(parts, starts, strict=False):
         raise_if_interrupted()
@@ -214,7 +214,7 @@ def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[
     if any(map(len, ids)):
         limit = "" if num_values is None else f" and below {num_values}"
         listed = list_offenders(np.concatenate(ids), np.concatenate(values))
-        raise ValueError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
+        raise UserError(f"tokens must be at least 0{limit}; these samples have others: {listed}")
     if num_values is None or num_values > 256:
         return list(parts)
     return [TokenDataset(part.tokens.astype(np.uint8, copy=False), part.offsets) for part in parts]

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key
 
 __all__ = [
@@ -59,7 +60,7 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
         hint = ""
         if num_devices > fewest and devices[0].platform == "cpu":
             hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {num_devices})"
-        raise ValueError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
+        raise UserError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
     devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
@@ -99,7 +100,7 @@ def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
     """Raises ValueError if a step without a mesh is compiled for a mesh: every device would compute everything."""
     compiled = _compiled_mesh.get()
     if mesh is None and compiled is not None and compiled.shape.get(axis_name, 1) > 1:
-        raise ValueError(
+        raise UserError(
             f"the step was made without a mesh and is compiled for one of {compiled.shape[axis_name]} shards, each of "
             "which would compute the whole step: give make_train_step, or make_eval_step, the mesh as well"
         )
@@ -126,7 +127,7 @@ def devices_of(mesh: Mesh | None) -> list[jax.Device]:
 def num_shards_of(mesh: Mesh, axis_name: str) -> int:
     """p, the number of devices along a mesh axis; raises ValueError if there is no such axis."""
     if axis_name not in mesh.shape:
-        raise ValueError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
+        raise UserError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
     return mesh.shape[axis_name]
 
 
@@ -134,7 +135,7 @@ def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str = DATA
     """Raises ValueError if the microbatches of a step do not divide evenly over a mesh axis."""
     num_shards = num_shards_of(mesh, axis_name)
     if num_microbatches % num_shards:
-        raise ValueError(
+        raise UserError(
             f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
             f"{axis_name!r}: the shards must divide microbatches_per_step"
         )
@@ -157,7 +158,7 @@ def own_shards(mesh: Mesh, axis_name: str) -> Int64[np.ndarray, " q"]:
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(axis_name), 0).reshape(num_shards, -1)
     owner = np.array([[device.process_index for device in place] for place in devices])
     if (owner != owner[:, :1]).any():
-        raise ValueError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
+        raise UserError(f"devices of several processes share a place of mesh axis {axis_name!r}: {owner.tolist()}")
     return np.flatnonzero(owner[:, 0] == jax.process_index())
 
 

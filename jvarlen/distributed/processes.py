@@ -23,7 +23,7 @@ from jax._src import distributed
 from jax.experimental import multihost_utils
 from jaxtyping import Shaped
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 
 __all__ = [
@@ -90,7 +90,7 @@ def initialize_processes(
     except ValueError as error:
         if None not in (coordinator_address, num_processes, process_id):
             raise
-        raise ValueError(
+        raise UserError(
             "JAX finds no Slurm, Open MPI, Kubernetes or cloud TPU around this process: give coordinator, "
             f"num_processes and process_id ({error})"
         ) from error
@@ -116,7 +116,7 @@ def agree(name: str, value: str | bytes | int) -> None:
     """
     values = gather_texts(name, repr(value))
     if len(set(values)) > 1:
-        raise ValueError(f"processes differ in {name}: {_by_process(values)}")
+        raise UserError(f"processes differ in {name}: {_by_process(values)}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
-from jvarlen._common.checks import list_offenders
+from jvarlen._common.checks import UserError, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
 from jvarlen.planning.buckets import AnyBucket
 
@@ -90,7 +90,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     if too_long_MxBx1.any():
         at_fault = is_sample_MxBxP & too_long_MxBx1
         offenders = list_offenders(step.ids[at_fault], lengths_MxBxP[at_fault], length)
-        raise ValueError(
+        raise UserError(
             f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
         )
     is_token_MxBxT = np.arange(length) < lengths_MxBxP.sum(axis=2, keepdims=True)
@@ -139,7 +139,7 @@ def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bo
     kind = "pairs" if len(step.bucket.lengths) == 2 else "samples, one a row"
     if step.ids.ndim == 3:
         kind, fitting = "packed rows", "pack_to_bucket"
-    raise ValueError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
+    raise UserError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
 
 
 def _cut(step: StepSamples) -> list[np.ndarray]:
@@ -158,7 +158,7 @@ def _padded(
     too_long = lengths > max_length
     if too_long.any():
         offenders = list_offenders(ids[too_long], lengths[too_long], max_length)
-        raise ValueError(f"samples longer than their bucket: {offenders}")
+        raise UserError(f"samples longer than their bucket: {offenders}")
     lengths_MxB = np.zeros(ids_MxB.shape, np.int32)
     lengths_MxB[ids_MxB >= 0] = lengths
     is_token_MxBxT = np.arange(max_length, dtype=np.int32) < lengths_MxB[..., None]
@@ -170,7 +170,7 @@ def _padded(
 def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:
     if step.num_tokens is not None and lengths.sum() != step.num_tokens:
         ids = step.ids[step.ids >= 0]  # in the order of the samples: microbatch by microbatch
-        raise ValueError(
+        raise UserError(
             f"the samples of a step hold {lengths.sum():,} tokens, but {step.num_tokens:,} were planned; this dataset "
             f"is not the one whose lengths were planned: {list_offenders(ids, lengths)}"
         )
@@ -184,8 +184,8 @@ def _checked_tokens(ids: Int64[np.ndarray, " n"], samples: Sequence[np.ndarray])
         if sample.ndim != 1 or not np.issubdtype(sample.dtype, np.integer)
     ]
     if wrong:
-        raise ValueError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
+        raise UserError(f"samples must be 1-D arrays of integer tokens: {', '.join(wrong[:5])}")
     tokens = np.concatenate([np.zeros(0, np.int32), *samples])  # a process's part of a step can be dummy rows alone
     if tokens.size and (tokens.min() < _INT32.min or tokens.max() > _INT32.max):
-        raise ValueError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
+        raise UserError(f"tokens must fit int32; those of a step reach from {tokens.min()} to {tokens.max()}")
     return tokens

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen.distributed.mesh import batch_shardings, own_microbatches
 from jvarlen.distributed.processes import agree
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
@@ -88,7 +89,7 @@ class BatchIterator(Iterator[Any]):
     def close(self) -> None:
         """Ends threads and worker processes within a few seconds; the counts stay."""
         if self._ended is None:
-            self._end(ValueError("these batches are closed"))
+            self._end(UserError("these batches are closed"))
 
     def _next_delivered(self) -> _Delivered:
         while True:
@@ -165,13 +166,13 @@ def load(
       ([[[1, 3]], [[4, 0]]], 3)
     """
     if num_workers < 0:
-        raise ValueError(f"num_workers must be at least 0, not {num_workers}")
+        raise UserError(f"num_workers must be at least 0, not {num_workers}")
     if not callable(plan) and epoch:
-        raise ValueError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
+        raise UserError(f"epoch {epoch} needs a function from the epoch to its plan; a Plan is one epoch")
     plan_of_epoch = plan if callable(plan) else None
     first = plan(epoch) if callable(plan) else plan
     if not 0 <= start_step <= first.num_steps:
-        raise ValueError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
+        raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
     if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
         batch_shardings(np.empty(first.microbatches_per_step), mesh)
     read = functools.partial(
@@ -272,7 +273,7 @@ def _read_epoch(
     if isinstance(plan, DistributedPlan) and not np.array_equal(
         plan.microbatches, np.arange(num_microbatches) if own is None else own
     ):
-        raise ValueError(
+        raise UserError(
             f"the plan was made for a mesh where this process has the microbatches {plan.microbatches.tolist()}"
         )
     if mesh is None or not mesh.is_multi_process:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_choices, list_first
+from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.worker_errors import portable_error
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
 from jvarlen.loading.ids_digest import own_rows
@@ -73,10 +73,10 @@ class PlanSource:
     ):
         ids = plan.row_ids if isinstance(plan, DistributedPlan) else plan.sample_ids
         if ids.max() >= len(dataset):
-            raise ValueError(f"the plan holds sample {ids.max()}, the dataset only {len(dataset)} samples")
+            raise UserError(f"the plan holds sample {ids.max()}, the dataset only {len(dataset)} samples")
         check_choices(on_mismatch=(on_mismatch, OnMismatch))
         if lengths is None and on_mismatch == "adjust":
-            raise ValueError('on_mismatch="adjust" needs the lengths that the plan was made for')
+            raise UserError('on_mismatch="adjust" needs the lengths that the plan was made for')
         self._plan = plan
         self._dataset = dataset
         self._collate = collate
@@ -86,7 +86,7 @@ class PlanSource:
         if lengths is not None:
             self._lengths = _planned_lengths(plan, lengths)
             if len(self._lengths) != len(dataset):
-                raise ValueError(f"lengths are of {len(self._lengths)} samples, the dataset holds {len(dataset)}")
+                raise UserError(f"lengths are of {len(self._lengths)} samples, the dataset holds {len(dataset)}")
 
     def __len__(self) -> int:
         return self._plan.num_steps
@@ -159,7 +159,7 @@ class PlanSource:
                     ids[differs].tolist(), found[differs].tolist(), planned[differs].tolist(), strict=True
                 )
             )
-            raise ValueError(
+            raise UserError(
                 f"samples are of other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
                 'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
             )
@@ -227,7 +227,7 @@ def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool
         return np.fromiter(map(len, samples), np.int64, len(samples))
     except TypeError as error:
         without = [f"id {i}" for i, sample in zip(ids.tolist(), samples, strict=True) if not hasattr(sample, "__len__")]
-        raise ValueError(
+        raise UserError(
             "lengths are compared with `len()` of a sample, which these do not have; load without lengths: "
             f"{list_first(without)}"
         ) from error

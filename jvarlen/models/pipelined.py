@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.transformer import Transformer, TransformerConfig, rows_of, run_block, sum_losses
 from jvarlen.parallel.pipeline import StagedParams, Stages
@@ -74,7 +75,7 @@ def split_stages(params: nnx.State, num_stages: int) -> StagedParams:
     """
     blocks = [nnx.State(params.raw_mapping["blocks"][layer]) for layer in range(len(params["blocks"]))]
     if num_stages < 1 or len(blocks) % num_stages:
-        raise ValueError(f"num_stages must divide the {len(blocks)} blocks, and {num_stages} does not")
+        raise UserError(f"num_stages must divide the {len(blocks)} blocks, and {num_stages} does not")
 
     @jax.jit  # one program instead of many
     def stack_all(*blocks: nnx.State) -> nnx.State:

@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jvarlen._common.checks import UserError
 from jvarlen.attention.attention import (
     AttentionImplementation,
     SegmentAttentionImplementation,
@@ -68,13 +69,13 @@ class TransformerConfig:
 
     def __post_init__(self):
         if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
-            raise ValueError(
+            raise UserError(
                 f"num_layers ({self.num_layers}) and vocab_size ({self.vocab_size}) must be at least 1 and width "
                 f"({self.width}) a multiple of 2 * num_heads ({2 * self.num_heads})"
             )
         wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
         if wrong and self.compute_dtype is None:
-            raise ValueError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
+            raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
 
 
 class Rows(NamedTuple):

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import check_at_least_one, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn
@@ -114,9 +114,9 @@ def pipeline_mesh(num_stages: int, num_devices: int | None = None) -> Mesh:
     devices = jax.devices()
     num_devices = len(devices) if num_devices is None else num_devices
     if not 1 <= num_devices <= len(devices):
-        raise ValueError(f"num_devices must be between 1 and {len(devices)}, not {num_devices}")
+        raise UserError(f"num_devices must be between 1 and {len(devices)}, not {num_devices}")
     if num_stages < 1 or num_devices % num_stages:
-        raise ValueError(f"num_stages must divide the {num_devices} devices, and {num_stages} does not")
+        raise UserError(f"num_stages must divide the {num_devices} devices, and {num_stages} does not")
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh(
         (num_devices // num_stages, num_stages), _AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:num_devices]
@@ -333,7 +333,7 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
         if np.shape(leaf)[:1] != (num_stages,)
     ]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"the mesh has {num_stages} stages, which must be the leading axis of all parameters of stages; not so: "
             f"{list_first(wrong)}"
         )
@@ -342,4 +342,4 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
 def _check_stage(given: Any, returned: Any) -> None:
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), x) for x in (given, returned)]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"a stage must give what it takes; it takes {shapes[0]} and gives {shapes[1]}")
+        raise UserError(f"a stage must give what it takes; it takes {shapes[0]} and gives {shapes[1]}")

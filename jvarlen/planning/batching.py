@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int32, Int64
 
-from jvarlen._common.checks import check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
 from jvarlen.planning.lengths import check_lengths, ends_to_offsets
 from jvarlen.planning.order import sample_order
@@ -139,7 +139,7 @@ def _check_shapes(shapes: Sequence[tuple[int, int]]) -> Int64[np.ndarray, "S 2"]
     except (TypeError, ValueError):
         pairs = []
     if not pairs or not all(is_integer(value) and 1 <= value < 2**63 for pair in pairs for value in pair):
-        raise ValueError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
+        raise UserError(f"shapes must be at least one (rows, length) pair of integers ≥ 1, not {shapes!r}")
     return np.array(pairs, np.int64)
 
 
@@ -148,7 +148,7 @@ def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"],
         too_long = ordered > limit
         by_id = np.argsort(ids[too_long])
         offenders = list_offenders(ids[too_long][by_id], ordered[too_long][by_id], limit)
-        raise ValueError(f"samples longer than {name}: {offenders}")
+        raise UserError(f"samples longer than {name}: {offenders}")
 
 
 def _check_options(max_tokens: int, budget: str, max_sequences: int | None, sequence_multiple: int) -> None:

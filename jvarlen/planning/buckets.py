@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders, offenders_where
 from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
 from jvarlen.planning.lengths import Overlong, check_lengths, fit_lengths
@@ -136,10 +136,10 @@ def make_buckets(
     if not isinstance(strategy, str):
         given = np.unique(round_up(check_edges(strategy), length_multiple))
         if max_length is not None and given[-1] > max_length:
-            raise ValueError(f"the last of the given lengths, {given[-1]}, is above max_length {max_length}")
+            raise UserError(f"the last of the given lengths, {given[-1]}, is above max_length {max_length}")
         max_length = int(given[-1])
     elif strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
+        raise UserError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
     counted = CountedSamples(lengths, max_length, overlong, length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
@@ -170,13 +170,13 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     given = [tuple(bucket) for bucket in buckets]
     widths = {len(bucket) for bucket in given}
     if widths not in ({2}, {3}) or not all(is_integer(number) for bucket in given for number in bucket):
-        raise ValueError(
+        raise UserError(
             f"buckets must be at least one (rows, length) pair of integers, or (rows, source, target), not {given!r}"
         )
     if wrong := [bucket for bucket in given if min(bucket) < 1]:
-        raise ValueError(f"rows and length must be at least 1: {wrong}")
+        raise UserError(f"rows and length must be at least 1: {wrong}")
     if descending := [(a, b) for a, b in itertools.pairwise(given) if a[1:] >= b[1:]]:
-        raise ValueError(f"bucket lengths must strictly ascend: {descending}")
+        raise UserError(f"bucket lengths must strictly ascend: {descending}")
     kind = Bucket if widths == {2} else PairBucket
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
@@ -185,9 +185,9 @@ def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray
     array = np.asarray(counts)
     if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
         given = f"{array.dtype}{list(array.shape)}"
-        raise ValueError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
+        raise UserError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
     if array.min() < 1:
-        raise ValueError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
+        raise UserError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
     return array.astype(np.int64, copy=False)
 
 
@@ -210,7 +210,7 @@ class CountedSamples:
         num_of_each = None if counts is None else _checked_counts(counts, len(self._lengths))[fitted.kept]
         self.histogram = Histogram(fitted.lengths, length_multiple, num_of_each)
         if max_length is not None and self.histogram.rounded[-1] > max_length:
-            raise ValueError(
+            raise UserError(
                 f"max_length {max_length} would be rounded up to {self.histogram.rounded[-1]}: make it a multiple of "
                 "length_multiple"
             )
@@ -223,7 +223,7 @@ class CountedSamples:
         longest = int(edges[caps < 1][-1])
         bucket = np.minimum(np.searchsorted(edges, self._rounded_lengths()), len(edges) - 1)
         offenders = list_offenders(*offenders_where((caps < 1)[bucket] & self._is_counted(), self._lengths))
-        raise ValueError(
+        raise UserError(
             f"{budget.broken_by_one_row(longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
             f"{offenders or 'none'}"
         )

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64, Shaped
 
-from jvarlen._common.checks import check_at_least_one, is_number
+from jvarlen._common.checks import UserError, check_at_least_one, is_number
 
 __all__ = ["Budget", "BudgetOptions", "CostFn", "as_budget", "checked_cost", "round_up"]
 
@@ -88,20 +88,20 @@ class Budget:
         for name in names:
             object.__setattr__(self, name, int(getattr(self, name)))
         if self.max_tokens * self.microbatches_per_step >= 2**63:
-            raise ValueError(
+            raise UserError(
                 f"max_tokens × microbatches_per_step ({self.max_tokens} × {self.microbatches_per_step}) must be below "
                 "2**63"
             )
         for name, value, source, function in self._functions():
             if function is not None and not callable(function):
-                raise ValueError(f"{source} must be a function of rows and length, not {function!r}")
+                raise UserError(f"{source} must be a function of rows and length, not {function!r}")
             if value is not None and function is None:
-                raise ValueError(f"{name} ({value!r}) needs {source}, a function of rows and length")
+                raise UserError(f"{name} ({value!r}) needs {source}, a function of rows and length")
             if value is not None and not (is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"{name} must be finite and above 0, not {value!r}")
+                raise UserError(f"{name} must be finite and above 0, not {value!r}")
         seconds = self.compile_seconds
         if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
-            raise ValueError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
+            raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
 
     def _functions(self) -> tuple[_Limit, _Limit]:
         return (
@@ -196,7 +196,7 @@ def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str =
     if wrong.any():
         first = int(wrong.argmax())
         place = ", ".join(f"{label}={axis[first]}" for label, axis in zip(("rows", "length"), shape, strict=True))
-        raise ValueError(f"{name}({place}) is {values[first]}; it must be finite and at least 0")
+        raise UserError(f"{name}({place}) is {values[first]}; it must be finite and at least 0")
     return values
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget, checked_cost, round_up
@@ -153,7 +153,7 @@ def best_of(figures: Sequence[StrategyFigures]) -> StrategyFigures:
     """
     possible = [each for each in figures if each.is_plan and not each.problem]
     if not possible:
-        raise ValueError("none of the figures is of a plan that can be made")
+        raise UserError("none of the figures is of a plan that can be made")
     return min(possible, key=_spent)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 
-from jvarlen._common.checks import is_integer
+from jvarlen._common.checks import UserError, is_integer
 from jvarlen._common.files import write_atomically
 
 __all__ = ["CostModel", "fit_cost_model"]
@@ -92,7 +92,7 @@ class CostModel:
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no cost model {path}") from None
         except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{path} holds no cost model: {error}") from error
+            raise UserError(f"{path} holds no cost model: {error}") from error
 
     def __str__(self) -> str:
         scale, unit = (1e6, "µs") if self.unit == "seconds" else (1.0, "bytes")
@@ -142,16 +142,16 @@ def fit_cost_model(
     shapes = _check_shapes(shapes)
     values = np.asarray(measured, np.float64)
     if values.shape != (len(shapes),):
-        raise ValueError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
+        raise UserError(f"{len(shapes)} shapes need as many measured values, not an array of shape {values.shape}")
     if len(set(shapes)) < _LEAST_SHAPES or len({length for _, length in shapes}) < 2:
-        raise ValueError(f"at least {_LEAST_SHAPES} different shapes of at least 2 lengths are needed: {list(shapes)}")
+        raise UserError(f"at least {_LEAST_SHAPES} different shapes of at least 2 lengths are needed: {list(shapes)}")
     wrong = [f"{b}×{t}: {value}" for (b, t), value in zip(shapes, values, strict=True) if not 0 < value < np.inf]
     if wrong:
-        raise ValueError(f"measured values must be finite and above 0: {', '.join(wrong)}")
+        raise UserError(f"measured values must be finite and above 0: {', '.join(wrong)}")
     rows, length = np.array(shapes, np.float64).T
     terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
     if np.linalg.matrix_rank(terms / terms.max(axis=0), rtol=_LEAST_INDEPENDENCE) < _LEAST_SHAPES:
-        raise ValueError(
+        raise UserError(
             "these shapes do not tell what a step, a token and attention cost, as when all hold equally many tokens: "
             f"measure a length with another number of rows as well; given were {shapes}"
         )
@@ -177,5 +177,5 @@ def _check_shapes(shapes: Sequence[tuple[int, int]] | npt.NDArray[np.integer]) -
     given = [tuple(shape) for shape in shapes]
     wrong = [shape for shape in given if len(shape) != 2 or not all(is_integer(n) and n >= 1 for n in shape)]
     if wrong:
-        raise ValueError(f"shapes must be (rows, length) pairs of integers of at least 1: {wrong[:5]}")
+        raise UserError(f"shapes must be (rows, length) pairs of integers of at least 1: {wrong[:5]}")
     return [(int(rows), int(length)) for rows, length in given]

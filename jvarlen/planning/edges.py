@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import ends_to_offsets
 
@@ -142,12 +143,12 @@ def check_edges(edges: Sequence[int]) -> Int64[np.ndarray, " K"]:
     given = np.asarray(edges)
     is_integers = given.ndim == 1 and given.size > 0 and np.issubdtype(given.dtype, np.integer)
     if not is_integers or any(isinstance(edge, bool) for edge in edges):
-        raise ValueError(f"given lengths must be at least one integer, not {edges!r}")
+        raise UserError(f"given lengths must be at least one integer, not {edges!r}")
     if given.min() < 1:
-        raise ValueError(f"given lengths must be at least 1: {given[given < 1].tolist()}")
+        raise UserError(f"given lengths must be at least 1: {given[given < 1].tolist()}")
     descends = np.flatnonzero(np.diff(given) <= 0)
     if len(descends):
-        raise ValueError(f"given lengths must strictly ascend: {[given[i : i + 2].tolist() for i in descends]}")
+        raise UserError(f"given lengths must strictly ascend: {[given[i : i + 2].tolist() for i in descends]}")
     return given.astype(np.int64)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer
 
-from jvarlen._common.checks import check_choices
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts
 from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import CHUNK, pack_with_index, random_key_chunks, sample_order
@@ -99,7 +99,7 @@ def group_by_bucket(
     check_choices(overlong=(overlong, Overlong))
     is_pairs = lengths.ndim == 2
     if is_pairs and overlong == "truncate":
-        raise ValueError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
+        raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     if isinstance(order, str) and ordering.is_plain and not is_pairs:
         if order == "length" and (grouped := _by_length(lengths, edges, overlong)):

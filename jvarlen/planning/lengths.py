@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import check_choices, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
 
 __all__ = [
     "DataSource",
@@ -45,16 +45,16 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     """
     array = np.asarray(lengths)
     if array.ndim != 1:
-        raise ValueError(f"lengths must be 1-D, one integer a sample, not of shape {array.shape}")
+        raise UserError(f"lengths must be 1-D, one integer a sample, not of shape {array.shape}")
     if array.size == 0:
-        raise ValueError("lengths are empty: at least one sample is needed")
+        raise UserError("lengths are empty: at least one sample is needed")
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"lengths must be integers, not {array.dtype}")
+        raise UserError(f"lengths must be integers, not {array.dtype}")
     if array.min() < 1:
-        raise ValueError(f"lengths must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
+        raise UserError(f"lengths must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
     if array.max() > np.iinfo(np.int64).max:
         limit = np.iinfo(np.int64).max
-        raise ValueError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
+        raise UserError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
     return array.astype(np.int64, copy=False)
 
 
@@ -69,16 +69,16 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     """
     array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
-        raise ValueError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
+        raise UserError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
-        raise ValueError(f"lengths must be integers, not {array.dtype}")
+        raise UserError(f"lengths must be integers, not {array.dtype}")
     if array.min() < 1:
         offenders = list_offenders(*offenders_where(array.min(axis=1) < 1, array), 1)
-        raise ValueError(f"lengths must be at least 1: {offenders}")
+        raise UserError(f"lengths must be at least 1: {offenders}")
     most = np.iinfo(np.int64).max // 2  # so that the sum of both fits
     if array.max() > most:
         offenders = list_offenders(*offenders_where(array.max(axis=1) > most, array), most)
-        raise ValueError(f"lengths of pairs must be at most 2**62 - 1: {offenders}")
+        raise UserError(f"lengths of pairs must be at most 2**62 - 1: {offenders}")
     return array.astype(np.int64, copy=False)
 
 
@@ -124,7 +124,7 @@ def apply_overlong(
         return len(ids), 0
     by_id = np.argsort(ids)
     problem = problem if overlong == "error" else 'overlong="drop" leaves no sample'
-    raise ValueError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
+    raise UserError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
 
 
 class FittedLengths(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped, UInt64
 
-from jvarlen._common.checks import check_at_least_one, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
@@ -96,7 +96,7 @@ def sample_order(
         return num_samples - 1 - stable_argsort(by[::-1])[::-1]
     if order == "shuffle":
         return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
-    raise ValueError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
+    raise UserError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
 
 
 def _shuffle_within_blocks(
@@ -226,19 +226,19 @@ def check_seed(seed: int, epoch: int) -> None:
     """Raises ValueError where seed or epoch is not in [0, 2**63)."""
     for name, value in (("seed", seed), ("epoch", epoch)):
         if not is_integer(value) or not 0 <= value < 2**63:
-            raise ValueError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
+            raise UserError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
 
 
 def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
     """Checks a difficulty: ints or floats[num_samples] without NaN; raises ValueError that lists the offenders."""
     array = np.asarray(difficulty)
     if array.shape != (num_samples,):
-        raise ValueError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
+        raise UserError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")
     if not (np.issubdtype(array.dtype, np.integer) or np.issubdtype(array.dtype, np.floating)):
-        raise ValueError(f"difficulty must be integers or floats, not {array.dtype}")
+        raise UserError(f"difficulty must be integers or floats, not {array.dtype}")
     is_nan = np.isnan(array)
     if is_nan.any():
-        raise ValueError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan))}")
+        raise UserError(f"difficulty must not be NaN: {list_offenders(np.flatnonzero(is_nan))}")
     return array
 
 
@@ -246,14 +246,14 @@ def _check_order_array(order: npt.ArrayLike, num_samples: int) -> Int64[np.ndarr
     """Checks an order given as ids: 1-D, unique, in [0, num_samples); raises ValueError that lists the offenders."""
     ids = np.asarray(order)
     if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
+        raise UserError(
             f"an order must be a non-empty 1-D array of integer sample ids, not {ids.dtype} of shape {ids.shape}"
         )
     outside = (ids < 0) | (ids >= num_samples)
     if outside.any():
-        raise ValueError(f"sample ids in the order must be in [0, {num_samples}): {list_offenders(ids[outside])}")
+        raise UserError(f"sample ids in the order must be in [0, {num_samples}): {list_offenders(ids[outside])}")
     ids = ids.astype(np.int64, copy=False)
     times = np.bincount(ids, minlength=num_samples)
     if times.max() > 1:
-        raise ValueError(f"sample ids in the order must be unique: {list_offenders(np.flatnonzero(times > 1))} repeat")
+        raise UserError(f"sample ids in the order must be unique: {list_offenders(np.flatnonzero(times > 1))} repeat")
     return ids

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import check_at_least_one, is_number
+from jvarlen._common.checks import UserError, check_at_least_one, is_number
 
 __all__ = ["Pacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing"]
 
@@ -131,16 +131,16 @@ def discrete_pacing(num_steps: int, num_stages: int, initial: float = 0.1) -> Pa
     check_at_least_one(num_stages=num_stages)
     num_steps, num_stages = int(num_steps), int(num_stages)
     if num_steps * num_stages >= 2**63:
-        raise ValueError(f"num_steps × num_stages ({num_steps} × {num_stages}) must be below 2**63")
+        raise UserError(f"num_steps × num_stages ({num_steps} × {num_stages}) must be below 2**63")
     return _pacing(num_steps, lambda step: initial + (1 - initial) * (step * num_stages // num_steps) / num_stages)
 
 
 def _check(num_steps: int, initial: float, degree: float = 1.0) -> None:
     check_at_least_one(num_steps=num_steps)
     if not is_number(initial) or not 0 < initial <= 1:
-        raise ValueError(f"initial must be above 0 and at most 1, not {initial!r}")
+        raise UserError(f"initial must be above 0 and at most 1, not {initial!r}")
     if not is_number(degree) or not 0 < degree < math.inf:
-        raise ValueError(f"degree must be finite and above 0, not {degree!r}")
+        raise UserError(f"degree must be finite and above 0, not {degree!r}")
 
 
 def _pacing(num_steps: int, share: Callable[[Int64[np.ndarray, " S"]], Float64[np.ndarray, " S"]]) -> Pacing:
@@ -149,7 +149,7 @@ def _pacing(num_steps: int, share: Callable[[Int64[np.ndarray, " S"]], Float64[n
     def pacing(step: npt.ArrayLike) -> Float64[np.ndarray, ...]:
         steps = np.asarray(step)
         if not np.issubdtype(steps.dtype, np.integer) or (steps < 0).any():
-            raise ValueError(f"steps must be integers of at least 0, not {step!r}")
+            raise UserError(f"steps must be integers of at least 0, not {step!r}")
         # One axis, for a power of a NumPy scalar may be rounded otherwise than that of an array.
         reached = np.minimum(steps.reshape(-1).astype(np.uint64), np.uint64(num_steps)).astype(np.int64)
         # The end is exact, whatever the rounding.

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, check_choices, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning.buckets import PairBucket, make_buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import check_pair_lengths
@@ -87,7 +87,7 @@ def make_pair_buckets(
     chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=lambda found: found.cost)
     if chosen.cost >= _UNREACHABLE:
         alone = offenders_where(size(*round_up(lengths, length_multiple).T) > max_tokens, lengths)
-        raise ValueError(
+        raise UserError(
             f"max_tokens {max_tokens} leaves no row for some pairs, with at most {max_shapes} shapes and "
             f"{max_candidates} candidates a side; too long by themselves: "
             f"{list_offenders(*alone, max_tokens) if len(alone[0]) else 'none'}"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket
@@ -206,7 +206,7 @@ def make_plan(
     if pacing is not None and (
         not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
     ):
-        raise ValueError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+        raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(lengths, Packing):
         plan_of_rows = make_plan(
             _lengths_of_rows(lengths, buckets, overlong),
@@ -265,14 +265,14 @@ def _checked_lengths(
         what = (
             "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
         )
-        raise ValueError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+        raise UserError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 
 def _lengths_of_rows(packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong) -> Int64[np.ndarray, " R"]:
     """The tokens of packed rows; raises ValueError where the longest bucket does not hold them."""
     if overlong != "error":
-        raise ValueError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
+        raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
     problem = "packed rows longer than the longest bucket; of the rows"
     return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
 
@@ -314,7 +314,7 @@ def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     """The plan with the samples of each row in place of the row."""
     longest = plan_of_rows.buckets[-1].lengths
     if packing.num_truncated and longest != packing.row_lengths[-1:]:
-        raise ValueError(
+        raise UserError(
             f"the packing cuts samples at {packing.row_lengths[-1]} tokens, so the longest bucket must have just that "
             f"length, not {longest[-1]}"
         )

@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.lengths import Overlong
@@ -120,13 +120,13 @@ def read_plan_file(path: Path) -> Fields:
         raise FileNotFoundError(f"there is no plan file {path}") from None
     except Exception as error:  # damage shows in many ways: as zip, as header of an array, as memory that there is not
         reason = str(error)[:_MAX_REASON]  # NumPy repeats what it cannot read
-        raise ValueError(f"{path} is not a readable plan file: {reason}") from error
+        raise UserError(f"{path} is not a readable plan file: {reason}") from error
     try:
         _check_fields(fields)
         _check_structure(fields)
         _check_seals(fields)
     except ValueError as error:
-        raise ValueError(f"{path} is refused: {error}") from None
+        raise UserError(f"{path} is refused: {error}") from None
     return fields
 
 
@@ -139,19 +139,19 @@ def _read_arrays(archive: zipfile.ZipFile) -> Fields:
     names = [member.filename for member in archive.infolist()]
     compressed = [member.filename for member in archive.infolist() if member.compress_type]
     if compressed or len(set(names)) != len(names):
-        raise ValueError("its arrays are compressed, or there twice")
+        raise UserError("its arrays are compressed, or there twice")
     if "format_version.npy" not in names:
-        raise ValueError("it holds no plan (no format_version)")
+        raise UserError("it holds no plan (no format_version)")
     version = _read_array(archive.read("format_version.npy"))
     if version.shape != () or version not in _READABLE_VERSIONS:
         said = reprlib.repr(version.tolist())
         readable = " and ".join(map(str, _READABLE_VERSIONS))
-        raise ValueError(f"its format_version is {said}, this version of the library reads {readable}")
+        raise UserError(f"its format_version is {said}, this version of the library reads {readable}")
     expected = {f"{name}.npy" for name in _FIELDS}
     packed = {f"{name}.npy" for name in _PACKED_FIELDS}
     if (at_fault := expected ^ set(names)) and at_fault != packed:
         listed = list_first(reprlib.repr(name.removesuffix(".npy")) for name in sorted(at_fault))
-        raise ValueError(f"its fields are not those of a plan; at fault: {listed}")
+        raise UserError(f"its fields are not those of a plan; at fault: {listed}")
     return {name.removesuffix(".npy"): _read_array(archive.read(name)) for name in names}
 
 
@@ -162,7 +162,7 @@ def _read_array(content: bytes) -> Shaped[np.ndarray, ...]:
     shape, is_fortran, dtype = read_header[np.lib.format.read_magic(file)](file)
     num_values, num_bytes = math.prod(shape), len(content) - file.tell()
     if num_values * dtype.itemsize != num_bytes:
-        raise ValueError(f"{num_bytes:,} bytes are not {dtype}{list(shape)}")
+        raise UserError(f"{num_bytes:,} bytes are not {dtype}{list(shape)}")
     array = np.frombuffer(content, dtype, num_values, file.tell()).reshape(shape, order="F" if is_fortran else "C")
     return array.astype(dtype.newbyteorder("="), copy=False)
 
@@ -179,7 +179,7 @@ def _check_fields(fields: Fields) -> None:
         if not np.issubdtype(fields[name].dtype, dtype) or fields[name].ndim != ndim
     ]
     if mistyped:
-        raise ValueError(f"wrong dtype or number of dimensions: {', '.join(mistyped)}")
+        raise UserError(f"wrong dtype or number of dimensions: {', '.join(mistyped)}")
 
 
 def _check_structure(fields: Fields) -> None:
@@ -221,7 +221,7 @@ def _check_structure(fields: Fields) -> None:
     if len(np.unique(ids)) != len(ids):
         wrong.append("sample_ids repeat")
     if wrong:
-        raise ValueError("; ".join(wrong))
+        raise UserError("; ".join(wrong))
 
 
 def _check_seals(fields: Fields) -> None:
@@ -235,11 +235,11 @@ def _check_seals(fields: Fields) -> None:
         fields.get("row_offsets"),
     )
     if digest != str(fields["digest"]):
-        raise ValueError(
+        raise UserError(
             f"its digest is {digest}, but it says {reprlib.repr(str(fields['digest']))}: it was damaged or edited"
         )
     if _checksum(fields) != str(fields["checksum"]):
-        raise ValueError("num_tokens, num_dropped, num_truncated or overlong were damaged or edited")
+        raise UserError("num_tokens, num_dropped, num_truncated or overlong were damaged or edited")
 
 
 def _checksum(fields: Fields) -> str:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
+from jvarlen._common.checks import UserError
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.order import CHUNK, random_keys, stable_argsort
@@ -152,14 +153,14 @@ def paced_ranks(
     num_steps = int((-(-num_samples // rows_per_step)).sum())
     steps = min(epoch * num_steps, _LATE) + np.arange(num_steps)
     if not callable(pacing):
-        raise ValueError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
+        raise UserError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
     fractions = np.asarray(pacing(steps), np.float64)
     if fractions.shape != steps.shape:
-        raise ValueError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")
+        raise UserError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")
     wrong = ~((fractions >= 0) & (fractions <= 1))
     if wrong.any():
         listed = ", ".join(f"step {step}: {fractions[step - steps[0]]}" for step in steps[wrong][:5].tolist())
-        raise ValueError(f"pacing must give fractions between 0 and 1: {listed}")
+        raise UserError(f"pacing must give fractions between 0 and 1: {listed}")
     admitted = np.maximum.accumulate(np.ceil(fractions * len(bucket_of_rank)).astype(np.int64))
     keys = random_keys(len(bucket_of_rank), seed=seed, epoch=epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)

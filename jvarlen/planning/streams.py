@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import Overlong, apply_overlong
@@ -139,7 +139,7 @@ def stream_batches(
         )
         chosen = _estimated_buckets(first, budget, max_shapes, max_length)
     else:
-        raise ValueError("either buckets or max_tokens must be given, and not both")
+        raise UserError("either buckets or max_tokens must be given, and not both")
     waiting_ids: list[list[int]] = [[] for _ in chosen]
     fresh = StreamState(
         version=STATE_VERSION,
@@ -314,14 +314,14 @@ def _plain_integers(lengths: Iterable[Any]) -> Iterator[Any]:
 
 def _checked_length(i: int, length: Any) -> int:
     if not is_integer(length) or not 1 <= length < 2**63:
-        raise ValueError(f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}")
+        raise UserError(f"lengths of a stream must be integers of at least 1 and below 2**63: id {i}: {length!r}")
     return int(length)
 
 
 def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_length: int | None) -> tuple[Bucket, ...]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     if not first:
-        raise ValueError("the stream is empty, so that no buckets can be estimated from it")
+        raise UserError("the stream is empty, so that no buckets can be estimated from it")
     check_at_least_one(max_length=1 if max_length is None else max_length)
     longest = None if max_length is None else round_up(int(max_length), budget.length_multiple)
     # The rule of the stream comes when it is read.
@@ -330,7 +330,7 @@ def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_le
     edges[-1] = edges[-1] if longest is None else longest
     rows = budget.row_caps(edges)
     if rows[-1] < 1:
-        raise ValueError(f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
+        raise UserError(f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
 
 
@@ -345,9 +345,9 @@ def _skip_read(stream: Iterator[Any], num_read: int, queues: list[_Queue], longe
         try:
             length = _checked_length(i, next(stream))
         except StopIteration:
-            raise ValueError(f"the stream ends before id {i}, and the state has read {num_read:,} samples") from None
+            raise UserError(f"the stream ends before id {i}, and the state has read {num_read:,} samples") from None
         if min(length, longest) != expected.get(i, min(length, longest)):
             differing[i] = f"{length} (was {expected[i]})"
     if differing:
         listed = list_offenders(np.array(list(differing)), np.array(list(differing.values())))
-        raise ValueError(f"the stream is not the one that the state is of, lengths differ: {listed}")
+        raise UserError(f"the stream is not the one that the state is of, lengths differ: {listed}")

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import PairBucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.compare import StrategyFigures, best_of
@@ -53,7 +54,7 @@ def write_html_report(
     checked = _checked_lengths(plan, lengths)
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)
     if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
-        raise ValueError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
+        raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
     sections = [
         _key_figures(plan, cost),
         figure_grid(figure(*each) for each in draw_plan(plan, checked, rates, cost)),
@@ -77,11 +78,11 @@ def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " 
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
     largest_id = int(plan.sample_ids.max())
     if largest_id >= len(checked):
-        raise ValueError(f"the plan has a sample of id {largest_id}, but there are only {len(checked):,} lengths")
+        raise UserError(f"the plan has a sample of id {largest_id}, but there are only {len(checked):,} lengths")
     planned = checked[plan.sample_ids]
     totals = planned.sum(axis=1) if is_pairs else np.minimum(planned, plan.buckets[-1].lengths[0])
     if totals.sum() != plan.num_tokens.sum():
-        raise ValueError(
+        raise UserError(
             f"these are not the lengths that the plan was made for: its samples have {int(totals.sum()):,} tokens by "
             f"them, {int(plan.num_tokens.sum()):,} by the plan"
         )

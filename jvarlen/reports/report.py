@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen.compiling.ledger import Ledger
 
 __all__ = ["iterate_metrics", "length_histogram", "plot_curves", "plot_ledger", "read_metrics", "smoothed"]
@@ -73,7 +74,7 @@ def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
                 row["step"]
             # ValueError: no JSON, or a number beyond what Python reads; RecursionError: brackets in brackets.
             except (ValueError, KeyError, TypeError, RecursionError) as error:
-                wrong = ValueError(f"{path}, line {number}, is no record of a step: {error!r}")
+                wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
             else:
                 yield row
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jvarlen._common.checks import UserError
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.page import data_table, figure, figure_grid, printable, table_row, text, write_page
 from jvarlen.reports.run_figures import draw_runs, runs_legend
@@ -136,7 +137,7 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
       OSError: a path is not a run directory, or cannot be read; it is named.
     """
     if not run_dirs:
-        raise ValueError("a report needs the directory of at least one run")
+        raise UserError("a report needs the directory of at least one run")
     runs = tuple(map(read_run, run_dirs))
     return RunReport(runs, tuple(printable(name) for name in run_names([run.path for run in runs])))
 

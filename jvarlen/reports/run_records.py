@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float64
 
+from jvarlen._common.checks import UserError
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.reports.page import printable
 from jvarlen.reports.report import iterate_metrics
@@ -176,7 +177,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
     """
     twice = sorted({str(path) for path in paths if paths.count(path) > 1})
     if twice:
-        raise ValueError(f"each run can be shown once; given more than once: {', '.join(twice)}")
+        raise UserError(f"each run can be shown once; given more than once: {', '.join(twice)}")
 
     def ending(path: Path, num_parts: int) -> str:
         return os.path.join(*path.parts[-num_parts:])
@@ -242,19 +243,19 @@ def _read_metrics(path: Path) -> tuple[dict[str, Float64[np.ndarray, " S"]], dic
             if "evaluation" in record:
                 name = record["evaluation"]
                 if not isinstance(name, str):
-                    raise ValueError(f"{path}, line {number}: an evaluation needs a name, not {_shown(name)}")
+                    raise UserError(f"{path}, line {number}: an evaluation needs a name, not {_shown(name)}")
                 of_name.setdefault(name, []).append((number, record))
         for name, of_it in of_name.items():
             evaluations.setdefault(name, []).append(_columns(path, of_it, _EVALUATION_FIELDS))
         if len(evaluations) > _MOST_EVALUATIONS:
-            raise ValueError(
+            raise UserError(
                 f"{path} has more than {_MOST_EVALUATIONS} kinds of evaluations: {_listed(map(_shown, evaluations))}"
             )
     columns = {name: np.concatenate([part[name] for part in steps] or [np.zeros(0)]) for name in _STEP_FIELDS}
     backwards = np.flatnonzero(np.diff(columns["step"]) <= 0)
     if len(backwards):
         before, after = (f"{columns['step'][place]:.0f}" for place in (backwards[0], backwards[0] + 1))
-        raise ValueError(f"{path} is out of order: step {after} comes after step {before}")
+        raise UserError(f"{path} is out of order: step {after} comes after step {before}")
     return columns, {
         name: Evaluations(*(np.concatenate([part[field] for part in parts]) for field in _EVALUATION_FIELDS))
         for name, parts in evaluations.items()
@@ -282,7 +283,7 @@ def _columns(
                 for number, record in lines
                 if not _is_figure(name, record.get(name))
             ]
-            raise ValueError(f"{path} holds what is no figure of a run: {_listed(wrong)}") from None
+            raise UserError(f"{path} holds what is no figure of a run: {_listed(wrong)}") from None
         columns[name] = column
     return columns
 
@@ -308,7 +309,7 @@ def _read_summary(path: Path) -> tuple[dict[str, float | None] | None, bool]:
     if not isinstance(is_interrupted, bool):
         wrong.append(f"interrupted {_shown(is_interrupted)}")
     if wrong:
-        raise ValueError(f"{path} holds what is no figure of a run: {_listed(wrong)}")
+        raise UserError(f"{path} holds what is no figure of a run: {_listed(wrong)}")
     values = {name: summary.get(name) for name in _SUMMARY_FIELDS}
     return {name: None if value is None else float(value) for name, value in values.items()}, is_interrupted
 
@@ -331,7 +332,7 @@ def _read_settings(path: Path) -> dict[str, str]:
 def _read_object(path: Path) -> dict[str, Any]:
     document = json.loads(path.read_text())
     if not isinstance(document, dict):
-        raise ValueError("it holds no JSON object")
+        raise UserError("it holds no JSON object")
     return document
 
 
@@ -343,7 +344,7 @@ def _naming(read: Callable[[Path], Any], path: Path) -> Any:
     except (ValueError, OverflowError, RecursionError) as error:
         if str(path) in str(error):
             raise
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise UserError(f"{path} is damaged: {error}") from None
 
 
 def _shown(value: Any) -> str:

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen._common.interrupts import without_interrupts
 
@@ -198,4 +199,4 @@ def scalars_of(record: Mapping[str, Any]) -> dict[str, float]:
 def _require(package: str, extra: str) -> None:
     """Raises ValueError where a package is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise ValueError(f"the tracker {extra} needs {package}: pip install 'jvarlen[{extra}]'")
+        raise UserError(f"the tracker {extra} needs {package}: pip install 'jvarlen[{extra}]'")

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import dacite
 import tyro
 
-from jvarlen._common.checks import check_above, check_at_least, check_fraction, check_setting, list_first
+from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.split import HELD_OUT
@@ -117,12 +117,12 @@ class DataConfig:
         check_at_least(self, 1, "mixture_samples")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         if self.weights and len(self.weights) != len(self.data):
-            raise ValueError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
+            raise UserError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
         if self.mixture_samples is not None and not self.weights:
-            raise ValueError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
+            raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
         names = collections.Counter([HELD_OUT, *(path.stem for path in self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
-            raise ValueError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
+            raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
         # Absolute, so that the run can be resumed from another directory.
         for name in ("data", "eval_data"):
             object.__setattr__(self, name, tuple(path.absolute() for path in getattr(self, name)))
@@ -190,11 +190,11 @@ class FitConfig(DataConfig, DeviceConfig):
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
         if self.keep_best and self.eval_every is None:
-            raise ValueError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
+            raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
-            raise ValueError(f"from {self.resume_from} needs resume, the directory of a run")
+            raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
         if self.run_dir is not None and self.resume is not None:
-            raise ValueError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
+            raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:
@@ -228,11 +228,11 @@ def load_config(path: Path) -> FitConfig:
         models = {name: model for name in _MODELS if (model := getattr(config.plan, name)) is not None}
         is_name = {name: model.name == str(model) != ".." for name, model in models.items()}
         if outside := [f"plan.{name} ({str(models[name])!r})" for name in models if not is_name[name]]:
-            raise ValueError(f"{', '.join(outside)} must be the name of a file in its directory")
+            raise UserError(f"{', '.join(outside)} must be the name of a file in its directory")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path} holds no settings of a run: {error}") from error
+        raise UserError(f"{path} holds no settings of a run: {error}") from error
     own = {name: path.parent.absolute() / model for name, model in models.items()}
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **own))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from jvarlen._common.checks import UserError
 from jvarlen.data.mixtures import Mixture
 from jvarlen.data.open import open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
@@ -48,7 +49,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
       ValueError: data are given twice or cannot be read, or one side of a split is empty.
     """
     if given is not None and config.data:
-        raise ValueError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
+        raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
     vocab_size, is_bytes, content_keys = config.model.vocab_size, given is None, {}
 
     def opened(path: Path) -> DataSource:
@@ -63,7 +64,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         )
         content_keys[str(path)] = dataset.content_key
         if dataset.num_values is None:
-            raise ValueError(
+            raise UserError(
                 f"{path} holds tokens and no text, which the tokenizer {config.tokenizer} could not have made"
             )
         vocab_size = max(vocab_size, dataset.num_values)
@@ -89,4 +90,4 @@ def _split(path: Path, dataset: DataSource, fraction: float) -> Split:
     try:
         return split_held_out(dataset, fraction)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None

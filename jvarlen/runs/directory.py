@@ -19,7 +19,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import Change, FitConfig, changes_between, load_config, save_config
@@ -51,7 +51,7 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         try:
             held.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
         except Timeout as error:
-            raise ValueError(
+            raise UserError(
                 f"{run_dir} is in use by a run that has not ended "
                 f"({path.read_text(errors='replace') or 'which has just begun'}): two at once would spoil it; wait for "
                 "that run, or end it, and resume then"
@@ -84,7 +84,7 @@ def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], hel
     run_dir.mkdir(parents=True, exist_ok=True)
     held.enter_context(lock_run_dir(run_dir))
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
-        raise ValueError(f"{run_dir} holds a run already: resume it, or take another directory")
+        raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     plan.save(run_dir / "plan.npz")
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
@@ -154,16 +154,16 @@ def resumed_run_dir(
     )
     changes = changes_between(saved, config)
     if refused := [str(change) for change in changes if change.scope == "run"]:
-        raise ValueError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
+        raise UserError(f"{run_dir} can only be resumed with its own settings; these differ: {'; '.join(refused)}")
     saved_plan = Plan.load(run_dir / "plan.npz")
     if saved_plan.digest != plan.digest:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} was planned with digest {saved_plan.digest[:12]}…, these data give {plan.digest[:12]}…: "
             "a run can only be resumed with its own plan; the data differ, or the version of jvarlen that planned"
         )
     saved_keys = _load_keys(run_dir / "data.json")
     if changed := [name for name in saved_keys | content_keys if saved_keys.get(name) != content_keys.get(name)]:
-        raise ValueError(
+        raise UserError(
             f"{run_dir} can only be resumed with its own data; the content of {list_first(changed)} differs"
         )
     save_config(config, config_path)
@@ -174,9 +174,9 @@ def _load_keys(path: Path) -> dict[str, str]:
     try:
         keys = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} holds no keys of data: {error}") from None
+        raise UserError(f"{path} holds no keys of data: {error}") from None
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
-        raise ValueError(f"{path} holds no keys of data: it must be an object of texts")
+        raise UserError(f"{path} holds no keys of data: it must be an object of texts")
     return keys
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
@@ -79,7 +80,7 @@ class Course:
             try:
                 self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, self.buckets)
             except ValueError as error:
-                raise ValueError(f"samples of the evaluation {name}: {error}") from None
+                raise UserError(f"samples of the evaluation {name}: {error}") from None
         used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
         self.eval_buckets = [self.buckets[k] for k in used]
 
@@ -164,11 +165,11 @@ class Course:
         """Raises ValueError if a checkpoint was made under another plan, or is beyond the end of training."""
         planned = self.plan_of_epoch(place.epoch).digest
         if place.plan_digest != planned:
-            raise ValueError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
+            raise UserError(f"the checkpoint belongs to plan {place.plan_digest}, epoch {place.epoch} is {planned}")
         if place.seed != self._seed:
-            raise ValueError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
+            raise UserError(f"the checkpoint is of seed {place.seed}, training is of seed {self._seed}")
         if place.num_steps_done > self.num_steps:
-            raise ValueError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
+            raise UserError(f"the checkpoint is at step {place.num_steps_done}, training takes {self.num_steps}")
 
     def record(self, place: Place) -> dict[str, Any]:
         """The plan's figures of the step at `place`, for the log."""

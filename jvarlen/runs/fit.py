@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
@@ -358,7 +359,7 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
     if len(set(gather_texts("the settings", repr(settings)))) > 1:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
-        raise ValueError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
+        raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
     if mesh is not None:
         batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)
 

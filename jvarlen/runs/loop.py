@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.split import HELD_OUT
@@ -233,7 +233,7 @@ class _Account:
         record["loss"] = float(metrics.loss_sum) / weight if weight else 0.0
         sums = {name: value for name, value in metrics.sums.items() if np.ndim(value) == 0}
         if clashing := sums.keys() & (record.keys() | {"time_s"}):
-            raise ValueError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")
+            raise UserError(f"sums of the loss must have other names than figures of a step: {list_first(clashing)}")
         record |= {name: float(value) / (weight or 1.0) for name, value in sums.items()}
         if not math.isfinite(record["loss"]):
             raise FloatingPointError(f"the loss is {record['loss']} at step {record['step']}; the run ends")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import optax
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
@@ -68,10 +68,10 @@ def measure_costs(
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
     check_edges(lengths)
     if len(lengths) < 2:
-        raise ValueError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
+        raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
     too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
     if too_long:
-        raise ValueError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
+        raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
     optimizer = optax.adamw(1e-3)
     state = init_train_state(init_params(model, seed=0), optimizer)
     shapes: list[tuple[int, int]] = []

@@ -9,6 +9,7 @@ import numpy as np
 import tyro
 from jaxtyping import Float64, Int64
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.planning.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.planning.lengths import Overlong, check_lengths
@@ -78,7 +79,7 @@ class PlanCommand(PlanConfig):
         if self.learning_rate is None and self.base_batch_size is None:
             return None
         if self.learning_rate is None or self.base_batch_size is None:
-            raise ValueError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
+            raise UserError("learning_rate and base_batch_size go together: a rate, and the sequences it is for")
         rule = None if self.batch_size_rule == "none" else self.batch_size_rule
         return lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
 

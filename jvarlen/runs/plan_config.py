@@ -10,7 +10,7 @@ from typing import Literal, TypedDict
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least, check_setting
+from jvarlen._common.checks import UserError, check_at_least, check_setting
 from jvarlen.planning.buckets import Bucket, Strategy, make_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
@@ -100,28 +100,28 @@ class PlanConfig:
         )
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
-            raise ValueError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
+            raise UserError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
-                raise ValueError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
+                raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
         if self.pack:
             self._check_packing()
 
     def _check_packing(self) -> None:
         """Raises ValueError for settings that do not apply to packed rows."""
         if self.strategy != "optimal":
-            raise ValueError(
+            raise UserError(
                 f"strategy {self.strategy!r} chooses lengths for single samples: packed rows have their own"
             )
         if self.pacing != "none":
-            raise ValueError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
+            raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
         if self.block_size is not None:
-            raise ValueError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
+            raise UserError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
         odd = [length for length in self.row_lengths if length % self.length_multiple]
         if odd:
-            raise ValueError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
+            raise UserError(f"row_lengths {odd} are no multiples of length_multiple {self.length_multiple}")
         if self.max_length is not None and self.row_lengths and max(self.row_lengths) > self.max_length:
-            raise ValueError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
+            raise UserError(f"row_lengths {self.row_lengths} go beyond max_length {self.max_length}")
 
     @functools.cached_property
     def cost(self) -> CostModel | None:
@@ -226,7 +226,7 @@ def _load_model(path: Path | None, unit: str) -> CostModel | None:
         return None
     model = CostModel.load(path)
     if model.unit != unit:
-        raise ValueError(f"{path} holds a cost model in {model.unit}, not in {unit}")
+        raise UserError(f"{path} holds a cost model in {model.unit}, not in {unit}")
     return model
 
 

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jvarlen._common.checks import UserError
+
 __all__ = ["StepMeter", "StepProfiler", "host_memory_bytes"]
 
 T = TypeVar("T")
@@ -123,7 +125,7 @@ class StepProfiler:
         negative = {"num_steps": num_steps, "steps_left": steps_left, "start_after": start_after}
         negative = {name: value for name, value in negative.items() if value < 0}
         if negative:
-            raise ValueError(f"must not be negative: {negative}")
+            raise UserError(f"must not be negative: {negative}")
         self._directory = directory
         self._num_left = num_steps
         self._num_before = max(0, min(start_after, steps_left - num_steps))

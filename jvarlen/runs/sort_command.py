@@ -7,6 +7,7 @@ from pathlib import Path
 
 import tyro
 
+from jvarlen._common.checks import UserError
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.processes import is_main_process
 from jvarlen.sorting.balance import balance_table
@@ -29,7 +30,7 @@ class SortCommand(DeviceConfig):
     def run(self) -> None:
         """Sorts, writes the order, and prints how evenly it was spread over the devices."""
         if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
-            raise ValueError(f"out {self.out} must be a file, and another one than the lengths")
+            raise UserError(f"out {self.out} must be a file, and another one than the lengths")
         sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
         if is_main_process():
             print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 
+from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import CollateFn, PlanSource
@@ -55,9 +56,9 @@ class Task:
 
     def __post_init__(self):
         if (self.loss_fn is None) != (self.params is None):
-            raise ValueError("loss_fn and params go together: give both for a model of your own, or neither")
+            raise UserError("loss_fn and params go together: give both for a model of your own, or neither")
         if self.loss_fn is None and (self.eval_loss_fn is not None or self.extra is not None):
-            raise ValueError("eval_loss_fn and extra go with a loss_fn of your own")
+            raise UserError("eval_loss_fn and extra go with a loss_fn of your own")
 
     def with_model(self, model: TransformerConfig, vocab_size: int, seed: int) -> Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
@@ -103,7 +104,7 @@ class Task:
                 if len(steps):
                     batch = PlanSource(plan, datasets[name], collate)[int(steps[0])]
                     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
-            raise ValueError(
+            raise UserError(
                 f"no step of the bucket {bucket} is planned, to tell the shapes of its batch: give batch_spec"
             )
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen.reports.report import read_metrics
 from jvarlen.runs.charts import TensorBoardTracker, WandbTracker
@@ -81,7 +82,7 @@ class MetricsLog:
         try:
             kept = [row for row in read_metrics(self._path) if row["step"] < num_steps_done]
         except TypeError as error:
-            raise ValueError(f"{self._path} holds a step that is no number: {error}") from None
+            raise UserError(f"{self._path} holds a step that is no number: {error}") from None
         num_steps = sum("evaluation" not in row for row in kept)
         if num_steps != num_steps_done:
             warnings.warn(f"{self._path} tells of {num_steps:,} of {num_steps_done:,} steps done", stacklevel=3)

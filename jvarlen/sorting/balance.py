@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float64, Int64, Integer, Shaped
 
-from jvarlen._common.checks import check_at_least_one, check_choices, is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen.distributed.mesh import NO_MESH
 from jvarlen.sorting.sample_sort import Layout
 from jvarlen.sorting.shard_sort import num_rounds, send_capacity
@@ -75,11 +75,11 @@ def exchange_volume(
     check_at_least_one(num_shards=num_shards, oversampling=oversampling)
     check_choices(layout=(layout, Layout))
     if not is_integer(num_rows) or num_rows < 0:
-        raise ValueError(f"num_rows must be an integer of at least 0, not {num_rows!r}")
+        raise UserError(f"num_rows must be an integer of at least 0, not {num_rows!r}")
     dtype = np.dtype(dtype)
     is_float = jnp.issubdtype(dtype, jnp.floating)
     if not (is_float or jnp.issubdtype(dtype, jnp.integer)) or dtype.itemsize > 8:
-        raise ValueError(f"keys are integers or floats of at most 64 bits, not {dtype}")
+        raise UserError(f"keys are integers or floats of at most 64 bits, not {dtype}")
     p, n = num_shards, -(-num_rows // num_shards)
     if n == 0 or p == 1:
         return ExchangeVolume(0, 0)
@@ -135,7 +135,7 @@ def shard_balance(
     check_at_least_one(num_shards=num_shards)
     if keys.shape != indices.shape or keys.ndim != 1 or keys.size % num_shards:
         shapes = f"{list(keys.shape)} and {list(indices.shape)}"
-        raise ValueError(f"keys and indices must have as many places on each of {num_shards} shards, not {shapes}")
+        raise UserError(f"keys and indices must have as many places on each of {num_shards} shards, not {shapes}")
     sharding = getattr(keys, "sharding", None)
     everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
     with jax.enable_x64(True), jax.set_mesh(NO_MESH):

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
@@ -98,7 +98,7 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
         values, counts = np.unique(_checked_or_empty(lengths), return_counts=True)
     most = int(gather_arrays(np.array([len(values)])).max())
     if most == 0:
-        raise ValueError("lengths are empty: at least one sample is needed")
+        raise UserError("lengths are empty: at least one sample is needed")
     own = np.zeros((2, most), np.int64)
     own[:, : len(values)] = values, counts
     values, counts = gather_arrays(own).swapaxes(0, 1).reshape(2, -1)
@@ -221,7 +221,7 @@ def plan_distributed(
 def _checked_buckets(buckets: Sequence[tuple[int, int]]) -> tuple[AnyBucket, ...]:
     checked = check_buckets(buckets)
     if not isinstance(checked[0], Bucket):
-        raise ValueError("a distributed plan is of samples of one length, not of pairs")
+        raise UserError("a distributed plan is of samples of one length, not of pairs")
     return checked
 
 

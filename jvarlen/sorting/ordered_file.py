@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped, UInt
 from tqdm import tqdm
 
-from jvarlen._common.checks import check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders
 from jvarlen._common.files import check_place, move_into_place
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen._common.progress import progress_bar
@@ -123,17 +123,17 @@ def _check(array: jax.Array | np.ndarray, num_samples: int, layout: Layout, dtyp
     try:
         kind = np.dtype(dtype).kind
     except (TypeError, ValueError, SyntaxError) as error:
-        raise ValueError(f"dtype must be integers or floats, not {dtype!r}") from error
+        raise UserError(f"dtype must be integers or floats, not {dtype!r}") from error
     if kind not in "iuf":
-        raise ValueError(f"dtype must be integers or floats, not {np.dtype(dtype)}")
+        raise UserError(f"dtype must be integers or floats, not {np.dtype(dtype)}")
     is_number = jnp.issubdtype(array.dtype, jnp.integer) or jnp.issubdtype(array.dtype, jnp.floating)
     if not is_number or array.ndim != 1:
-        raise ValueError(f"ordered must be integers or floats of one axis, not {array.dtype}{list(array.shape)}")
+        raise UserError(f"ordered must be integers or floats of one axis, not {array.dtype}{list(array.shape)}")
     if not is_integer(num_samples) or not 0 <= num_samples <= len(array):
-        raise ValueError(f"num_samples must be an integer from 0 to {len(array)}, not {num_samples!r}")
+        raise UserError(f"num_samples must be an integer from 0 to {len(array)}, not {num_samples!r}")
     place = _single_place(array)
     if place and layout == "interleaved":
-        raise ValueError(
+        raise UserError(
             f'layout="interleaved" needs ordered sharded over its devices as it was returned, not {place}: pass '
             'layout="block" for an array in the order of its ranks, or else the sharded array itself'
         )
@@ -207,7 +207,7 @@ def _exactly(values: Shaped[np.ndarray, " m"], dtype: np.dtype, first_rank: int)
     if differs.any():
         ranks = np.flatnonzero(differs)
         offenders = list_offenders(ranks + first_rank, values[ranks])
-        raise ValueError(f"{values.dtype} values do not fit {dtype} exactly, id being the rank: {offenders}")
+        raise UserError(f"{values.dtype} values do not fit {dtype} exactly, id being the rank: {offenders}")
     return converted
 
 
@@ -252,7 +252,7 @@ def _is_shared(part: _Part, has_blocks: bool, shared_disk: bool | None) -> bool:
     blind_at = gather_texts("the disk", "" if sees else str(part.path.parent))
     blind = [f"process {process}: {directory}" for process, directory in enumerate(blind_at) if directory]
     if shared_disk and blind:
-        raise ValueError(f"shared_disk is True, but these do not see what process 0 writes: {', '.join(blind)}")
+        raise UserError(f"shared_disk is True, but these do not see what process 0 writes: {', '.join(blind)}")
     return not blind
 
 
@@ -273,7 +273,7 @@ def _write_gathered(part: _Part, blocks: jax.Array, piece_size: int, progress: b
     """Process 0 writes what the others send it."""
     with _step("reach process 0"):
         if jax.process_index() == 0 and not blocks.addressable_shards:
-            raise ValueError("process 0 has none of the devices, and no disk together with those that do")
+            raise UserError("process 0 has none of the devices, and no disk together with those that do")
     with _bar(part.num_samples, progress) as bar:
         for first_rank in range(0, part.num_samples, max(1, piece_size)):
             piece = _gather(blocks, first_rank, piece_size)[: part.num_samples - first_rank]

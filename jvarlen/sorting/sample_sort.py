@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of
 from jvarlen.distributed.processes import agree, together
 from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
@@ -100,13 +100,13 @@ def sample_sort(
         check_choices(nan=(nan, NanRule))
         check_at_least_one(oversampling=oversampling)
         if oversampling > _LARGEST_OVERSAMPLING:
-            raise ValueError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
+            raise UserError(f"oversampling must be at most {_LARGEST_OVERSAMPLING}, not {oversampling}")
         num_shards = num_shards_of(mesh, axis_name)
         if transform == "pmap":
             _check_pmap(mesh)
         is_ragged = num_shards > 1 and exchange != "dense" and has_ragged(mesh, axis_name)
         if exchange == "ragged" and num_shards > 1 and not is_ragged:
-            raise ValueError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
+            raise UserError('exchange="ragged" needs a backend that has a ragged all-to-all; this one has none')
     rows = shard_rows((keys, payload), mesh, axis_name, shard_sizes)
     shards = Shards(axis_name, num_shards, int(oversampling), is_ragged)
     return _run(_program(mesh, shards, layout, -(-rows.num_rows // num_shards), transform), mesh, rows, nan)
@@ -161,7 +161,7 @@ def _checked_on_all(
     with together(f"check the arguments of {name}") if is_shared else contextlib.nullcontext():
         num_shards_of(mesh, axis_name)
         if not _is_number(keys.dtype) or keys.ndim != 1:
-            raise ValueError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
+            raise UserError(f"keys must be integers or floats of one axis, not {keys.dtype}{list(keys.shape)}")
         yield
     if is_shared:
         leaves, structure = jax.tree.flatten((keys, payload))
@@ -187,10 +187,10 @@ def _described(column: Any) -> tuple[str, tuple[int, ...], str]:
 
 def _check_pmap(mesh: Mesh) -> None:
     if len(mesh.axis_names) > 1:
-        raise ValueError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
+        raise UserError(f"pmap needs a mesh of one axis, not of {', '.join(mesh.axis_names)}")
     owners = [device.process_index for device in mesh.devices.flat]
     if sum(a != b for a, b in itertools.pairwise(owners)) >= len(set(owners)):
-        raise ValueError(
+        raise UserError(
             f"pmap needs the devices of a process side by side in the mesh, not those of processes {owners}"
         )
 
@@ -208,7 +208,7 @@ def _run(program: Program, mesh: Mesh, rows: ShardedRows, nan: NanRule) -> tuple
             if num_nan:
                 more = f" and {num_nan - _MAX_LISTED:,} more" if num_nan > _MAX_LISTED else ""
                 listed = ", ".join(f"id {i}" for i in first[: min(num_nan, _MAX_LISTED)])
-                raise ValueError(f'keys are NaN (nan="last" sorts them last): {listed}{more}')
+                raise UserError(f'keys are NaN (nan="last" sorts them last): {listed}{more}')
     return (keys, indices) if payload is None else (keys, indices, payload)
 
 

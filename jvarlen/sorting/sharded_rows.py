@@ -15,7 +15,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
-from jvarlen._common.checks import list_offenders, offenders_where
+from jvarlen._common.checks import UserError, list_offenders, offenders_where
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
@@ -81,7 +81,7 @@ def spread_local_rows(num_rows: int, mesh: Mesh, axis_name: str) -> Int64[np.nda
     with together("spread the rows"):
         own = own_shards(mesh, axis_name)
         if not len(own):
-            raise ValueError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
+            raise UserError(f"process {jax.process_index()} has no device of the mesh; all that bring rows need one")
     sizes = np.zeros(mesh.shape[axis_name], np.int64)
     sizes[own] = [num_rows // len(own) + (i < num_rows % len(own)) for i in range(len(own))]
     return gather_arrays(sizes).sum(axis=0)
@@ -134,7 +134,7 @@ def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tu
 def _leading_axis(columns: Any) -> int:
     sizes = {np.shape(column)[:1] for column in jax.tree.leaves(columns)}
     if len(sizes) != 1 or () in sizes:
-        raise ValueError(f"keys and payload must have one leading axis of the same size, not {sorted(sizes)}")
+        raise UserError(f"keys and payload must have one leading axis of the same size, not {sorted(sizes)}")
     return sizes.pop()[0]
 
 
@@ -144,16 +144,16 @@ def _checked_sizes(shard_sizes: npt.ArrayLike | None, num_places: int, num_shard
         return np.clip(num_places - np.arange(num_shards) * per_shard, 0, per_shard)
     sizes = np.asarray(shard_sizes)
     if sizes.shape != (num_shards,) or not np.issubdtype(sizes.dtype, np.integer):
-        raise ValueError(f"shard_sizes must be {num_shards} integers, not {sizes.dtype}{list(sizes.shape)}")
+        raise UserError(f"shard_sizes must be {num_shards} integers, not {sizes.dtype}{list(sizes.shape)}")
     if num_places % num_shards:
-        raise ValueError(
+        raise UserError(
             f"with shard_sizes, {num_shards} shards must have as many places each, not {num_places} together"
         )
     limit = num_places // num_shards
     wrong = (sizes < 0) | (sizes > limit)
     if wrong.any():
         offenders = list_offenders(*offenders_where(wrong, sizes), limit)
-        raise ValueError(f"shard_sizes must be from 0 to the places of a shard: {offenders}")
+        raise UserError(f"shard_sizes must be from 0 to the places of a shard: {offenders}")
     return sizes.astype(np.int64)
 
 
@@ -164,7 +164,7 @@ def _place(column: Any, size: int, sharding: NamedSharding) -> jax.Array:
         array = np.concatenate([array, np.zeros((size - len(array), *array.shape[1:]), array.dtype)])
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
     if jnp.issubdtype(column.dtype, jax.dtypes.extended):
-        raise ValueError(f"keys and payload must be numbers, not {column.dtype}")
+        raise UserError(f"keys and payload must be numbers, not {column.dtype}")
     with jax.set_mesh(NO_MESH):
         if len(column) < size:
             column = _fill(_without_axis_types(column), size, None if column.is_fully_addressable else sharding)
@@ -194,7 +194,7 @@ def _fitting(array: np.ndarray) -> np.ndarray:
     try:
         dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
     except TypeError:
-        raise ValueError(f"keys and payload must be of a type that JAX has, not {array.dtype}") from None
+        raise UserError(f"keys and payload must be of a type that JAX has, not {array.dtype}") from None
     if dtype == array.dtype:
         return array
     with np.errstate(over="ignore"):
@@ -202,5 +202,5 @@ def _fitting(array: np.ndarray) -> np.ndarray:
     differs = (short != array) & ~((short != short) & (array != array))  # NaN stays NaN
     if differs.any():
         offenders = list_offenders(*offenders_where(differs, array))
-        raise ValueError(f"{array.dtype} values do not fit {dtype} exactly; turn jax_enable_x64 on: {offenders}")
+        raise UserError(f"{array.dtype} values do not fit {dtype} exactly; turn jax_enable_x64 on: {offenders}")
     return short

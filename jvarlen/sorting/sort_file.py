@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.distributed.processes import gather_arrays, together
 from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, exchange_volume, shard_balance
@@ -69,7 +70,7 @@ def sort_file(path: Path, out: Path, mesh: Mesh, *, progress: bool = True) -> So
         keys = load_array(path, "lengths")
         if keys.ndim != 1 or keys.dtype.kind not in "iuf" or keys.dtype.itemsize > 8:
             given = f"{keys.dtype}{list(keys.shape)}"
-            raise ValueError(f"{path} must hold integers or floats of one axis and at most 64 bits, not {given}")
+            raise UserError(f"{path} must hold integers or floats of one axis and at most 64 bits, not {given}")
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory {out.parent} to write {out.name} to")
         parts = np.linspace(0, len(keys), jax.process_count() + 1).astype(np.int64)

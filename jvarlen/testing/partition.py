@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_key, leaves_by_name
 from jvarlen.distributed.mesh import batch_shardings, data_mesh
 from jvarlen.training.losses import LossFn, takes_argument
@@ -213,7 +213,7 @@ def _leading_axes(batch: Any) -> tuple[int, int]:
     """M and B; raises ValueError where leaves differ in them."""
     axes = {name: leaf.shape[:2] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
     if len(set(axes.values())) != 1 or len(next(iter(axes.values()))) != 2:
-        raise ValueError(
+        raise UserError(
             f"leaves of the batch that are not scalars must begin with the same axes, microbatches and rows: {axes}"
         )
     num_microbatches, rows = next(iter(axes.values()))
@@ -230,7 +230,7 @@ def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int
         return list(filter(fits, range(1, jax.device_count() + 1)))
     unfit = [shards for shards in num_shards if not fits(shards)]
     if unfit:
-        raise ValueError(
+        raise UserError(
             f"num_shards {unfit} must be from 1 to {jax.device_count()}, the devices that there are, and divide "
             f"{' or '.join(map(str, numbers))} microbatches"
         )
@@ -285,7 +285,7 @@ def _check_reference(expected: dict[str, np.ndarray]) -> None:
     if not_finite:
         raise AssertionError(f"the step is not finite in {list_first(not_finite, ', ')}")
     if not expected["weight_sum"] > 0:
-        raise ValueError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
+        raise UserError(f"the weights of the batch add up to {expected['weight_sum']}: there is nothing to compare")
 
 
 def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[_Difference]:

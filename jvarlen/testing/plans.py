@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import list_first, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, list_first, list_offenders, offenders_where
 from jvarlen._common.pytree import leaves_by_name
 
 __all__ = ["assert_exactly_once", "assert_same_batches"]
@@ -86,7 +86,7 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
     """
     are_plans = _is_plan(plan_a)
     if are_plans != _is_plan(plan_b):
-        raise ValueError("a plan is compared with a plan, and batches with batches")
+        raise UserError("a plan is compared with a plan, and batches with batches")
     steps = itertools.zip_longest(_leaves_by_step(plan_a), _leaves_by_step(plan_b))
     num_same = 0
     for leaves_a, leaves_b in steps:
@@ -185,7 +185,7 @@ def _problems_of_ids(ids: np.ndarray, num_samples: int, dropped: npt.ArrayLike |
     dropped_ids = np.asarray([] if dropped is None else dropped, np.int64)
     outside = dropped_ids[(dropped_ids < 0) | (dropped_ids >= num_samples)]
     if len(outside):
-        raise ValueError(f"dropped ids must be from 0 to {num_samples - 1}: {list_offenders(outside)}")
+        raise UserError(f"dropped ids must be from 0 to {num_samples - 1}: {list_offenders(outside)}")
     is_dropped = np.zeros(num_samples, bool)
     is_dropped[dropped_ids] = True
     is_sample = (ids >= 0) & (ids < num_samples)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name, zeros_of
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import Recompilation, no_recompiles
@@ -46,7 +46,7 @@ def assert_no_recompiles(fn: Callable[..., Any], shapes: Iterable[Any], *, warm_
     """
     argument_sets = [args if type(args) is tuple else (args,) for args in shapes]
     if not argument_sets:
-        raise ValueError("shapes are empty: at least one set of arguments is needed")
+        raise UserError("shapes are empty: at least one set of arguments is needed")
     may_compile = warm_up and not isinstance(fn, CompiledBuckets)
     lines = []
     for time, (i, args) in itertools.product(("first", "second"), enumerate(argument_sets)):

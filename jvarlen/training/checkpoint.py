@@ -37,7 +37,7 @@ import dacite
 import jax
 import orbax.checkpoint as ocp
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import move_into_place, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
@@ -254,13 +254,13 @@ class Checkpoints:
             given = _describe(state)
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
-                raise ValueError(f"it is of another model or optimizer: {leaves}")
+                raise UserError(f"it is of another model or optimizer: {leaves}")
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_keys(state))
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
             return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
         except (ValueError, LookupError, TypeError, OSError) as error:
-            raise ValueError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
+            raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
     def _check(self, path: Path, step: int) -> tuple[Place, dict[str, str]]:
         """Place and leaves of an intact checkpoint of this run; raises ValueError with a remedy for any other."""
@@ -269,17 +269,17 @@ class Checkpoints:
             check_manifest(path)
             about = _read_json(path / "about.json")
             if not all(isinstance(about[key], dict) for key in ("place", "config", "leaves")):
-                raise ValueError(f"{path / 'about.json'} is not what a checkpoint says of itself")
+                raise UserError(f"{path / 'about.json'} is not what a checkpoint says of itself")
             place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
             if place.num_steps_done != step:
-                raise ValueError(f"{path} is of {place.num_steps_done} steps")
+                raise UserError(f"{path} is of {place.num_steps_done} steps")
             if about["run"] != run:
-                raise ValueError(
+                raise UserError(
                     f"{path} is of run {about['run']}, not of run {run} that {self._directory / _RUN} names"
                 )
         except (ValueError, LookupError, TypeError, OSError, RecursionError, dacite.DaciteError) as error:
             others = list_first(sorted(self._metrics.keys() - {step})) or "none"
-            raise ValueError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
+            raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
         return place, about["leaves"]
 
 
@@ -306,7 +306,7 @@ def open_checkpoints(
         warning.
     """
     if keep_last < 1 or keep_best < 0:
-        raise ValueError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
+        raise UserError(f"keep_last must be at least 1 and keep_best at least 0, not {keep_last} and {keep_best}")
     directory = directory.resolve()
     if is_main_process():
         directory.mkdir(parents=True, exist_ok=True)
@@ -357,7 +357,7 @@ def _read_run(directory: Path) -> str:
     try:
         return _read_json(directory / _RUN)["run"]
     except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
-        raise ValueError(
+        raise UserError(
             f"{directory / _RUN} is missing or damaged: {error!r}. Write it anew; "
             "about.json of each checkpoint names the run"
         ) from error

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Float64
 
-from jvarlen._common.checks import check_choices, list_first
+from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.training.rates import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
 
@@ -160,7 +160,7 @@ def scale_by_batch_size(
 def _check_planned(counts: np.ndarray, num_steps: int) -> None:
     wrong = counts[(counts < 0) | (counts >= num_steps)]
     if len(wrong):
-        raise ValueError(
+        raise UserError(
             f"{num_steps:,} steps are planned, counted 0 to {num_steps - 1:,}; there is no rate for "
             f"{list_first(wrong.tolist())}: give the plans of all epochs"
         )

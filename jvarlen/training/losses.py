@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.training.train_state import TrainState
 
@@ -53,7 +53,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     missing = {"key": "seed=0", "extra": "extra=…"}
     for argument, how in missing.items():
         if argument in parameters and getattr(state, argument) is None and parameters[argument].default is _NO_DEFAULT:
-            raise ValueError(f"{name} takes {argument}: init_train_state(params, optimizer, {how}) gives the state one")
+            raise UserError(f"{name} takes {argument}: init_train_state(params, optimizer, {how}) gives the state one")
     takes_key = "key" in parameters and state.key is not None
     takes_extra = "extra" in parameters and state.extra is not None
 
@@ -65,16 +65,16 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
         form = "(loss_sum, weight_sum[, sums]" + (", extra)" if takes_extra else ")")
         if not isinstance(returned, tuple) or len(returned) not in (2 + takes_extra, 3 + takes_extra):
             got = f"a tuple of {len(returned)}" if isinstance(returned, tuple) else f"a {type(returned).__name__}"
-            raise ValueError(f"{name} must return {form}, not {got}")
+            raise UserError(f"{name} must return {form}, not {got}")
         loss_sum, weight_sum, *rest = returned
         next_extra = _checked_extra(name, rest.pop(), state.extra) if takes_extra else None
         sums = rest[0] if rest else {}
         if not isinstance(sums, Mapping):
-            raise ValueError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
+            raise UserError(f"{name} must return {form}, sums a dict of arrays, not a {type(sums).__name__}")
         loss_sum, weight_sum = jnp.asarray(loss_sum), jnp.asarray(weight_sum)
         for what, value in (("loss_sum", loss_sum), ("weight_sum", weight_sum)):
             if value.shape:
-                raise ValueError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
+                raise UserError(f"{name} must return a scalar {what}, not {describe(value)}: sum over the rows")
         return loss_sum, LossOutputs(weight_sum, jax.tree.map(jnp.asarray, dict(sums)), next_extra)
 
     return loss
@@ -99,7 +99,7 @@ def _checked_extra(name: str, returned: Any, given: Any) -> Any:
     ]
     if differing or not have_same_containers(given, returned):
         listed = list_first(differing, "; ") or "its containers differ"
-        raise ValueError(f"{name} must return extra, last, as it takes it: {listed}")
+        raise UserError(f"{name} must return extra, last, as it takes it: {listed}")
     return returned
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jvarlen._common.checks import list_first
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 
 __all__ = ["MANIFEST", "check_manifest", "write_manifest"]
@@ -43,7 +43,7 @@ def write_manifest(directory: Path) -> None:
     """
     found, odd = _walk(directory)
     if odd:
-        raise ValueError(_not_whole(directory, (f"{name}: {_ODD}" for name in sorted(odd))))
+        raise UserError(_not_whole(directory, (f"{name}: {_ODD}" for name in sorted(odd))))
     files = _hash_files(directory, found, sync=True)
     with write_atomically(directory / MANIFEST) as file:
         file.write(_encode(files))
@@ -63,13 +63,13 @@ def check_manifest(directory: Path) -> None:
       OSError: a file cannot be read.
     """
     if directory.is_symlink():
-        raise ValueError(f"{directory} is a link, which is not followed")
+        raise UserError(f"{directory} is a link, which is not followed")
     found, odd = _walk(directory)
     if odd:
-        raise ValueError(_not_whole(directory, (f"{name}: {_ODD}" for name in sorted(odd))))
+        raise UserError(_not_whole(directory, (f"{name}: {_ODD}" for name in sorted(odd))))
     listed = _read_manifest(directory) if MANIFEST in found else None
     if listed is None:
-        raise ValueError(_not_whole(directory, [f"{MANIFEST}: missing, or damaged: not as it was written"]))
+        raise UserError(_not_whole(directory, [f"{MANIFEST}: missing, or damaged: not as it was written"]))
     found.remove(MANIFEST)
     problems = [f"{name}: missing" for name in sorted(listed.keys() - found)]
     problems += [f"{name}: not listed in {MANIFEST}" for name in sorted(found - listed.keys())]
@@ -79,7 +79,7 @@ def check_manifest(directory: Path) -> None:
         elif is_now != listed[name]:
             problems.append(f"{name}: other bytes than were written, its SHA-256 differs")
     if problems:
-        raise ValueError(_not_whole(directory, problems))
+        raise UserError(_not_whole(directory, problems))
 
 
 def _walk(directory: Path) -> tuple[set[str], set[str]]:

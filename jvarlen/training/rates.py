@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import check_choices, list_offenders
+from jvarlen._common.checks import UserError, check_choices, list_offenders
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = [
@@ -62,13 +62,13 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
       for Adam Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
     """
     if not 0 < base_batch_size < math.inf:
-        raise ValueError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
+        raise UserError(f"base_batch_size must be finite and above 0, not {base_batch_size}")
     sizes = np.asarray(batch_size, np.float64)
     _check_not_negative("batch sizes", sizes)
     with _in_float64() if callable(rule) else contextlib.nullcontext():
         scales = np.asarray(apply_rule(np, sizes / float(base_batch_size), rule), np.float64)
     if scales.shape != sizes.shape:
-        raise ValueError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")
+        raise UserError(f"rule must give each ratio a scale: {sizes.shape} ratios, scales of shape {scales.shape}")
     _check_not_negative("scales that rule gives", scales)
     return scales[()]
 
@@ -116,7 +116,7 @@ def lr_sequence(
     """
     check_choices(unit=(unit, BatchSizeUnit), counted_in=(counted_in, ScheduleUnit))
     if counted_in != "steps" and not callable(base_schedule) and np.ndim(base_schedule):
-        raise ValueError(
+        raise UserError(
             f"base_schedule is an array, one rate a step: it cannot be counted in {counted_in}; give a function of them"
         )
     sizes = step_sizes(plan)
@@ -129,7 +129,7 @@ def step_sizes(plan: PlannedSteps | Iterable[PlannedSteps]) -> dict[str, Int64[n
     # Only the sizes are kept: the plans of many epochs need not be in memory together.
     sizes = [(np.ones(each.num_steps, np.int64), each.num_sequences, each.num_tokens) for each in plans]
     if not sizes:
-        raise ValueError("plan must be a plan or at least one of them")
+        raise UserError("plan must be a plan or at least one of them")
     columns = (np.concatenate(column) for column in zip(*sizes, strict=True))
     return dict(zip(get_args(ScheduleUnit), columns, strict=True))
 
@@ -150,7 +150,7 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
             else:
                 rates = np.array([float(base_schedule(count)) for count in counts.tolist()])
     if rates.shape not in ((), counts.shape):
-        raise ValueError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
+        raise UserError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
     return np.broadcast_to(rates, counts.shape).copy()
 
 
@@ -189,10 +189,10 @@ def apply_rule(numpy: Any, ratio: Any, rule: Rule) -> Any:
         return ratio
     if rule == "sqrt":
         return numpy.sqrt(ratio)
-    raise ValueError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
+    raise UserError(f'rule must be "linear", "sqrt", None or a function of the ratio, not {rule!r}')
 
 
 def _check_not_negative(what: str, values: Float64[np.ndarray, " *shape"]) -> None:
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
     if len(wrong):
-        raise ValueError(f"{what} must be finite and at least 0: {list_offenders(wrong, values.ravel()[wrong], 0)}")
+        raise UserError(f"{what} must be finite and at least 0: {list_offenders(wrong, values.ravel()[wrong], 0)}")

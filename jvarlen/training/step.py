@@ -16,6 +16,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jvarlen._common.checks import UserError
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, next_extra, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, divide_once, init_train_state
@@ -218,5 +219,5 @@ def metrics_of(sums: StepSums, batch: Any) -> Metrics:
 def _scalar_field(batch: Any, name: str) -> jax.Array | None:
     value = field_of(batch, name)
     if value is not None and jnp.ndim(value):
-        raise ValueError(f"{name} of the batch must be a scalar, of the whole step, not an array {jnp.shape(value)}")
+        raise UserError(f"{name} of the batch must be a scalar, of the whole step, not an array {jnp.shape(value)}")
     return value

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards_divide
@@ -68,7 +69,7 @@ def sum_step(
         keys = None
         if state.key is not None and takes_argument(loss_fn, "key"):
             if state.step is None:
-                raise ValueError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
+                raise UserError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
             step_key = jax.random.fold_in(state.key, state.step)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
         if mesh is None:
@@ -110,7 +111,7 @@ def microbatches_of(batch: Any) -> int:
     """M: the leading axis of a step's arrays; raises ValueError if it differs between them, or if there are none."""
     axes = {name: leaf.shape[0] for name, leaf in leaves_by_name(batch).items() if leaf.ndim}
     if len(set(axes.values())) != 1:
-        raise ValueError(f"arrays of a batch must begin with the same axis, the microbatches of the step: {axes}")
+        raise UserError(f"arrays of a batch must begin with the same axis, the microbatches of the step: {axes}")
     return next(iter(axes.values()))
 
 
@@ -210,7 +211,7 @@ def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
         return  # both count every shard as often, and only their ratio matters
     by_name |= {f"sums[{key!r}]": all(jax.tree.leaves(value)) for key, value in reduced.sums.items()}
     if at_fault := [what for what, is_reduced in by_name.items() if is_reduced]:
-        raise ValueError(
+        raise UserError(
             f"{name} reduces {' and '.join(at_fault)} over mesh axis {axis_name!r} itself, and the step would sum them "
             "over the shards again: return the sums of the shard's own rows, without psum or pmean"
         )
