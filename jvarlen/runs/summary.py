@@ -9,7 +9,8 @@ from pathlib import Path
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.report import plot_curves, plot_ledger, read_metrics
+from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_figures import plot_curves, plot_ledger
 
 __all__ = ["Summary", "write_summary"]
 
