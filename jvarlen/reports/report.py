@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
+from jvarlen._common.text_table import text_table
+
 __all__ = ["iterate_metrics", "length_histogram", "read_metrics"]
 
 _MOST_BINS = 14
@@ -29,15 +31,15 @@ def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
     bin_of_sample = np.searchsorted(edges, lengths, side="right") - 1
     samples = np.bincount(bin_of_sample, minlength=len(edges) - 1)
     tokens = np.bincount(bin_of_sample, lengths, len(edges) - 1)
-    lines = [f"{'length':>15} {'samples':>10} {'of tokens':>10}"]
+    rows = [["length", "samples", "of tokens"]]
     for low, high, count, share in zip(edges, edges[1:] - 1, samples, tokens / tokens.sum(), strict=False):
         bar = "█" * round(_BAR * count / samples.max())
-        lines.append(f"{low:>6,} – {high:>6,} {count:>10,} {share:>10.1%} {bar}".rstrip())
-    lines.append(
-        f"{len(lengths):,} samples, {lengths.sum():,} tokens; shortest {lengths.min():,}, "
+        rows.append([f"{low:>6,} – {high:>6,}", f"{count:,}", f"{share:.1%}", bar])
+    table = text_table(rows, align=">", least_widths=(15, 10, 10), gap=" ")
+    return (
+        f"{table}\n{len(lengths):,} samples, {lengths.sum():,} tokens; shortest {lengths.min():,}, "
         f"median {int(np.median(lengths)):,}, 99 % up to {int(np.percentile(lengths, 99)):,}, longest {lengths.max():,}"
     )
-    return "\n".join(lines)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

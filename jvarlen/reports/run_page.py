@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jvarlen._common.text_table import text_table
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.page import Table, printable, write_page
 from jvarlen.reports.run_figures import draw_runs
@@ -64,13 +65,15 @@ class RunReport(NamedTuple):
 
     def table(self) -> str:
         """Lines of text: the key figures of each run, the buckets of a single run, and settings that differ."""
-        texts = [_text_table(["", *self.names], [[name, *values] for name, values in self.figures])]
+        tables: list[list[Sequence[str]]] = [[["", *self.names], *([name, *values] for name, values in self.figures)]]
+        note = ""
         if len(self.runs) == 1:
             rows, note = _bucket_rows(bucket_uses(self.runs[0]))
-            texts += [_text_table(_BUCKET_HEADER, rows), *([note] if note else [])] if rows else []
+            tables += [[_BUCKET_HEADER, *rows]] if rows else []
         elif differing := self._differing():
-            texts.append(_text_table(["setting", *self.names], differing))
-        return "\n\n".join(texts)
+            tables.append([["setting", *self.names], *differing])
+        texts = [text_table([list(map(printable, row)) for row in table]) for table in tables]
+        return "\n\n".join([*texts, *([note] if note else [])])
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
@@ -222,14 +225,3 @@ def _number(value: object, form: str) -> str:
     if not isinstance(value, int | float) or not np.isfinite(value):
         return _UNKNOWN
     return form.format(value)
-
-
-def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as it takes, the first to the left."""
-    table = [[printable(cell) for cell in line] for line in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for line in table:
-        first, *others = (each.rjust(width) for each, width in zip(line, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from jvarlen._common.files import write_atomically
+from jvarlen._common.text_table import text_table
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.report import read_metrics
@@ -77,7 +78,7 @@ class Summary:
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             "compilations after the first step": f"{self.compilations_after_first_step}",
         }
-        return "\n".join(f"{name:<34} {value}" for name, value in lines.items())
+        return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
 
 
 def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
