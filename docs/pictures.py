@@ -17,43 +17,18 @@ import numpy as np
 import jvarlen
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.reports.figures import COLOURS, DARK, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_figures import draw_plan
-from jvarlen.reports.svg_figures import COLOURS, drawing_settings, new_figure, to_svg
 
-__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "to_file"]
+__all__ = ["EXAMPLE", "draw_corpus", "draw_example", "to_file"]
 
 FOLDER = Path(__file__).parent / "pictures"
 
-LIGHT = {
-    "page": "#ffffff",
-    "ink": "#1d232b",
-    "muted": "#5a6573",
-    "line": "#d6dbe2",
-    "first": "#2a6ebb",
-    "second": "#c8590a",
-    "third": "#1d8348",
-    "fourth": "#8e44ad",
-    "fifth": "#c2255c",
-    "sixth": "#0b7f8c",
-}
-DARK = {
-    "page": "#131416",
-    "ink": "#e7eaef",
-    "muted": "#9ea9b6",
-    "line": "#38404b",
-    "first": "#74b0f0",
-    "second": "#f5a25d",
-    "third": "#6fce93",
-    "fourth": "#c9a2f2",
-    "fifth": "#f78fb3",
-    "sixth": "#5fd3dc",
-}
 OF_BUCKET = ("first", "third", "fourth", "sixth")
 
 EXAMPLE = [5, 3, 12, 7, 4, 9, 21, 6, 3, 14, 8, 5, 30, 4, 11, 6, 2, 17, 9, 4, 7, 26, 5, 10]
 EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "microbatches_per_step": 2}
 
-_WIDTH = 480  # pixels, of what Matplotlib draws
 _TOKEN = 8  # pixels, in pictures of steps
 _ROW = 17
 
@@ -82,11 +57,11 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
 
 
 def to_file(svg: str) -> str:
-    """A picture that stands alone: with a size, and with a palette for light and one for dark surroundings."""
-    light, dark = (";".join(f"--{name}:{value}" for name, value in each.items()) for each in (LIGHT, DARK))
+    """A picture that stands alone: on a page of its own, light or dark as what surrounds it."""
+    light, dark = style_of_colours({"page": "#ffffff"} | COLOURS), style_of_colours({"page": "#131416"} | DARK)
     style = f"svg{{{light};background:var(--page)}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}"
-    width = "" if " width=" in svg.partition(">")[0] else f'width="{_WIDTH}" '
-    svg = svg.replace("<svg ", f'<svg xmlns="http://www.w3.org/2000/svg" {width}', 1)
+    if "xmlns=" not in svg:
+        svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     return svg.replace(">", f"><style>{style}</style>", 1)
 
 
@@ -167,8 +142,8 @@ def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
         axis.set(xlabel="most shapes", ylabel="padding in %", xscale="log", ylim=(0, None))
         axis.set_xticks(numbers, map(str, numbers))
         axis.minorticks_off()
-        axis.legend(frameon=False, labelcolor=COLOURS["ink"])
-        return to_svg(figure, "corpus-padding")
+        axis.legend(frameon=False)
+        return to_svg(figure)
 
 
 def _padding_of(lengths: np.ndarray, settings: dict[str, Any], strategy: Any, number: int) -> float:

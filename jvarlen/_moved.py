@@ -28,7 +28,8 @@ _RENAMED = """
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
     measure=compiling.measure_buckets,runs.measure_costs measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
-    planned_steps=planning.steps portable_errors=_common.worker_errors progress=_common.progress,runs.step_display
+    planned_steps=planning.steps report=reports.report,reports.run_figures run_lines=reports.figures
+    svg_figures=reports.figures portable_errors=_common.worker_errors progress=_common.progress,runs.step_display
     recipe=compiling.lowering run_dir=runs.directory run_report=reports.run_page setting_checks=_common.checks
     sort=sorting.sample_sort sort_figures=sorting.balance source_texts=data.stdlib_corpus threads=planning._kernels
     train=training.step,training.train_state,training.losses,training.step_sums training_data=runs.data

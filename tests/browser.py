@@ -50,16 +50,25 @@ _FRAME = """<!DOCTYPE html><title></title>
 _MEASURE = """<script>
 const within = (a, b) =>
   a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
-const pictures = [...document.querySelectorAll("figure > svg")];
-const labels = pictures.flatMap((svg) => [...svg.querySelectorAll("text")].map((label) => [label, svg]));
+// Whether a label is cut off shows once its picture is a part of the page.
+const pictures = [...document.querySelectorAll("figure > img")].map((image) => {
+  const box = image.getBoundingClientRect();
+  return {figure: image.parentElement.id, width: box.width, height: box.height};
+});
+const pageWidth = document.documentElement.scrollWidth;
+const labels = [...document.querySelectorAll("figure > img")].flatMap((image) => {
+  const bytes = Uint8Array.from(atob(image.src.split(",")[1]), (letter) => letter.charCodeAt(0));
+  const holder = document.createElement("div");
+  holder.innerHTML = new TextDecoder().decode(bytes);
+  image.replaceWith(holder);
+  return [...holder.querySelectorAll("text")].map((label) => [label, holder.firstElementChild]);
+});
 parent.postMessage(JSON.stringify({
-  pictures: pictures.map((svg) => {
-    const box = svg.getBoundingClientRect();
-    return {figure: svg.parentElement.id, width: box.width, height: box.height};
-  }),
+  pictures,
+  num_labels: labels.length,
   clipped: labels.filter(([label, svg]) => !within(label.getBoundingClientRect(), svg.getBoundingClientRect())).map(
-    ([label, svg]) => `${svg.parentElement.id}: ${label.textContent}`),
-  page_width: document.documentElement.scrollWidth,
+    ([label, svg]) => label.textContent),
+  page_width: pageWidth,
 }), "*");
 </script>"""
 

@@ -1,10 +1,11 @@
-"""Helpers for every package: argument checks, files, interrupts, progress, pytrees.
+"""Helpers for every package: argument checks, files, interrupts, progress, pytrees, tables.
 
 - `checks`: errors that list the offending values.
 - `files`: files that are written atomically.
 - `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. The only module here that imports JAX.
+- `text_table`: aligned columns of text.
 - `units`: nats to bits.
 - `worker_errors`: exceptions that can be sent between processes.
 """

@@ -17,6 +17,7 @@ import dacite
 
 from jvarlen._common.checks import UserError, is_number
 from jvarlen._common.files import write_atomically
+from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps, bucket_figures
 
@@ -256,11 +257,7 @@ class Ledger(Sequence[LedgerRow]):
             texts = [column.of_row(row) for row in self._rows]
             if any(text != _UNKNOWN for text in texts):
                 columns.append([column.header, *texts, column.of_all(self)])
-        widths = [max(map(len, column)) for column in columns]
-        lines = [
-            "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-            for line in zip(*columns, strict=True)
-        ]
+        lines = [text_table(list(zip(*columns, strict=True)), align=">")] if columns else []
         if not self._rows:
             lines.append("no bucket was compiled")
         if self.unused:

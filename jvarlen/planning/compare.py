@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.text_table import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget, checked_cost, round_up
@@ -172,18 +173,17 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     """
     best = best_of(figures)
     has_seconds = best.seconds is not None
-    width = max(len(each.name) for each in figures)
-    header = f"{'strategy':<{width}} {'shapes':>7} {'steps':>9} {'padding':>8} {'positions':>14}"
-    header += f" {'predicted s':>12}" if has_seconds else ""
-    lines = [f"{header} {'× best':>8} {'uneven':>7}"]
+    predicted = ["predicted s"] if has_seconds else []
+    rows = [["strategy", "shapes", "steps", "padding", "positions", *predicted, "× best", "uneven"]]
     for each in figures:
         if each.problem:
-            lines.append(f"{each.name:<{width}} not possible: {each.problem}")
+            rows.append([each.name, f"not possible: {each.problem}"])
             continue
-        line = f"{each.name:<{width}} {each.num_shapes:>7,} {each.num_steps:>9,} {each.padding:>8.2%}"
-        line += f" {each.num_positions:>14,}"
-        line += f" {each.seconds:>12,.1f}" if has_seconds else ""
-        lines.append(f"{line} {each.relative:>8.3f} {each.unevenness:>7.2f}{' ← best' if each is best else ''}")
+        row = [each.name, f"{each.num_shapes:,}", f"{each.num_steps:,}", f"{each.padding:.2%}"]
+        row += [f"{each.num_positions:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
+        rows.append([*row, f"{each.relative:.3f}", f"{each.unevenness:.2f}", *(["← best"] if each is best else [])])
+    widths = (8, 7, 9, 8, 14, *([12] if has_seconds else []), 8, 7)
+    lines = [text_table(rows, least_widths=widths, gap=" ")]
     for samples, dropped, cut in dict.fromkeys(
         (each.num_samples, each.num_dropped, each.num_truncated) for each in figures if not each.problem
     ):

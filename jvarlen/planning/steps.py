@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Int64
 
+from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import Overlong
@@ -190,15 +191,17 @@ def plan_table(
     """Lines of text: see `Plan.report`."""
     figures = bucket_figures(plan, cost)
     seconds = figures.seconds
-    header = f"{'rows × length':>15} {'samples':>12} {'steps':>8} {'padding':>9}"
-    lines = [header if seconds is None else f"{header} {'predicted s':>12}"]
+    rows = [["rows × length", "samples", "steps", "padding"]]
     for k, bucket in enumerate(plan.buckets):
-        padding = f"{figures.padding[k]:9.2%}" if figures.num_steps[k] else f"{'–':>9}"
+        padding = f"{figures.padding[k]:.2%}" if figures.num_steps[k] else "–"
         length = "+".join(f"{length:,}" for length in bucket.lengths)
-        line = f"{bucket.rows:>6,} × {length:>6} {figures.num_samples[k]:>12,} {figures.num_steps[k]:>8,} {padding}"
-        lines.append(line if seconds is None else f"{line} {seconds[k]:>12,.1f}")
-    total = f"{'total':>15} {plan.num_samples:>12,} {plan.num_steps:>8,} {plan.padding:9.2%}"
-    lines.append(total if seconds is None else f"{total} {seconds.sum():>12,.1f}")
+        counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
+        rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
+    rows.append(["total", f"{plan.num_samples:,}", f"{plan.num_steps:,}", f"{plan.padding:.2%}"])
+    if seconds is not None:
+        predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
+        rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
+    lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12)[: len(rows[0])], gap=" ")]
     lines.append(
         f"{int(plan.num_tokens.sum()):,} real tokens in {int(plan.positions_per_step.sum()):,} positions; "
         f"microbatches a step: {plan.microbatches_per_step}"

@@ -1,7 +1,8 @@
 """Pages and pictures of plans and runs, from values and files.
 
-- `report`: histograms, curves and ledgers, as text and PNG.
-- `page`, `svg_figures`: a self-contained HTML page, and the pictures in it.
+- `report`: histograms and records, as text.
+- `figures`: how all pictures are drawn, as SVG or PNG.
+- `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.
 - `plan_figures`, `plan_page`: a plan as a page.
-- `run_records`, `run_lines`, `run_figures`, `run_page`: run directories, read and overlaid.
+- `run_records`, `run_figures`, `run_page`: run directories, read and overlaid; the pictures that a run leaves behind.
 """

@@ -1,4 +1,4 @@
-"""SVG figures of a plan, in the colours of the page around them.
+"""Pictures of a plan.
 
 Everything is counted before it is drawn, so the size of a picture does not depend on the number of samples or steps.
 Letters: N samples, n of them in the plan, S steps, K buckets, R rows.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int64, Real
@@ -18,31 +18,26 @@ from jvarlen.planning.budget import CostFn
 from jvarlen.planning.edges import Histogram
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures
-from jvarlen.reports.svg_figures import COLOURS, count_ticks, drawing_settings, new_figure, to_svg
+from jvarlen.reports.figures import (
+    COLOURS,
+    Detail,
+    Picture,
+    draw_bars,
+    draw_steps,
+    drawing_settings,
+    finish_bars,
+    finish_steps,
+    format_ticks,
+    new_figure,
+    range_starts,
+    to_svg,
+)
 
-__all__ = ["PlanFigure", "draw_plan", "integer_bins"]
+__all__ = ["draw_plan", "integer_bins"]
 
 _MOST_BINS = 48
-_MOST_POINTS = 500  # of steps that are drawn one by one
-_MOST_RANGES = 160  # of steps that are drawn together
-_MOST_LABELS = 16
+_MOST_LINES = 16  # of buckets, drawn strongly
 _WIDE = 6  # longest over median, from which on lengths are drawn by ratio
-
-
-class PlanFigure(NamedTuple):
-    """A picture.
-
-    Attributes:
-      name: of letters and hyphens, unlike that of any other.
-      title: what it shows.
-      caption: how to read it.
-      svg: an `<svg>` element without namespaces, for an HTML page.
-    """
-
-    name: str
-    title: str
-    caption: str
-    svg: str
 
 
 def draw_plan(
@@ -50,7 +45,7 @@ def draw_plan(
     lengths: Int64[np.ndarray, " N *sides"],
     learning_rates: Float[np.ndarray, " S"] | None = None,
     cost: CostFn | None = None,
-) -> list[PlanFigure]:
+) -> list[Picture]:
     """Draws the pictures of a plan.
 
     Args:
@@ -60,7 +55,7 @@ def draw_plan(
       cost: cost(rows, length) of one microbatch in seconds.
 
     Returns:
-      A list of `PlanFigure`.
+      A list of `Picture`.
     """
     with drawing_settings():
         return list(_figures(plan, lengths, learning_rates, cost))
@@ -71,20 +66,20 @@ def _figures(
     lengths: Int64[np.ndarray, " N *sides"],
     learning_rates: Float[np.ndarray, " S"] | None,
     cost: CostFn | None,
-) -> Iterator[PlanFigure]:
+) -> Iterator[Picture]:
     yield _length_histogram(plan, lengths)
     if plan.is_packed:
         yield _row_fill(plan, lengths)
     yield from _per_bucket(plan, cost)
     yield _shapes(plan)
-    yield _per_step("sequences", "Samples of each step", "samples", plan.num_sequences, "first")
+    yield _per_step("sequences", "Samples of each step", "samples", plan.num_sequences)
     if learning_rates is not None:
-        yield _per_step("learning-rate", "Learning rate of each step", "learning rate", learning_rates, "second")
+        yield _per_step("learning-rate", "Learning rate of each step", "learning rate", learning_rates)
     if plan.num_steps > 1:
         yield _neighbours(plan)
 
 
-def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> PlanFigure:
+def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Picture:
     edges = np.array([bucket.lengths for bucket in plan.buckets], np.int64)
     sides = ["source", "target"] if lengths.ndim == 2 else [""]
     figure, axes = new_figure(len(sides))
@@ -96,21 +91,20 @@ def _length_histogram(plan: Plan, lengths: Int64[np.ndarray, " N *sides"]) -> Pl
         counts, _ = np.histogram(histogram.values, bins, weights=histogram.counts)
         axis.stairs(counts, bins, fill=True, color=COLOURS["first"], alpha=0.6)
         top = 1.05 * counts.max()
-        axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LABELS else 0.6)
+        axis.vlines(np.unique(edge), 0, top, color=COLOURS["second"], linewidth=1 if len(edge) <= _MOST_LINES else 0.6)
         axis.set(xscale="log" if by_ratio else "linear", ylim=(0, top), ylabel="samples")
         axis.set_xlabel(f"tokens of the {side}" if side else "tokens")
-        count_ticks(axis.xaxis)
-        count_ticks(axis.yaxis)
+        format_ticks(axis.xaxis, axis.yaxis, integer=True)
     what = "row" if plan.is_packed else "bucket"
-    return PlanFigure(
+    return Picture(
         "lengths",
         "Lengths of the samples",
         f"Bars: samples by their length, before any is cut. Lines: the longest that each {what} holds.",
-        to_svg(figure, "lengths"),
+        to_svg(figure),
     )
 
 
-def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> PlanFigure:
+def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
     assert plan.row_offsets is not None
     bucket_length = np.array([bucket.lengths[0] for bucket in plan.buckets])
     rows_per_step = np.diff(np.searchsorted(plan.row_offsets, plan.step_offsets))
@@ -121,128 +115,93 @@ def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> PlanFigure:
     axis.stairs(counts, 100 * bins, fill=True, color=COLOURS["first"], alpha=0.75, baseline=0.5)
     axis.set(xlabel="fill of a row in %", ylabel="rows", yscale="log", xlim=(0, 100))
     axis.set_ylim(0.5, 2 * counts.max())
-    count_ticks(axis.yaxis)
-    return PlanFigure(
+    format_ticks(axis.yaxis, integer=True)
+    return Picture(
         "row-fill",
         "How full the rows are",
         f"Rows by the share of them that holds tokens, on a logarithmic scale; {fill.mean():.2%} on average.",
-        to_svg(figure, "row-fill"),
+        to_svg(figure),
     )
 
 
-def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[PlanFigure]:
+def _per_bucket(plan: Plan, cost: CostFn | None) -> Iterator[Picture]:
     figures = bucket_figures(plan, cost)
     figure, (axis,) = new_figure()
-    _bars(plan, axis, 100 * np.nan_to_num(figures.padding), "first")
+    draw_bars(axis, 100 * np.nan_to_num(figures.padding), COLOURS["first"])
     axis.axhline(100 * plan.padding, color=COLOURS["second"], linewidth=1)
-    axis.set_ylabel("padding in %")
-    yield PlanFigure(
+    yield _of_buckets(
+        figure,
+        plan,
         "padding",
         "Padding of each bucket",
         f"Share of the positions that holds no token; line: {plan.padding:.2%} of all.",
-        to_svg(figure, "padding"),
+        "padding in %",
     )
     figure, (axis,) = new_figure()
-    _bars(plan, axis, figures.num_tokens, "first")
-    _bars(plan, axis, figures.num_positions - figures.num_tokens, "second", bottom=figures.num_tokens)
-    axis.set_ylabel("positions")
-    count_ticks(axis.yaxis)
-    yield PlanFigure(
-        "positions",
-        "Positions of each bucket",
-        "Positions of all steps of a bucket: tokens in blue, padding above them in orange.",
-        to_svg(figure, "positions"),
-    )
+    draw_bars(axis, figures.num_tokens, COLOURS["first"])
+    draw_bars(axis, figures.num_positions - figures.num_tokens, COLOURS["second"], bottom=figures.num_tokens)
+    caption = "Positions of all steps of a bucket: tokens in blue, padding above them in orange."
+    yield _of_buckets(figure, plan, "positions", "Positions of each bucket", caption, "positions")
     if figures.seconds is not None:
         figure, (axis,) = new_figure()
-        _bars(plan, axis, figures.seconds, "first")
-        axis.set_ylabel("seconds")
-        count_ticks(axis.yaxis, integer=False)
-        yield PlanFigure(
-            "seconds",
-            "Predicted seconds of each bucket",
-            f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all.",
-            to_svg(figure, "seconds"),
-        )
+        draw_bars(axis, figures.seconds, COLOURS["first"])
+        caption = f"All steps of a bucket; {figures.seconds.sum():,.1f} s in all."
+        yield _of_buckets(figure, plan, "seconds", "Predicted seconds of each bucket", caption, "seconds")
 
 
-def _shapes(plan: Plan) -> PlanFigure:
-    figure, axes = new_figure(2, sharex=True)
-    colours = ("first", "second")
-    sides = np.array([bucket.lengths for bucket in plan.buckets])[plan.step_bucket].T
-    for colour, side in zip(colours, sides, strict=False):
-        _over_steps(axes[0], side, colour)
-    rows = np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
-    _over_steps(axes[1], rows, "first")
-    axes[0].set_ylabel("bucket length")
-    axes[1].set_ylabel("rows")
-    axes[1].set_xlabel("step")
-    both = " Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
-    return PlanFigure(
-        "shapes", "Shapes over the steps", f"{_how_drawn(plan.num_steps)}{both}", to_svg(figure, "shapes")
+def _of_buckets(figure: Any, plan: Plan, name: str, title: str, caption: str, label: str) -> Picture:
+    (axis,) = figure.axes
+    axis.set_ylabel(label)
+    finish_bars(
+        axis, ["+".join(f"{length:,}" for length in bucket.lengths) for bucket in plan.buckets], "bucket length"
     )
+    format_ticks(axis.yaxis, integer=label == "positions")
+    return Picture(name, title, caption, to_svg(figure))
 
 
-def _per_step(name: str, title: str, label: str, values: Real[np.ndarray, " S"], colour: str) -> PlanFigure:
+def _shapes(plan: Plan) -> Picture:
+    figure, axes = new_figure(2, sharex=True)
+    sides = np.array([bucket.lengths for bucket in plan.buckets])[plan.step_bucket].T
+    rows = np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
+    for axis, label, values in ((axes[0], "bucket length", sides), (axes[1], "rows", rows[None])):
+        _over_steps(axis, label, values)
+    axes[0].set_xlabel("")
+    both = " Blue: source; orange: target." if isinstance(plan.buckets[0], PairBucket) else ""
+    return Picture("shapes", "Shapes over the steps", f"{Detail(plan.num_steps).caption}{both}", to_svg(figure))
+
+
+def _per_step(name: str, title: str, label: str, values: Real[np.ndarray, " S"]) -> Picture:
     figure, (axis,) = new_figure()
-    _over_steps(axis, values, colour)
-    axis.set(xlabel="step", ylabel=label)
+    _over_steps(axis, label, values[None])
     number = "{:,}" if np.issubdtype(values.dtype, np.integer) else "{:.3g}"
     least, most = number.format(values.min()), number.format(values.max())
     reach = f"{least} to {most}" if least != most else f"{least} in each"
-    return PlanFigure(name, title, f"{reach}. {_how_drawn(len(values))}", to_svg(figure, name))
+    return Picture(name, title, f"{reach}. {Detail(len(values)).caption}", to_svg(figure))
 
 
-def _neighbours(plan: Plan) -> PlanFigure:
+def _over_steps(axis: Any, label: str, lines: Real[np.ndarray, "lines S"]) -> None:
+    num_steps = lines.shape[1]
+    for place, values in enumerate(lines):
+        draw_steps(axis, np.arange(num_steps), values, Detail(num_steps), place)
+    finish_steps(axis, label, integer=np.issubdtype(lines.dtype, np.integer))
+
+
+def _neighbours(plan: Plan) -> Picture:
     mean_length = plan.num_tokens / plan.num_sequences
-    every = math.ceil((plan.num_steps - 1) / _MOST_POINTS)
+    shown = range_starts(plan.num_steps - 1)
     figure, (axis,) = new_figure()
-    axis.plot(mean_length[:-1:every], mean_length[1::every], ".", color=COLOURS["first"], markersize=4, alpha=0.6)
+    draw_steps(axis, mean_length[shown], mean_length[shown + 1], Detail(len(shown)))
     axis.set(xlabel="mean tokens a sample in a step", ylabel="in the next step")
-    count_ticks(axis.xaxis, integer=False)
-    count_ticks(axis.yaxis, integer=False)
+    format_ticks(axis.xaxis, axis.yaxis)
     correlation = plan.neighbour_correlation
     said = "has no value here" if math.isnan(correlation) else f"is {correlation:+.3f}"
-    shown = "" if every == 1 else f" One in {every:,} is drawn."
-    return PlanFigure(
+    drawn = "" if len(shown) == plan.num_steps - 1 else f" {len(shown):,} of them are drawn."
+    return Picture(
         "neighbours",
         "Neighbouring steps",
-        f"The correlation {said}: near 1 in a curriculum, near 0 where steps come at random.{shown}",
-        to_svg(figure, "neighbours"),
+        f"The correlation {said}: near 1 in a curriculum, near 0 where steps come at random.{drawn}",
+        to_svg(figure),
     )
-
-
-def _bars(plan: Plan, axis: Any, values: np.ndarray, colour: str, bottom: Any = 0) -> None:
-    num_buckets = len(plan.buckets)
-    axis.bar(np.arange(num_buckets), values, bottom=bottom, color=COLOURS[colour], alpha=0.75)
-    shown = np.arange(0, num_buckets, math.ceil(num_buckets / _MOST_LABELS))
-    labels = ["+".join(f"{length:,}" for length in plan.buckets[k].lengths) for k in shown]
-    axis.set_xticks(shown, labels, rotation=90 if len(shown) > 6 else 0)
-    room = max(num_buckets, 4) / 2 + 0.1  # one or two bars shall not fill the picture
-    axis.set(xlabel="bucket length", xlim=((num_buckets - 1) / 2 - room, (num_buckets - 1) / 2 + room))
-
-
-def _over_steps(axis: Any, values: Real[np.ndarray, " S"], colour: str) -> None:
-    """One point a step if steps are few; otherwise the range and the mean of groups of neighbours."""
-    num_steps = len(values)
-    if num_steps <= _MOST_POINTS:
-        axis.plot(np.arange(num_steps), values, ".", color=COLOURS[colour], markersize=4)
-    else:
-        starts = np.linspace(0, num_steps, _MOST_RANGES, endpoint=False).astype(np.int64)
-        sizes = np.diff(starts, append=num_steps)
-        centres = starts + (sizes - 1) / 2
-        low, high = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
-        axis.fill_between(centres, low, high, color=COLOURS[colour], alpha=0.3, linewidth=0)
-        axis.plot(centres, np.add.reduceat(values, starts) / sizes, color=COLOURS[colour], linewidth=1.5)
-    axis.set_ylim(0, 1.05 * values.max() or 1)
-    count_ticks(axis.xaxis)
-    count_ticks(axis.yaxis, integer=np.issubdtype(values.dtype, np.integer))
-
-
-def _how_drawn(num_steps: int) -> str:
-    if num_steps <= _MOST_POINTS:
-        return "A point a step."
-    return f"Line: the mean of about {round(num_steps / _MOST_RANGES):,} neighbouring steps; band: their least to most."
 
 
 def integer_bins(shortest: int, longest: int, by_ratio: bool) -> Int64[np.ndarray, " bins_plus_1"]:

@@ -17,7 +17,7 @@ from jvarlen.planning.compare import StrategyFigures, best_of
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures
-from jvarlen.reports.page import data_table, figure, figure_grid, key_figures, table_row, text, write_page
+from jvarlen.reports.page import Table, write_page
 from jvarlen.reports.plan_figures import draw_plan
 
 __all__ = ["write_html_report"]
@@ -55,21 +55,23 @@ def write_html_report(
     rates = None if learning_rates is None else np.asarray(learning_rates, np.float64)
     if rates is not None and (rates.shape != (plan.num_steps,) or not np.isfinite(rates).all()):
         raise UserError(f"learning rates must be {plan.num_steps} finite numbers, one a step; shape {rates.shape}")
-    sections = [
-        _key_figures(plan, cost),
-        figure_grid(figure(*each) for each in draw_plan(plan, checked, rates, cost)),
-        _bucket_table(plan, cost),
-    ]
-    if comparison is not None:
-        sections.append(_comparison_table(comparison))
     shapes = "1 shape" if len(plan.buckets) == 1 else f"{len(plan.buckets):,} shapes"
     what = "pairs" if isinstance(plan.buckets[0], PairBucket) else "samples"
     title = f"Plan of {plan.num_samples:,} {what} in {shapes}"
     steps = "1 step" if plan.num_steps == 1 else f"{plan.num_steps:,} steps"
     left_out = f"{plan.num_truncated:,} cut, {plan.num_dropped:,} dropped"
     summary = f"{steps} an epoch, every {what[:-1]} exactly once. Longer than the longest bucket: {left_out}."
+    tables = [_bucket_table(plan, cost)]
+    if comparison is not None:
+        tables.append(_comparison_table(comparison))
     write_page(
-        path, title=title, summary=summary, sections=sections, footer=[f"Digest <code>{text(plan.digest)}</code>"]
+        path,
+        title=title,
+        summary=summary,
+        key_figures=_key_figures(plan, cost),
+        pictures=draw_plan(plan, checked, rates, cost),
+        tables=tables,
+        digest=plan.digest,
     )
 
 
@@ -89,7 +91,7 @@ def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " 
     return checked
 
 
-def _key_figures(plan: Plan, cost: CostFn | None) -> str:
+def _key_figures(plan: Plan, cost: CostFn | None) -> list[tuple[str, str, str]]:
     num_sequences = plan.num_sequences
     least, most = int(num_sequences.min()), int(num_sequences.max())
     num_tokens, num_positions = int(plan.num_tokens.sum()), int(plan.positions_per_step.sum())
@@ -109,15 +111,14 @@ def _key_figures(plan: Plan, cost: CostFn | None) -> str:
         per_step = float(seconds.sum()) / plan.num_steps
         figures.append(("Predicted", f"{seconds.sum():,.1f} s", f"{per_step:.3g} s a step"))
     said = "–" if math.isnan(correlation) else f"{correlation:+.3f}"
-    figures.append(("Neighbour correlation", said, "of mean length, step to step"))
-    return key_figures(figures)
+    return [*figures, ("Neighbour correlation", said, "of mean length, step to step")]
 
 
 def _es(plan: Plan) -> str:
     return "" if plan.microbatches_per_step == 1 else "es"
 
 
-def _bucket_table(plan: Plan, cost: CostFn | None) -> str:
+def _bucket_table(plan: Plan, cost: CostFn | None) -> Table:
     figures = bucket_figures(plan, cost)
     seconds = figures.seconds
     header = ["Rows × length", "Samples", "Steps", "Tokens", "Positions", "Padding"]
@@ -133,13 +134,10 @@ def _bucket_table(plan: Plan, cost: CostFn | None) -> str:
         header.append("Predicted s")
         rows = [[*row, f"{value:,.1f}"] for row, value in zip(rows, seconds, strict=True)]
         total.append(f"{seconds.sum():,.1f}")
-    body = "\n".join(map(table_row, rows))
-    return data_table(
-        "buckets", "Buckets", header, body, foot=table_row(total), note="Tokens are real ones, cut samples as cut."
-    )
+    return Table("buckets", "Buckets", header, rows, foot=total, note="Tokens are real ones, cut samples as cut.")
 
 
-def _comparison_table(comparison: Sequence[StrategyFigures]) -> str:
+def _comparison_table(comparison: Sequence[StrategyFigures]) -> Table:
     best = best_of(comparison)
     has_seconds = best.seconds is not None
     header = ["Strategy", "× best", "Shapes", "Steps", "Padding", "Uneven", "Positions"]
@@ -147,16 +145,16 @@ def _comparison_table(comparison: Sequence[StrategyFigures]) -> str:
     rows = []
     for each in comparison:
         if each.problem:
-            problem = f'<td class="problem" colspan="{len(header) - 1}">{text(f"Not possible: {each.problem}")}</td>'
-            rows.append(f'<tr><th scope="row">{text(each.name)}</th>{problem}</tr>')
+            rows.append([each.name, f"Not possible: {each.problem}"])
             continue
         cells = [each.name, f"{each.relative:.3f}", f"{each.num_shapes:,}", f"{each.num_steps:,}"]
         cells += [f"{each.padding:.2%}", f"{each.unevenness:.2f}", f"{each.num_positions:,}"]
         cells += [] if each.seconds is None else [f"{each.seconds:,.1f}"]
-        rows.append(table_row(cells, is_best=each is best))
+        rows.append(cells)
     what = "seconds" if has_seconds else "positions"
     note = (
         f"Best plan: {best.name}. × best: {what} over those of the best plan. Uneven: {what} of the largest step over "
         "the mean step."
     )
-    return data_table("comparison", "Strategies compared", header, "\n".join(rows), note=note)
+    place = next(place for place, each in enumerate(comparison) if each is best)
+    return Table("comparison", "Strategies compared", header, rows, note=note, best=place)

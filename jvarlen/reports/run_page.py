@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.text_table import text_table
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.page import data_table, figure, figure_grid, printable, table_row, text, write_page
-from jvarlen.reports.run_figures import draw_runs, runs_legend
+from jvarlen.reports.page import Table, printable, write_page
+from jvarlen.reports.run_figures import draw_runs
 from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, differing_settings_of, read_run, run_names
 
 __all__ = ["RunReport", "read_runs"]
@@ -54,8 +54,7 @@ class RunReport(NamedTuple):
         columns = [_key_figures(run) for run in self.runs]
         kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
         evaluations = [
-            (f"Evaluation {printable(kind)}, bits a token", [_evaluation(run, kind) for run in self.runs])
-            for kind in kinds
+            (f"Evaluation {kind}, bits a token", [_evaluation(run, kind) for run in self.runs]) for kind in kinds
         ]
         if any(
             run.summary and run.summary["held_out_before"] is not None and HELD_OUT not in run.evaluations
@@ -66,13 +65,15 @@ class RunReport(NamedTuple):
 
     def table(self) -> str:
         """Lines of text: the key figures of each run, the buckets of a single run, and settings that differ."""
-        texts = [_text_table(["", *self.names], [[name, *values] for name, values in self.figures])]
+        tables: list[list[Sequence[str]]] = [[["", *self.names], *([name, *values] for name, values in self.figures)]]
+        note = ""
         if len(self.runs) == 1:
             rows, note = _bucket_rows(bucket_uses(self.runs[0]))
-            texts += [_text_table(_BUCKET_HEADER, rows), *([note] if note else [])] if rows else []
+            tables += [[_BUCKET_HEADER, *rows]] if rows else []
         elif differing := self._differing():
-            texts.append(_text_table(["setting", *self.names], differing))
-        return "\n\n".join(texts)
+            tables.append([["setting", *self.names], *differing])
+        texts = [text_table([list(map(printable, row)) for row in table]) for table in tables]
+        return "\n\n".join([*texts, *([note] if note else [])])
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Writes a page with the table and pictures of all runs; its size hardly depends on the number of steps.
@@ -84,42 +85,39 @@ class RunReport(NamedTuple):
           OSError: the file cannot be written; an existing file stays.
         """
         is_one = len(self.runs) == 1
-        figures = []
+        pictures = []
         for each in draw_runs(self.runs):
-            legend = "" if is_one else runs_legend(self.names, each.runs, text)
             without = [self.names[place] for place in range(len(self.runs)) if place not in each.runs]
             unknown = f" Not known of: {', '.join(without)}." if without and each.runs else ""
-            figures.append(figure(each.name, each.title, f"{each.caption}{unknown}", each.svg, legend=legend))
-        sections = [self._figures_table(), figure_grid(figures)]
+            pictures.append(each._replace(caption=each.caption + unknown))
+        note = f"Last loss: mean of the last {_LAST_STEPS} steps. Wait for data: share of the time of all steps."
+        figures = [[name, *values] for name, values in self.figures]
+        tables = []
         if differing := self._differing():
-            body = "\n".join(map(table_row, differing))
-            sections.append(
-                data_table("differing", "Settings that differ", ["Setting", *self.names], body, is_wide=True)
-            )
+            tables.append(Table("differing", "Settings that differ", ["Setting", *self.names], differing, is_wide=True))
         for place, (run, name) in enumerate(zip(self.runs, self.names, strict=True)):
-            sections.append(
-                _bucket_table(run, "Buckets" if is_one else f"Buckets of {name}", place, is_closed=not is_one)
-            )
-        sections.append(self._settings_table())
-        title = f"Run {self.names[0]}" if is_one else f"{len(self.runs):,} runs"
+            title = "Buckets" if is_one else f"Buckets of {name}"
+            tables.append(_bucket_table(run, title, place, is_closed=not is_one))
+        names = dict.fromkeys(name for run in self.runs for name in run.settings)
+        settings = [[name, *(run.settings.get(name, _UNKNOWN) for run in self.runs)] for name in names]
+        header = ["Setting", *self.names]
+        tables.append(Table("settings", "All settings", header, settings, is_wide=True, is_closed=True))
         steps = sum(run.num_steps for run in self.runs)
-        write_page(path, title=title, summary=f"{steps:,} steps{'' if is_one else ' in all'}.", sections=sections)
+        write_page(
+            path,
+            title=f"Run {self.names[0]}" if is_one else f"{len(self.runs):,} runs",
+            summary=f"{steps:,} steps{'' if is_one else ' in all'}.",
+            first_table=Table("runs", "Figures", ["", *self.names], figures, note=note, is_wide=True),
+            pictures=pictures,
+            names=self.names,
+            tables=tables,
+        )
 
     def _differing(self) -> list[list[str]]:
         return [
             [name, *(_UNKNOWN if value is None else value for value in values)]
             for name, values in differing_settings_of(self.runs)
         ]
-
-    def _figures_table(self) -> str:
-        body = "\n".join(table_row([name, *values]) for name, values in self.figures)
-        note = f"Last loss: mean of the last {_LAST_STEPS} steps. Wait for data: share of the time of all steps."
-        return data_table("runs", "Figures", ["", *self.names], body, note=note, is_wide=True)
-
-    def _settings_table(self) -> str:
-        names = dict.fromkeys(name for run in self.runs for name in run.settings)
-        body = "\n".join(table_row([name, *(run.settings.get(name, _UNKNOWN) for run in self.runs)]) for name in names)
-        return data_table("settings", "All settings", ["Setting", *self.names], body, is_wide=True, is_closed=True)
 
 
 def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
@@ -192,11 +190,10 @@ def _held_out(run: Run) -> str:
     return before if after == _UNKNOWN else f"{before}, then {after}"
 
 
-def _bucket_table(run: Run, title: str, place: int, *, is_closed: bool) -> str:
+def _bucket_table(run: Run, title: str, place: int, *, is_closed: bool) -> Table:
     rows, note = _bucket_rows(bucket_uses(run))
-    body = "\n".join(map(table_row, rows))
     note = f"{note} Planned steps: of the first epoch. Lower, compile: seconds. Known at the end of a run.".strip()
-    return data_table(f"buckets-{place}", title, _BUCKET_HEADER, body, note=note, is_closed=is_closed)
+    return Table(f"buckets-{place}", title, _BUCKET_HEADER, rows, note=note, is_closed=is_closed)
 
 
 def _bucket_rows(uses: Sequence[BucketUse]) -> tuple[list[list[str]], str]:
@@ -228,14 +225,3 @@ def _number(value: object, form: str) -> str:
     if not isinstance(value, int | float) or not np.isfinite(value):
         return _UNKNOWN
     return form.format(value)
-
-
-def _text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as it takes, the first to the left."""
-    table = [[printable(cell) for cell in line] for line in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for line in table:
-        first, *others = (each.rjust(width) for each, width in zip(line, widths, strict=True))
-        lines.append("  ".join([first.strip().ljust(widths[0]), *others]).rstrip())
-    return "\n".join(lines)

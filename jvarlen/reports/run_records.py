@@ -1,7 +1,7 @@
 """Reads a run directory: its records as arrays, its ledger, summary and settings.
 
-The files are untrusted: a value of the wrong type is an error with the file and the line. Values that an older version
-did not write are unknown, NaN or None. Letters: S steps, E evaluations, K buckets.
+A file that was cut or damaged is an error with its path. Values that an older version did not write are unknown, NaN
+or None. Letters: S steps, E evaluations, K buckets.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import os
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +21,18 @@ from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen.compiling.ledger import Ledger, LedgerRow
-from jvarlen.reports.page import printable
 from jvarlen.reports.report import iterate_metrics
 
-__all__ = ["BucketUse", "Evaluations", "Run", "bucket_uses", "differing_settings_of", "read_run", "run_names"]
+__all__ = [
+    "BucketUse",
+    "Evaluations",
+    "Run",
+    "bucket_uses",
+    "differing_settings_of",
+    "read_run",
+    "run_names",
+    "run_of_records",
+]
 
 # What is read of the records of steps; the loss is what makes a record one of a step.
 _STEP_FIELDS = (
@@ -43,10 +53,6 @@ _STEP_FIELDS = (
 )
 _EVALUATION_FIELDS = ("step", "bits_per_token")
 _SUMMARY_FIELDS = ("num_steps", "held_out_before", "held_out_after", "compile_s")
-_MOST = 1e18  # sums of larger numbers say nothing
-_LINES_AT_A_TIME = 1 << 14  # so that only numbers are held of a long log
-_MOST_LISTED = 3
-_MOST_EVALUATIONS = 64  # names; each is a line of its own
 _MOST_CHARACTERS = 60  # of a setting
 
 
@@ -80,7 +86,7 @@ class Run:
     path: Path
     steps: Mapping[str, Float64[np.ndarray, " S"]]
     evaluations: Mapping[str, Evaluations]
-    summary: Mapping[str, float | None] | None
+    summary: Mapping[str, Any] | None
     is_interrupted: bool
     ledger: Ledger | None
     settings: Mapping[str, str]
@@ -151,17 +157,31 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     if missing:
         raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
     settings = _naming(_read_settings, path / "config.json")
-    steps, evaluations = _naming(_read_metrics, path / "metrics.jsonl")
-    summary, is_interrupted = _naming(_read_summary, path / "summary.json")
-    ledger = _naming(_read_ledger, path / "ledger.json")
+    steps, evaluations = _naming(lambda file: _columns_of(iterate_metrics(file)), path / "metrics.jsonl")
+    summary = _naming(_read_object, path / "summary.json")
+    ledger = _naming(Ledger.load, path / "ledger.json")
     return Run(
         path=path.resolve(),
         steps=steps,
         evaluations=evaluations,
-        summary=summary,
-        is_interrupted=is_interrupted,
+        summary=None if summary is None else {name: summary.get(name) for name in _SUMMARY_FIELDS},
+        is_interrupted=bool(summary and summary.get("interrupted")),
         ledger=ledger,
         settings=settings,
+    )
+
+
+def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
+    """A run of which nothing is known but its records, as from `read_metrics`."""
+    steps, evaluations = _columns_of(records)
+    return Run(
+        path=Path(),
+        steps=steps,
+        evaluations=evaluations,
+        summary=None,
+        is_interrupted=False,
+        ledger=None,
+        settings={},
     )
 
 
@@ -232,90 +252,35 @@ def _bucket_use(
     return BucketUse(shape, num_steps, num_tokens, num_positions, padding, seconds, row)
 
 
-def _read_metrics(path: Path) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations]]:
-    steps: list[dict[str, Float64[np.ndarray, " n"]]] = []
-    evaluations: dict[str, list[dict[str, Float64[np.ndarray, " n"]]]] = {}
-    numbered = enumerate(iterate_metrics(path), start=1)
-    while lines := list(itertools.islice(numbered, _LINES_AT_A_TIME)):
-        steps.append(_columns(path, [line for line in lines if "loss" in line[1]], _STEP_FIELDS))
-        of_name: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        for number, record in lines:
-            if "evaluation" in record:
-                name = record["evaluation"]
-                if not isinstance(name, str):
-                    raise UserError(f"{path}, line {number}: an evaluation needs a name, not {_shown(name)}")
-                of_name.setdefault(name, []).append((number, record))
-        for name, of_it in of_name.items():
-            evaluations.setdefault(name, []).append(_columns(path, of_it, _EVALUATION_FIELDS))
-        if len(evaluations) > _MOST_EVALUATIONS:
-            raise UserError(
-                f"{path} has more than {_MOST_EVALUATIONS} kinds of evaluations: {_listed(map(_shown, evaluations))}"
+def _columns_of(
+    records: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations]]:
+    """The fields of steps, and the evaluations by name; of a long log, only numbers are held."""
+    steps = {name: array("d") for name in _STEP_FIELDS}
+    evaluations: dict[str, dict[str, array]] = {}
+    for number, record in enumerate(records, start=1):
+        if "loss" in record:
+            columns = steps
+        elif "evaluation" in record:
+            columns = evaluations.setdefault(
+                str(record["evaluation"]), {name: array("d") for name in _EVALUATION_FIELDS}
             )
-    columns = {name: np.concatenate([part[name] for part in steps] or [np.zeros(0)]) for name in _STEP_FIELDS}
-    backwards = np.flatnonzero(np.diff(columns["step"]) <= 0)
+        else:
+            continue
+        for name, column in columns.items():
+            value = record.get(name)
+            try:
+                column.append(math.nan if value is None else value)
+            except (TypeError, OverflowError):
+                raise UserError(f"line {number}: {name} is no number, but {json.dumps(value)}") from None
+    step = np.array(steps["step"])
+    backwards = np.flatnonzero(np.diff(step) <= 0)
     if len(backwards):
-        before, after = (f"{columns['step'][place]:.0f}" for place in (backwards[0], backwards[0] + 1))
-        raise UserError(f"{path} is out of order: step {after} comes after step {before}")
-    return columns, {
-        name: Evaluations(*(np.concatenate([part[field] for part in parts]) for field in _EVALUATION_FIELDS))
-        for name, parts in evaluations.items()
+        before, after = (f"{step[place]:.0f}" for place in (backwards[0], backwards[0] + 1))
+        raise UserError(f"out of order: step {after} comes after step {before}")
+    return {name: np.array(column) for name, column in steps.items()}, {
+        name: Evaluations(*map(np.array, columns.values())) for name, columns in evaluations.items()
     }
-
-
-def _columns(
-    path: Path, lines: Sequence[tuple[int, Mapping[str, Any]]], names: Sequence[str]
-) -> dict[str, Float64[np.ndarray, " n"]]:
-    """An array of each field; raises ValueError for values that are not numbers."""
-    columns = {}
-    for name in names:
-        values = [record.get(name) for _, record in lines]
-        try:
-            if not set(map(type, values)) <= {int, float, type(None)}:
-                raise TypeError
-            column = np.array(values, np.float64)  # None becomes NaN
-            unknown = np.isnan(column)
-            fits = _fits(name, column) | (unknown & (name != "step"))
-            if not fits.all():
-                raise TypeError
-        except (TypeError, OverflowError):
-            wrong = [
-                f"line {number}: {name} {_shown(record.get(name))}"
-                for number, record in lines
-                if not _is_figure(name, record.get(name))
-            ]
-            raise UserError(f"{path} holds what is no figure of a run: {_listed(wrong)}") from None
-        columns[name] = column
-    return columns
-
-
-def _fits(name: str, values: Any) -> Any:
-    """Whether numbers can be those of a field; elementwise, False for NaN."""
-    least = -_MOST if name in ("loss", "bits_per_token") else 0
-    return (values >= least) & (values <= _MOST)
-
-
-def _is_figure(name: str, value: Any) -> bool:
-    if value is None or value != value:
-        return name != "step"
-    return type(value) in (int, float) and bool(_fits(name, value))
-
-
-def _read_summary(path: Path) -> tuple[dict[str, float | None] | None, bool]:
-    if not path.exists():
-        return None, False
-    summary = _read_object(path)
-    wrong = [f"{name} {_shown(summary[name])}" for name in _SUMMARY_FIELDS if not _is_figure(name, summary.get(name))]
-    is_interrupted = summary.get("interrupted", False)
-    if not isinstance(is_interrupted, bool):
-        wrong.append(f"interrupted {_shown(is_interrupted)}")
-    if wrong:
-        raise UserError(f"{path} holds what is no figure of a run: {_listed(wrong)}")
-    values = {name: summary.get(name) for name in _SUMMARY_FIELDS}
-    return {name: None if value is None else float(value) for name, value in values.items()}, is_interrupted
-
-
-def _read_ledger(path: Path) -> Ledger | None:
-    return Ledger.load(path) if path.exists() else None
 
 
 def _read_settings(path: Path) -> dict[str, str]:
@@ -337,23 +302,18 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _naming(read: Callable[[Path], Any], path: Path) -> Any:
-    """Reads with `read`; any error in the content becomes a ValueError that names the file."""
+    """What `read` makes of a file, None where there is none; an error in its content names the file."""
+    if not path.exists():
+        return None
     try:
         return read(path)
-    # Beside what is no JSON: numbers that are too large, and brackets within too many brackets.
-    except (ValueError, OverflowError, RecursionError) as error:
+    except ValueError as error:
         if str(path) in str(error):
             raise
         raise UserError(f"{path} is damaged: {error}") from None
 
 
 def _shown(value: Any) -> str:
-    """A value from a file as JSON, cut where it is long."""
-    shown = printable(json.dumps(value, ensure_ascii=False))
+    """A setting as JSON, cut where it is long."""
+    shown = json.dumps(value, ensure_ascii=False)
     return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}…"
-
-
-def _listed(wrong: Iterable[str]) -> str:
-    wrong = list(wrong)
-    more = len(wrong) - _MOST_LISTED
-    return "; ".join(wrong[:_MOST_LISTED]) + (f"; and {more:,} more" if more > 0 else "")

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from jvarlen._common.files import write_atomically
+from jvarlen._common.text_table import text_table
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.report import plot_curves, plot_ledger, read_metrics
+from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_figures import plot_curves, plot_ledger
 
 __all__ = ["EvaluatedIn", "Summary", "write_summary"]
 
@@ -89,7 +91,7 @@ class Summary:
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             "compilations after the first step": f"{self.compilations_after_first_step}",
         }
-        return "\n".join(f"{name:<34} {value}" for name, value in lines.items())
+        return text_table(list(lines.items()), align="<", least_widths=(34,), gap=" ")
 
 
 def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:

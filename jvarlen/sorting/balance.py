@@ -16,7 +16,8 @@ import numpy.typing as npt
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float64, Int64, Integer, Shaped
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
+from jvarlen._common.checks import check_at_least_one, check_choices, is_integer
+from jvarlen._common.text_table import text_table
 from jvarlen.distributed.mesh import NO_MESH
 from jvarlen.sorting.sample_sort import Layout
 from jvarlen.sorting.shard_sort import num_rounds, send_capacity
@@ -161,8 +162,7 @@ def balance_table(balances: dict[str, ShardBalance]) -> str:
         work = f"{balance.work.min():,.0f} to {balance.work.max():,.0f}" if is_work else "–"
         waiting = f"{balance.waiting:.2%}" if is_work else "–"
         cells.append((name, f"{balance.rows.min():,} to {balance.rows.max():,}", work, waiting))
-    name_width, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
-    return "\n".join("  ".join([name.ljust(name_width), *map(str.rjust, row, widths)]).rstrip() for name, *row in cells)
+    return text_table(cells)
 
 
 @functools.lru_cache(maxsize=32)
