@@ -62,6 +62,13 @@ def _inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
             )
 
 
+def _link_to_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """Makes links to Markdown files outside of `docs/` downloads, because they are not pages of the site."""
+    if "/" not in page:  # those in api/ link up to the guides
+        source[0] = re.sub(r"\]\((\.\./[\w/.-]+\.md)\)", r"](path:\1)", source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _link_to_files)
     app.connect("doctree-resolved", _inline_pictures)
