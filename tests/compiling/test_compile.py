@@ -550,7 +550,7 @@ def test_a_batch_is_padded_up_on_a_mesh():
     mesh = data_mesh(2)
     compiled = compile_count(mesh=mesh, fallback="pad")
     batch = make_batch(3, 7)
-    with pytest.warns(UserWarning, match="padded up"):
+    with pytest.warns(UserWarning, match="padded to"):
         state, _ = compiled(jnp.float32(0), jax.device_put(batch, batch_shardings(batch, mesh)))
     assert float(state) == 2 * 3 * 7
 
