@@ -315,7 +315,7 @@ def _check_ids(plan: AnyPlan, step: ReadStep, microbatches: Int64[np.ndarray, " 
     planned = ids_MxB[ids_MxB >= 0]
     if not np.array_equal(step.ids, planned):
         raise RuntimeError(
-            f"step {step.step} was planned with the samples {_as_text(planned)}, but {_as_text(step.ids)} were read"
+            f"step {step.step} was planned with the samples {_as_text(planned)}, but read were {_as_text(step.ids)}"
         )
 
 

@@ -398,7 +398,7 @@ def test_samples_other_than_planned_are_noticed(fault, monkeypatch):
     batches = load(plan, DATASET, verify=True)
     ids = plan.rows(2)[plan.rows(2) >= 0]
     said = {
-        "another sample": f"step 2 was planned with the samples {ids.tolist()}, but {ids[::-1].tolist()} were read",
+        "another sample": f"step 2 was planned with the samples {ids.tolist()}, but read were {ids[::-1].tolist()}",
         "another step": "step 3 was read where step 2 comes",
         "no last step": f"reading ended before step {plan.num_steps - 1} was read; {plan.num_steps} were planned",
     }[fault]
