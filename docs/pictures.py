@@ -53,7 +53,7 @@ OF_BUCKET = ("first", "third", "fourth", "sixth")
 EXAMPLE = [5, 3, 12, 7, 4, 9, 21, 6, 3, 14, 8, 5, 30, 4, 11, 6, 2, 17, 9, 4, 7, 26, 5, 10]
 EXAMPLE_SETTINGS = {"max_tokens": 40, "max_shapes": 4, "microbatches_per_step": 2}
 
-_WIDTH = 480  # pixels, in pictures by Matplotlib
+_WIDTH = 480  # pixels, of what Matplotlib draws
 _TOKEN = 8  # pixels, in pictures of steps
 _ROW = 17
 
@@ -82,7 +82,7 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
 
 
 def to_file(svg: str) -> str:
-    """A self-contained picture with a size, and with one palette for light and one for dark pages."""
+    """A picture that stands alone: with a size, and with a palette for light and one for dark surroundings."""
     light, dark = (";".join(f"--{name}:{value}" for name, value in each.items()) for each in (LIGHT, DARK))
     style = f"svg{{{light};background:var(--page)}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}"
     width = "" if " width=" in svg.partition(">")[0] else f'width="{_WIDTH}" '
