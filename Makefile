@@ -44,7 +44,7 @@ lowest: $(VENV)/installed-dev
 bench: $(VENV)/installed-dev
 	$(VENV)/bin/python benchmarks/run.py --quick $(ARGS)
 
-# On a machine with a GPU, with that machine's own Python and packages; PLATFORM=cpu tries the same on a processor.
+# On a machine with a GPU, with that machine's own Python and packages; PLATFORM=cpu tries the same on a CPU.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m tests.gpu --platform $(PLATFORM) $(ARGS)
 

@@ -1,6 +1,6 @@
-"""Settings of Sphinx, for a site that loads nothing from elsewhere.
+"""Sphinx settings, for a site that loads no external resources.
 
-Pictures become part of their page, so that they take its colours.
+Pictures are inlined, and take the colours of their page.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ language = "en"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings"]
 exclude_patterns = ["_build"]
 nitpicky = True
-# Hints name types of other packages, and shapes; our own names, in full, must exist.
+# Type hints name types of other packages, and shapes. Full names of our own must exist.
 nitpick_ignore_regex = [("py:obj", ".*"), ("py:.*", r"(?!(jvarlen|torch_ref)\.).*")]
-default_role = "py:obj"  # a link where it names something public, else code
-smartquotes_action = "D"  # dashes; quotation marks stay as they are
+default_role = "py:obj"  # a link if it names something public, otherwise code
+smartquotes_action = "D"  # dashes only, no quotation marks
 
 myst_heading_anchors = 3
 
@@ -37,7 +37,7 @@ autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
-napoleon_attr_annotations = False  # their docstrings say what they are
+napoleon_attr_annotations = False  # docstrings describe them
 napoleon_use_rtype = False
 
 html_theme = "furo"
@@ -52,7 +52,7 @@ html_show_copyright = False
 
 
 def _inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
-    """Puts pictures of ours into the page itself, so that they are dark where it is."""
+    """Inlines our pictures, which then follow the page's light or dark theme."""
     for image in list(document.findall(nodes.image)):
         if app.builder.format == "html" and image["uri"].startswith("pictures/"):
             svg = re.sub(r"<style>.*?</style>| aria-labelledby=\"[^\"]*\"", "", (HERE / image["uri"]).read_text())
@@ -62,6 +62,13 @@ def _inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
             )
 
 
+def _link_to_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """Makes links to Markdown files outside of `docs/` downloads, because they are not pages of the site."""
+    if "/" not in page:  # those in api/ link up to the guides
+        source[0] = re.sub(r"\]\((\.\./[\w/.-]+\.md)\)", r"](path:\1)", source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _link_to_files)
     app.connect("doctree-resolved", _inline_pictures)

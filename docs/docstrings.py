@@ -1,7 +1,7 @@
 """How Sphinx shows docstrings and signatures.
 
-Type hints stand as in the source, those of arrays shortened. Text in single backticks is code, and a link where it is
-the name of something documented here.
+Type hints are shown as in the source, with shorter ones for arrays. Text in single backticks is code, and a link if it
+names something documented here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import re
 import sys
 import textwrap
-from typing import Any
+from typing import Any, is_typeddict
 
 from docutils import nodes
 from sphinx.addnodes import desc_annotation
@@ -25,7 +25,7 @@ _CODE_OR_BAR = re.compile(r"(?<![`:\w])`([^`]+)`(?![`_])|\|")
 
 
 def _public_places() -> dict[str, str]:
-    """Where the objects that a package exports are defined, to the name by which they are documented."""
+    """Full names of the definitions of exported objects, mapped to the names under which they are documented."""
     return {
         f"{value.__module__}.{value.__qualname__}": f"{package}.{name}"
         for package in _PACKAGES
@@ -38,7 +38,7 @@ _PUBLIC_PLACES = _public_places()
 
 
 def _place_of(value: Any) -> str | None:
-    """The full name of a class or function of ours, the public one where it has one."""
+    """The full name of a class or function of ours, the public one if it has one."""
     if not inspect.isroutine(value) and not inspect.isclass(value):
         return None
     place = f"{value.__module__}.{value.__qualname__}"
@@ -46,7 +46,7 @@ def _place_of(value: Any) -> str | None:
 
 
 def _short(hint: str, names: dict[str, Any]) -> str:
-    """`Int64[np.ndarray, ' R_plus_1']` as `int64[R+1]`, and classes of ours by their full names, which make links."""
+    """Writes `Int64[np.ndarray, ' R_plus_1']` as `int64[R+1]`, and links classes of ours by their full names."""
 
     def array(match: re.Match[str]) -> str:
         sides = match[2].replace("_plus_", "+").split()
@@ -54,7 +54,7 @@ def _short(hint: str, names: dict[str, Any]) -> str:
 
     def linked(match: re.Match[str]) -> str:
         value = names.get(match[0])
-        place = _place_of(value) if inspect.isclass(value) else None
+        place = _place_of(value) if inspect.isclass(value) and not is_typeddict(value) else None
         return f"~{place}" if place else match[0]
 
     short = (
@@ -64,7 +64,7 @@ def _short(hint: str, names: dict[str, Any]) -> str:
 
 
 def _signature(function: Any) -> tuple[str, str]:
-    """The arguments and what is returned, with the hints as they stand in the source."""
+    """The arguments and the returned type, with the hints as in the source."""
     function = inspect.unwrap(function)
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     assert isinstance(definition, ast.FunctionDef)
@@ -94,19 +94,19 @@ def _in_short(app: Sphinx, what: str, name: str, obj: Any, *_: Any) -> tuple[str
 
 
 def _without_type(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Keeps napoleon from taking what stands before a colon for the type of a property."""
+    """Keeps napoleon from reading the text before a colon as the type of a property."""
     if what in ("attribute", "property"):
         lines[:0] = ["..", ""]  # an empty comment
 
 
 def _as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """What stands in backticks is code, and a link where it is a public name."""
+    """Turns text in backticks into code, and into a link if it is a public name."""
     package = importlib.import_module(name.partition(".")[0])
     around = vars(sys.modules[getattr(obj, "__module__", None) or package.__name__])
 
     def as_rst(match: re.Match[str]) -> str:
         if match[0] == "|":
-            return r"\|"  # what stands between two of them is no substitution
+            return r"\|"  # text between two bars is not a substitution
         content = " ".join(match[1].split())
         end = r"\ " if match.string[match.end() : match.end() + 1].isalnum() else ""  # as in `Subset`s
         place = _place_of(vars(package)[content] if content in package.__all__ else around.get(content))
@@ -123,12 +123,12 @@ def _as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
 
 
 def _skip(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Fields of named tuples, which the docstring of the class describes."""
+    """Skips fields of named tuples, which the docstring of the class describes."""
     return True if type(obj).__name__ in ("_tuplegetter", "member_descriptor") else None
 
 
 def _shorten_properties(app: Sphinx, document: nodes.document) -> None:
-    """Types of properties, which are not asked for as signatures are."""
+    """Shortens types of properties, which autodoc does not process as signatures."""
     for hint in document.findall(desc_annotation):
         text = hint.astext()
         if (short := _short(text, {})) != text:

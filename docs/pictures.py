@@ -1,8 +1,8 @@
 """Draws the SVG pictures of "How a plan is made".
 
-`python docs/pictures.py` writes them all. Pictures of the example are drawn here and are the same everywhere, byte for
-byte. Pictures of the built-in corpus come from the library and change with the Python whose standard library is the
-corpus. Letters: N samples, M microbatches a step, B rows, T length.
+`python docs/pictures.py` writes them all. Pictures of the example are drawn here, and are byte-identical everywhere.
+Pictures of the built-in corpus depend on the Python version, because the corpus is its standard library. Letters: N
+samples, M microbatches per step, B rows, T length.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def to_file(svg: str) -> str:
 
 
 def _order_picture(lengths: np.ndarray, order: np.ndarray) -> str:
-    """Bars of the lengths, as the samples lie in the dataset and in order of length."""
+    """Bars of the lengths, in dataset order and in order of length."""
     shapes = []
     for top, title, ids in ((20, "dataset", np.arange(len(lengths))), (190, "length", order)):
         shapes.append(_text(0, top - 6, f'order="{title}"', anchor="start"))
@@ -79,7 +79,7 @@ def _order_picture(lengths: np.ndarray, order: np.ndarray) -> str:
 
 
 def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
-    """For each strategy the samples in order of length, and what they are padded to."""
+    """For each strategy, the samples in order of length with their padding."""
     shapes: list[str] = []
     ordered = np.sort(lengths)
     for place, strategy in enumerate(strategies):
@@ -100,7 +100,7 @@ def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
 
 
 def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
-    """The steps as rectangles of B × T, a microbatch beside the other."""
+    """The steps as rectangles of B × T, with their microbatches side by side."""
     shapes = []
     left, gap = 108, 28
     right = left + plan.microbatches_per_step * (int(lengths.max()) * _TOKEN + gap)
@@ -129,7 +129,7 @@ def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
 
 
 def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
-    """Padding by the number of shapes, for strategies that are told how many."""
+    """Padding by the number of shapes, for strategies that take this number."""
     with drawing_settings():
         figure, (axis,) = new_figure()
         numbers = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
@@ -164,7 +164,7 @@ def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:
 
 
 def _padding(x: float, y: float, width: float, height: float) -> str:
-    """What holds no token; nothing where nothing is padded."""
+    """The rectangle of the padding, or nothing if there is none."""
     if not width or not height:
         return ""
     return (

@@ -19,6 +19,7 @@ from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
+from jvarlen.planning.budget import BudgetOptions
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 # What the pages name of other programs.
@@ -127,6 +128,13 @@ def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):
     assert padded > 4_096
 
 
+def arguments_of(function):
+    """Names of its arguments, with those that a function passes on to `Budget`."""
+    parameters = inspect.signature(function).parameters
+    passed_on = "Unpack[BudgetOptions]" in {parameter.annotation for parameter in parameters.values()}
+    return {*parameters, *(BudgetOptions.__annotations__ if passed_on else ())}
+
+
 def test_what_it_names_as_ours_exists():
     """Functions and arguments of the second column; arguments that stand alone are those of any public function."""
     text = (README.parent / "docs" / "coming_from.md").read_text()
@@ -135,14 +143,14 @@ def test_what_it_names_as_ours_exists():
         **vars(data_files) | {name: getattr(jvarlen, name) for name in jvarlen.__all__} | {"torch_ref": torch_ref}
     )
     functions = [value for name in jvarlen.__all__ if inspect.isroutine(value := getattr(jvarlen, name))]
-    arguments = set().union(*(inspect.signature(function).parameters for function in functions))
+    arguments = set().union(*map(arguments_of, functions))
 
     num_calls = 0
     for span in itertools.chain.from_iterable(re.findall(r"`([^`]+)`", cell) for cell in cells):
         given = set(re.findall(r"(\w+)=", span))
         if call := re.fullmatch(r"([\w.]+)\(.*\)", span):
             num_calls += 1
-            assert given <= inspect.signature(operator.attrgetter(call[1])(ours)).parameters.keys(), span
+            assert given <= arguments_of(operator.attrgetter(call[1])(ours)), span
         elif re.fullmatch(r"[a-z]\w*", span):
             assert span in arguments or hasattr(ours, span), span
         else:

@@ -565,7 +565,7 @@ def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
         read_compiled(compiled)
     key.chmod(0o600)
     key.write_bytes(b"")  # with which anybody could sign
-    with pytest.raises(ValueError, match="is no key of 32 bytes"):
+    with pytest.raises(ValueError, match="is not a key of 32 bytes"):
         read_compiled(compiled)
 
 

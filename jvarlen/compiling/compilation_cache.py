@@ -62,14 +62,14 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
         try:
             _make_private(wanted)
         except OSError as error:
-            warnings.warn(f"compiled programs are not kept for the next time: {error}", stacklevel=2)
+            warnings.warn(f"compiled programs are not cached: {error}", stacklevel=2)
             return
         if chosen != str(wanted):
             _own_setting = str(wanted)
             settings.update("jax_compilation_cache_dir", _own_setting)
             reset_cache()  # JAX goes on with the directory, or the lack of one, that it found first
     elif wanted not in (default, Path(chosen).absolute()):
-        warnings.warn(f"compiled programs are kept in {chosen}, as JAX is set, and not in {wanted}", stacklevel=2)
+        warnings.warn(f"compiled programs are cached in {chosen} by JAX's setting, not in {wanted}", stacklevel=2)
     for name, usual, lowest in _LIMITS:
         if getattr(settings, name) == usual:
             settings.update(name, lowest)

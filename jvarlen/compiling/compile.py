@@ -270,7 +270,7 @@ def _on_all_processes(mesh: Mesh | None) -> contextlib.AbstractContextManager[No
 def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
     """Raises ValueError if a batch could not be brought to the host for padding."""
     if options.fallback == "pad" and _has_processes(mesh):
-        raise UserError('fallback="pad" pads on the host, and no process has a whole batch of several there')
+        raise UserError('fallback="pad" pads whole batches on the host, and several processes each have a part')
 
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:

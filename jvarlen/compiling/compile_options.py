@@ -181,7 +181,7 @@ def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Devic
     ]
     if not reasons:
         reasons = [f"{', '.join(f'{name}={value!r}' for name, value in options.items())} together ({error})"]
-    raise UserError(f"jaxlib {jaxlib.__version__} does not take these options: {'; '.join(reasons)}") from error
+    raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {'; '.join(reasons)}") from error
 
 
 def _error_of(options: Mapping[str, OptionValue], device: jax.Device) -> Exception | None:

@@ -206,7 +206,7 @@ class CompiledBuckets:
         if memory_limit is None:
             memory_limit = (self._recipe.device.memory_stats() or {}).get("bytes_limit")
             if memory_limit is None:
-                raise UserError(f"{self.device} does not tell how many bytes it has: give memory_limit")
+                raise UserError(f"{self.device} does not report its memory: pass memory_limit")
         check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
         needed: dict[int, int] = {}
 
@@ -215,7 +215,7 @@ class CompiledBuckets:
             tried = checked._replace(rows=rows)
             row = self._recipe.compile(self._recipe.lower(tried)).row
             if not row.total_bytes:
-                raise UserError(f"{self.device} does not tell how many bytes a program needs")
+                raise UserError(f"{self.device} does not report the memory of a program")
             needed[rows] = row.total_bytes
             return row.total_bytes
 
@@ -257,7 +257,7 @@ class CompiledBuckets:
         buckets = list(self._rows)
         released = [bucket for bucket in buckets if not self._executables.has(bucket)]
         if released:
-            raise UserError(f"executables were released, save before: {', '.join(map(str, released))}")
+            raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
         programs = [self._serialized(bucket) for bucket in buckets]
         if len({(in_tree, out_tree) for _, in_tree, out_tree in programs}) > 1:
             raise UserError("buckets return metrics of different structures: one file holds one structure")
@@ -361,7 +361,7 @@ class CompiledBuckets:
                 if not self.num_padded:
                     warnings.warn(
                         f"{explain_unplanned(batch, self.specs) or 'the executable of this batch was released'}. "
-                        f"It is padded up to {bucket}, as all such batches are",
+                        f"It is padded to {bucket}, like all such batches",
                         stacklevel=3,
                     )
                 self.num_padded += 1

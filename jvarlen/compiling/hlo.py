@@ -56,7 +56,7 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
     """
     text = executable if isinstance(executable, str) else executable.as_text()
     if not text:
-        raise UserError("this program does not tell its text: compile it here to count its collectives")
+        raise UserError("this program has no text: compile it here to count its collectives")
     bodies = dict(_COMPUTATION.findall(text))
     calls = {name: _called_by(body) & bodies.keys() for name, body in bodies.items()}
     looping = _reachable({name for body in bodies.values() for name in _LOOP_BODY.findall(body)}, calls)

@@ -297,7 +297,7 @@ class Ledger(Sequence[LedgerRow]):
         try:
             document = json.loads(Path(path).read_text(), parse_constant=_refuse_constant)
             if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
-                raise UserError("it is no JSON object with a list of rows")
+                raise UserError("it is not a JSON object with a list of rows")
             ledger = cls([_row_from(fields) for fields in document["rows"]])
             if ledger._document() != document:
                 raise UserError("some of its figures do not follow from the others, or do not belong there")
@@ -328,7 +328,7 @@ def _row_from(fields: dict[str, Any]) -> LedgerRow:
 
 
 def _refuse_constant(name: str) -> None:
-    raise UserError(f"{name} is no JSON")
+    raise UserError(f"{name} is not JSON")
 
 
 def _told_by(analysis: Callable[[], Any]) -> Any:

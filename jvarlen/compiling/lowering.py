@@ -192,7 +192,9 @@ class Recipe:
         changed = [name for name in {**given, **returned} if given.get(name) != returned.get(name)]
         if changed or not have_same_containers(self.state_spec, outputs[0]):
             listed = "; ".join(f"{name or 'it'}: {given.get(name)} -> {returned.get(name)}" for name in changed[:5])
-            raise UserError(f"{self.name} returns another state than it takes: {listed or 'its containers differ'}")
+            raise UserError(
+                f"{self.name} returns a state that differs from its input: {listed or 'its containers differ'}"
+            )
 
 
 def make_recipe(

@@ -76,7 +76,7 @@ def measure_buckets(
     """
     check_at_least_one(repeats=repeats)
     if any(len(bucket.lengths) != 1 for bucket in compiled.specs):
-        raise UserError("buckets of pairs have two lengths, and a cost model knows one")
+        raise UserError("buckets of pairs have two lengths, but a cost model takes one")
     state = jax.tree.map(jnp.array, state)
     seconds = []
     for spec in progress_bar(compiled.specs.values(), desc="measure", unit="bucket", progress=progress):

@@ -133,7 +133,7 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     if key is None or not hmac.compare_digest(signature, _signature(key, written)):
         raise UserError(
             f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
-            "run anything. Compile and save it here, or bring the key along from where it was made"
+            "run anything. Compile and save it here, or copy the key from the machine that made it"
         )
     return header, programs
 
@@ -144,7 +144,7 @@ def _read_own(path: Path) -> bytes:
         status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
         if status.st_uid != os.geteuid():
             raise PermissionError(
-                f"{path} belongs to user {status.st_uid}: programs are only loaded from one's own files"
+                f"{path} belongs to user {status.st_uid}: programs are only loaded from your own files"
             )
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{path} can be written by other users: it is not loaded")
@@ -180,7 +180,7 @@ def _own_key() -> bytes:
 def _read_key(path: Path) -> bytes:
     key = _read_own(path)
     if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+        raise UserError(f"{path} is not a key of {_KEY_BYTES} bytes: delete it, then compile and save again")
     return key
 
 

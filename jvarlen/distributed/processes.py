@@ -91,7 +91,7 @@ def initialize_processes(
         if None not in (coordinator_address, num_processes, process_id):
             raise
         raise UserError(
-            "JAX finds no Slurm, Open MPI, Kubernetes or cloud TPU around this process: give coordinator, "
+            "JAX finds no environment of Slurm, Open MPI, Kubernetes or cloud TPUs: pass coordinator, "
             f"num_processes and process_id ({error})"
         ) from error
     if threading.current_thread() is threading.main_thread():

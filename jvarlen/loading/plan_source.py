@@ -160,7 +160,7 @@ class PlanSource:
                 )
             )
             raise UserError(
-                f"samples are of other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
+                f"samples have other lengths than planned: {list_first(listed, '; ')}; the dataset has changed, or "
                 'is not the one whose lengths were planned. Plan again, or load with on_mismatch="adjust"'
             )
         for place in np.flatnonzero(differs).tolist():

@@ -135,7 +135,7 @@ class ReadAhead(Iterator[Any]):
     def _worker_error(self) -> RuntimeError:
         code = max(self._exit_codes(), key=abs)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
+        advice = "If memory ran out, use fewer workers; otherwise see its output"
         if code == -signal.SIGBUS:  # several workers may find room for one step
             advice = f"It wrote to a file in memory that had no room, or was cut: {describe_room()}"
         return RuntimeError(f"a worker process {how} before step {self._next_step} was read. {advice}")

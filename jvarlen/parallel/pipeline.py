@@ -342,4 +342,4 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
 def _check_stage(given: Any, returned: Any) -> None:
     shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), x) for x in (given, returned)]
     if shapes[0] != shapes[1]:
-        raise UserError(f"a stage must give what it takes; it takes {shapes[0]} and gives {shapes[1]}")
+        raise UserError(f"a stage must return the shapes of its input; it takes {shapes[0]} and returns {shapes[1]}")

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.page import Table, printable, write_page

@@ -273,7 +273,7 @@ def _write_gathered(part: _Part, blocks: jax.Array, piece_size: int, progress: b
     """Process 0 writes what the others send it."""
     with _step("reach process 0"):
         if jax.process_index() == 0 and not blocks.addressable_shards:
-            raise UserError("process 0 has none of the devices, and no disk together with those that do")
+            raise UserError("process 0 has no device, and shares no disk with the processes that do")
     with _bar(part.num_samples, progress) as bar:
         for first_rank in range(0, part.num_samples, max(1, piece_size)):
             piece = _gather(blocks, first_rank, piece_size)[: part.num_samples - first_rank]

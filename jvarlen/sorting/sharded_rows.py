@@ -194,7 +194,7 @@ def _fitting(array: np.ndarray) -> np.ndarray:
     try:
         dtype = jax.device_put(np.zeros(0, array.dtype)).dtype
     except TypeError:
-        raise UserError(f"keys and payload must be of a type that JAX has, not {array.dtype}") from None
+        raise UserError(f"keys and payload must have a type that JAX supports, not {array.dtype}") from None
     if dtype == array.dtype:
         return array
     with np.errstate(over="ignore"):

@@ -146,7 +146,7 @@ def assert_partition_invariant(
     if differing:
         raise AssertionError(
             f"the step depends on how it is split: {len(differing)} of {len(differences)} splits differ from "
-            f"{reference} (or from 0, where all is dummies) by more than {rtol:g} relative\n"
+            f"{reference} (or from 0, if all rows are dummies) by more than {rtol:g} relative\n"
             + list_first((f"  {split}: {list_first(found, '; ')}" for split, found in differing.items()), "\n")
             + f"\nlikely: {_likely_mistake(differing)}"
         )

@@ -117,7 +117,7 @@ def test_what_is_compiled_without_the_cache_is_not_kept(tmp_path):
 def test_a_users_directory_is_the_one_used(tmp_path):
     jax.config.update(DIRECTORY, str(tmp_path / "his"))
     use_compilation_cache()
-    with pytest.warns(UserWarning, match="are kept in .*his, as JAX is set, and not in .*ours"):
+    with pytest.warns(UserWarning, match="are cached in .*his by JAX's setting, not in .*ours"):
         use_compilation_cache(tmp_path / "ours")
     compile_small()
     assert len(programs(tmp_path / "his")) == 1
@@ -152,7 +152,7 @@ def test_the_directory_and_those_above_it_are_made_for_this_user_alone(tmp_path)
 def test_a_directory_that_others_may_write_to_is_not_used(tmp_path, mode):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(mode)
-    with pytest.warns(UserWarning, match="not kept for the next time: others may write to .*cache"):
+    with pytest.warns(UserWarning, match="compiled programs are not cached: others may write to .*cache"):
         use_compilation_cache(tmp_path / "cache")
     assert (jax.config.jax_compilation_cache_dir, getattr(jax.config, MIN_SECONDS)) == (None, 1.0)
 
@@ -166,7 +166,7 @@ def test_a_directory_of_another_user_is_not_used(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_made_is_said_and_done_without(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.warns(UserWarning, match="not kept for the next time"):
+    with pytest.warns(UserWarning, match="compiled programs are not cached"):
         use_compilation_cache(tmp_path / "file" / "cache")
     assert jax.config.jax_compilation_cache_dir is None
 

@@ -102,7 +102,7 @@ def test_samples_of_ones_own_collate_are_compared_where_they_have_a_length():
     texts = [DATASET[i].tobytes().decode() for i in range(len(DATASET))]
     assert PlanSource(PLAN, texts, lambda step: step.ids, lengths=LENGTHS).read(0).num_adjusted == 0
     texts[int(PLAN.rows(0)[0, 0])] += "!"
-    with pytest.raises(ValueError, match="of other lengths than planned"):
+    with pytest.raises(ValueError, match="have other lengths than planned"):
         PlanSource(PLAN, texts, lambda step: step.ids, lengths=LENGTHS)[0]
     with pytest.raises(ValueError, match=r"do not have; load without lengths: id \d+"):
         PlanSource(PLAN, list(range(len(DATASET))), lambda step: step.ids, lengths=LENGTHS)[0]

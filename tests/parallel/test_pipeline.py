@@ -403,5 +403,7 @@ def test_what_does_not_fit_the_mesh_is_refused():
 def test_a_stage_that_gives_something_else_than_it_takes_is_refused():
     stages = STAGES._replace(stage=lambda own, x, microbatch: x[:, :2])
     loss_fn = make_pipeline_loss_fn(stages, mesh=mesh_of(1, 2))
-    with pytest.raises(ValueError, match=r"must give what it takes; it takes \(\(6, 5\).*gives \(\(6, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"must return the shapes of its input; it takes \(\(6, 5\).*returns \(\(6, 2\)"
+    ):
         jax.eval_shape(loss_fn, make_params(2, dtype=np.float32), make_rows(1, dtype=np.float32))

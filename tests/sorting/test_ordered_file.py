@@ -298,7 +298,7 @@ def test_processes_write_one_file(tmp_path, num_processes, num_devices):
         *raised, out_of_reach = json.loads(output.splitlines()[-1])
         assert all(error == ["", ""] for error in raised)
         assert out_of_reach[0] == ("ProcessesError" if rank else "ValueError")
-        assert "process 0 has none of the devices" in out_of_reach[1]
+        assert "process 0 has no device" in out_of_reach[1]
     expected = {f"{layout} {shared} {num_samples}.npy": num_samples for layout, shared, num_samples in CASES}
     on_own_disk = {name for name in expected if " True " not in name}
     copies = {"copies.npy", "own copy.npy"}

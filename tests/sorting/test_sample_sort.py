@@ -268,9 +268,9 @@ def test_more_rows_than_32_bits_number_have_longer_indices(monkeypatch):
 def test_other_byte_orders_and_what_jax_has_no_type_for():
     indices = sample_sort(np.array([3, 1, 2], ">i4"), data_mesh(2), layout="block")[1]
     assert indices.tolist() == [1, 2, 0, -1]
-    with pytest.raises(ValueError, match="of a type that JAX has, not float128"):
+    with pytest.raises(ValueError, match="a type that JAX supports, not float128"):
         sample_sort(np.zeros(3, np.longdouble), data_mesh(2))
-    with pytest.raises(ValueError, match="of a type that JAX has, not float128"):
+    with pytest.raises(ValueError, match="a type that JAX supports, not float128"):
         sample_sort(np.zeros(3, np.int32), data_mesh(2), payload=np.zeros(3, np.longdouble))
     with pytest.raises(ValueError, match="must be numbers, not key"):
         sample_sort(np.zeros(3, np.int32), data_mesh(1), payload=jax.random.split(jax.random.key(0), 3))
