@@ -55,10 +55,13 @@ def _inline_pictures(app: Sphinx, document: nodes.document, name: str) -> None:
     """Inlines our pictures, which then follow the page's light or dark theme."""
     for image in list(document.findall(nodes.image)):
         if app.builder.format == "html" and image["uri"].startswith("pictures/"):
-            svg = re.sub(r"<style>.*?</style>| aria-labelledby=\"[^\"]*\"", "", (HERE / image["uri"]).read_text())
+            # Without styles, which would hold for the whole page, and without ids that several pictures have.
+            svg = re.sub(r"<style.*?</style>|(?<=<g) id=\"[^\"]*\"", "", (HERE / image["uri"]).read_text())
             label = html.escape(image["alt"])
             image.replace_self(
-                nodes.raw("", svg.replace("<svg ", f'<svg class="picture" aria-label="{label}" ', 1), format="html")
+                nodes.raw(
+                    "", svg.replace("<svg ", f'<svg class="picture" role="img" aria-label="{label}" ', 1), format="html"
+                )
             )
 
 

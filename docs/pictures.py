@@ -17,13 +17,16 @@ import numpy as np
 import jvarlen
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.reports.figures import COLOURS, DARK, drawing_settings, new_figure, style_of_colours, to_svg
+from jvarlen.reports import figures
+from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_figures import draw_plan
 
-__all__ = ["EXAMPLE", "draw_corpus", "draw_example", "to_file"]
+__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "to_file"]
 
 FOLDER = Path(__file__).parent / "pictures"
 
+LIGHT = {"page": "#ffffff"} | COLOURS
+DARK = {"page": "#131416"} | figures.DARK
 OF_BUCKET = ("first", "third", "fourth", "sixth")
 
 EXAMPLE = [5, 3, 12, 7, 4, 9, 21, 6, 3, 14, 8, 5, 30, 4, 11, 6, 2, 17, 9, 4, 7, 26, 5, 10]
@@ -58,7 +61,7 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
 
 def to_file(svg: str) -> str:
     """A picture that stands alone: on a page of its own, light or dark as what surrounds it."""
-    light, dark = style_of_colours({"page": "#ffffff"} | COLOURS), style_of_colours({"page": "#131416"} | DARK)
+    light, dark = style_of_colours(LIGHT), style_of_colours(DARK)
     style = f"svg{{{light};background:var(--page)}}@media (prefers-color-scheme:dark){{svg{{{dark}}}}}"
     if "xmlns=" not in svg:
         svg = svg.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
@@ -154,9 +157,7 @@ def _padding_of(lengths: np.ndarray, settings: dict[str, Any], strategy: Any, nu
 
 
 def _svg(width: float, height: float, shapes: Iterable[str]) -> str:
-    return (
-        f'<svg width="{width + 8}" viewBox="-4 0 {width + 8} {height}" role="img">\n' + "\n".join(shapes) + "\n</svg>"
-    )
+    return f'<svg width="{width + 8}" viewBox="-4 0 {width + 8} {height}">\n' + "\n".join(shapes) + "\n</svg>"
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:

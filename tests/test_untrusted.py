@@ -1,4 +1,7 @@
-"""Untrusted files: whatever is in them, they are read whole or rejected with their path; nothing in them is run."""
+"""Files of others, and files that were damaged: read whole or rejected with their path; nothing in them is run.
+
+See `docs/security.md` for what is trusted.
+"""
 
 import ast
 import contextlib
@@ -8,6 +11,7 @@ import json
 import os
 import tracemalloc
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,16 +22,12 @@ from hypothesis import strategies as st
 import jvarlen
 from jvarlen._common.files import load_array
 from jvarlen.compiling import program_store as compiled_file
-from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.compiling.program_store import read_compiled, write_compiled
 from jvarlen.data.open import open_data
 from jvarlen.data.shard_files import ShardFiles
 from jvarlen.planning import plan_file
-from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.packing import pack_samples
 from jvarlen.planning.plan import Plan, make_plan
-from jvarlen.reports.report import read_metrics
-from jvarlen.runs.config import FitConfig, load_config, save_config
 
 bounded = settings(deadline=None, max_examples=80, derandomize=True)
 few = settings(bounded, max_examples=30)
@@ -342,17 +342,7 @@ def test_any_bytes_are_samples_or_refused_by_name(folder, content, ending):
     assert dataset is None or dataset.lengths.min() > 0
 
 
-# What runs leave behind
-
-
-def save_ledger(path):
-    row = LedgerRow(jvarlen.Bucket(2, 8), 0.1, 0.2, False, 3e6, 64, 8, 8, 16, 80, times_used=3)
-    Ledger([row, dataclasses.replace(row, bucket=jvarlen.Bucket(1, 16), planned_steps=4, padding=0.25)]).save(path)
-
-
-def save_metrics(path):
-    rows = [{"step": step, "loss": 2.5 - step, "bucket_rows": 4} for step in range(3)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+# What runs leave behind: damage is noticed
 
 
 def read_shards(path):
@@ -384,10 +374,6 @@ def read_shards_or_refused(path):
 
 
 FILES = {
-    "ledger.json": (save_ledger, Ledger.load),
-    "cost.json": (CostModel(1e-3, 1e-5, 1e-7, measured=((2, 8, 0.1),)).save, CostModel.load),
-    "config.json": (lambda path: save_config(FitConfig(), path), load_config),
-    "metrics.jsonl": (save_metrics, read_metrics),
     "compiled.bin": (lambda path: write_compiled(path, {"buckets": [[2, 4]]}, [b"one", b"two" * 9]), read_compiled),
     "shards/manifest.json": (save_shards, read_shards_or_refused),
     "shards/0.npy": (save_shards, read_shards_or_refused),
@@ -397,7 +383,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 @few
 @given(damage=damages())
-def test_a_damaged_file_is_read_or_refused_by_name(folder, name, damage):
+def test_a_damaged_file_is_refused_or_the_same(folder, name, damage):
     path = folder / name
     save, read = FILES[name]
     save(path)
@@ -405,64 +391,7 @@ def test_a_damaged_file_is_read_or_refused_by_name(folder, name, damage):
     assert before is not None
     path.write_bytes(damage(path.read_bytes()))
     after = read_or_refused(read, path)
-    if name.startswith(("compiled", "shards")) and after is not None:
-        assert after == before
-
-
-@pytest.mark.parametrize("name", FILES)
-@few
-@given(
-    content=st.one_of(st.binary(max_size=60), json_values.filter(bool).map(lambda value: json.dumps(value).encode()))
-)
-def test_a_foreign_file_is_refused_by_name(folder, name, content):
-    path = folder / name
-    save, read = FILES[name]
-    save(path)
-    path.write_bytes(content)
-    assert read_or_refused(read, path) in (None, [])
-
-
-HUGE = "9" * 400
-ODD = [
-    "[" * 30_000,
-    '{"a":' * 30_000,
-    "9" * 5000,
-    HUGE,
-    f"-{HUGE}",
-    "1e999",
-    "NaN",
-    '"\\ud800"',
-    "[]",
-    "{}",
-    "null",
-    "true",
-]
-
-
-@pytest.mark.parametrize("name", [name for name in FILES if "json" in name])
-@few
-@given(data=st.data())
-def test_odd_values_in_a_file_are_read_or_refused_by_name(folder, name, data):
-    path = folder / name
-    save, read = FILES[name]
-    save(path)
-    text = path.read_text()
-    places = [place for place, letter in enumerate(text) if letter in ":["]
-    place = data.draw(st.sampled_from([-1, *places]))
-    odd = data.draw(st.one_of(st.sampled_from(ODD), json_values.map(json.dumps)))
-    rest = data.draw(st.sampled_from([text[place + 1 :], text[place + 1 :].lstrip(" \n0123456789.e-nultrfas")]))
-    path.write_text(text[: place + 1] + odd + rest)
-    read_or_refused(read, path)
-
-
-@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:6])
-@pytest.mark.parametrize("name", [name for name in FILES if "json" in name])
-def test_a_file_of_one_odd_value_is_refused_by_name(folder, name, odd):
-    path = folder / name
-    save, read = FILES[name]
-    save(path)
-    path.write_text(f"{odd}\n{odd}\n")
-    assert read_or_refused(read, path) is None
+    assert after is None or after == before
 
 
 # Nothing is run
@@ -499,22 +428,6 @@ def test_a_pickle_in_a_file_is_refused_and_not_run(tmp_path, payload):
     np.save(array, payload)
     for path, read in ((plan, Plan.load), (data, open_data), (array, lambda path: load_array(path, "lengths"))):
         assert read_or_refused(read, path) is None
-    shard = tmp_path / "shards" / "0.npy"
-    save_shards(shard)
-    shards, *_ = read_shards(shard)
-    shard.write_bytes(array.read_bytes() + shards._seal("0.npy", array.read_bytes()))  # with the right seal
-    assert read_or_refused(read_shards_or_refused, shard) is None
-
-
-def test_a_shard_of_other_values_is_refused_for_all_its_seal(tmp_path):
-    shard = tmp_path / "shards" / "0.npy"
-    for values in (np.ones(1, np.int64), np.ones((3, 1), np.int64), np.ones(3, np.int32), np.ones(3, "<M8[s]")):
-        save_shards(shard)
-        shards, *_ = read_shards(shard)
-        body = io.BytesIO()
-        np.save(body, values)
-        shard.write_bytes(body.getvalue() + shards._seal("0.npy", body.getvalue()))
-        assert read_or_refused(read_shards_or_refused, shard) is None
 
 
 @pytest.fixture
@@ -555,33 +468,18 @@ def test_programs_without_a_signature_are_refused(compiled):
 
 
 def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
-    (key,) = (tmp_path / "own" / "jvarlen").iterdir()
+    key = tmp_path / "own" / "jvarlen" / "compiled.key"
     assert key.stat().st_mode & 0o777 == 0o600
     content = key.read_bytes()
     write_compiled(tmp_path / "other.bin", {}, [])
     assert key.read_bytes() == content
-    key.chmod(0o622)
-    with pytest.raises(PermissionError, match="can be written by other users"):
-        read_compiled(compiled)
-    key.chmod(0o600)
-    key.write_bytes(b"")  # with which anybody could sign
-    with pytest.raises(ValueError, match="is not a key of 32 bytes"):
-        read_compiled(compiled)
 
 
 def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    link = os.link
-
-    def late_link(part, path):
-        Path(path).write_bytes(b"k" * 32)  # another process was faster
-        Path(path).chmod(0o600)
-        link(part, path)
-
-    monkeypatch.setattr(os, "link", late_link)
-    write_compiled(tmp_path / "compiled.bin", {}, [b"one"])
-    assert [path.read_bytes() for path in (tmp_path / "jvarlen").iterdir()] == [b"k" * 32]
-    assert read_compiled(tmp_path / "compiled.bin")[1] == [b"one"]
+    with ThreadPoolExecutor(8) as threads:
+        keys = set(threads.map(lambda _: compiled_file._own_key(), range(8)))
+    assert keys == {(tmp_path / "jvarlen" / "compiled.key").read_bytes()}
 
 
 UNPICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}

@@ -44,11 +44,11 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
     not used, with a warning if it was given), and limits (`jax_persistent_cache_min_compile_time_secs`,
     `jax_persistent_cache_min_entry_size_bytes`) that differ from JAX's defaults.
 
-    Programs from the directory are run. So it is created for this user alone. A directory that another user owns or may
-    write to, or that cannot be created, is not used; a warning says so.
+    Programs from the directory are run: whoever can write to it is trusted. A directory that cannot be created is not
+    used; a warning says so.
 
     Args:
-      directory: created with its parents if missing. None: the directory of an earlier call, or else one among the
+      directory: created if missing, for this user alone. None: the directory of an earlier call, or else one among the
         user's caches.
     """
     global _own_setting
@@ -60,7 +60,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
     chosen = settings.jax_compilation_cache_dir
     if chosen is None or (chosen == _own_setting and wanted != default):
         try:
-            _make_private(wanted)
+            wanted.mkdir(mode=stat.S_IRWXU, parents=True, exist_ok=True)
         except OSError as error:
             warnings.warn(f"compiled programs are not cached: {error}", stacklevel=2)
             return
@@ -88,14 +88,3 @@ def without_compilation_cache() -> Iterator[None]:
         finally:
             settings.update("jax_enable_compilation_cache", before)
             reset_cache()
-
-
-def _make_private(directory: Path) -> None:
-    """Makes the directory for this user alone; raises OSError where it cannot be, or where others can write to it."""
-    for missing in reversed([directory, *directory.parents]):
-        missing.mkdir(mode=stat.S_IRWXU, exist_ok=True)
-    found = directory.stat()
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{directory} belongs to another user, who could plant programs in it")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"others may write to {directory} and could plant programs in it: chmod go-w it")

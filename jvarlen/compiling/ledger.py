@@ -295,16 +295,10 @@ class Ledger(Sequence[LedgerRow]):
           ValueError: it holds no ledger; the message says what is wrong.
         """
         try:
-            document = json.loads(Path(path).read_text(), parse_constant=_refuse_constant)
-            if not isinstance(document, dict) or not isinstance(document.get("rows"), list):
-                raise UserError("it is not a JSON object with a list of rows")
-            ledger = cls([_row_from(fields) for fields in document["rows"]])
-            if ledger._document() != document:
-                raise UserError("some of its figures do not follow from the others, or do not belong there")
-            return ledger
+            return cls([_row_from(fields) for fields in json.loads(Path(path).read_text())["rows"]])
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no ledger {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        except (dacite.DaciteError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise UserError(f"{path} holds no ledger: {error}") from error
 
     def _document(self) -> dict[str, Any]:
@@ -325,10 +319,6 @@ def _row_from(fields: dict[str, Any]) -> LedgerRow:
     hooks: dict[Any, Callable[[Any], Any]] = {AnyBucket: lambda bucket: check_buckets([bucket])[0], float: number}
     given = {name: value for name, value in fields.items() if name not in _DERIVED}
     return dacite.from_dict(LedgerRow, given, dacite.Config(type_hooks=hooks, strict=True))
-
-
-def _refuse_constant(name: str) -> None:
-    raise UserError(f"{name} is not JSON")
 
 
 def _told_by(analysis: Callable[[], Any]) -> Any:

@@ -2,15 +2,13 @@
 
 A file is rejected if it is damaged, or was made by other software or for other devices. Programs are machine code
 wrapped in a pickle, so a file from someone else could run anything. Every file is therefore signed with a key that only
-this user can read, and nothing is loaded from a file without a valid signature.
+this user can read, and nothing is loaded from a file without a valid signature. See `docs/security.md`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import io
 import json
 import os
 import platform
@@ -26,6 +24,7 @@ from typing import Any
 import jax
 import jaxlib
 import platformdirs
+from filelock import FileLock
 from jax.experimental import serialize_executable
 
 from jvarlen._common.checks import UserError
@@ -105,20 +104,18 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
 
     Raises:
       FileNotFoundError: there is no such file.
-      PermissionError: it belongs to another user, or others may write to it.
       ValueError: it is no such file, or damaged, or not signed with this user's key.
     """
-    content = _read_own(path)
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            if any(member.compress_type for member in archive.infolist()):
-                raise UserError("it is compressed")
+        with zipfile.ZipFile(path) as archive:
             written = archive.read(_HEADER)
             header = json.loads(written)
             if header["format"] != _FORMAT:
                 raise UserError(f"its format is {header['format']!r}")
             programs = [archive.read(str(number)) for number in range(len(header["sha256"]))]
             signature = archive.read(_SIGNATURE) if _SIGNATURE in archive.namelist() else b""
+    except FileNotFoundError:
+        raise
     except Exception as error:  # damage shows in many ways: as zip, as JSON, as what JSON holds
         raise UserError(f"{path} holds no compiled programs, or is damaged: {error}") from error
     damaged = [
@@ -129,26 +126,13 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     if damaged:
         raise UserError(f"{path} is damaged: programs {damaged} are not what was written")
     key_path = _key_path()
-    key = _read_key(key_path) if key_path.exists() else None
+    key = key_path.read_bytes() if key_path.exists() else None
     if key is None or not hmac.compare_digest(signature, _signature(key, written)):
         raise UserError(
             f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
             "run anything. Compile and save it here, or copy the key from the machine that made it"
         )
     return header, programs
-
-
-def _read_own(path: Path) -> bytes:
-    """The content of a file that nobody else can have written."""
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())  # of what was opened: a name can be given to another file meanwhile
-        if status.st_uid != os.geteuid():
-            raise PermissionError(
-                f"{path} belongs to user {status.st_uid}: programs are only loaded from your own files"
-            )
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{path} can be written by other users: it is not loaded")
-        return file.read()
 
 
 def _signature(key: bytes, header: bytes) -> bytes:
@@ -166,22 +150,11 @@ def _own_key() -> bytes:
     path = _key_path()
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=stat.S_IRWXU)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with write_atomically(part, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)  # unlike a renamed file, it takes no other's place
-        finally:
-            part.unlink(missing_ok=True)
-    return _read_key(path)
-
-
-def _read_key(path: Path) -> bytes:
-    key = _read_own(path)
-    if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise UserError(f"{path} is not a key of {_KEY_BYTES} bytes: delete it, then compile and save again")
-    return key
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
+                    file.write(secrets.token_bytes(_KEY_BYTES))
+    return path.read_bytes()
 
 
 def _processor() -> str:

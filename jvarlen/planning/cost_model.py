@@ -91,7 +91,7 @@ class CostModel:
             return dacite.from_dict(cls, fields, dacite.Config(cast=[tuple], strict=True))
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no cost model {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} holds no cost model: {error}") from error
 
     def __str__(self) -> str:

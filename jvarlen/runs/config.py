@@ -215,8 +215,8 @@ def save_config(config: FitConfig, path: Path) -> None:
 def load_config(path: Path) -> FitConfig:
     """Reads what `save_config` wrote, on this machine or another.
 
-    Files of unknown origin are safe to read: they cannot set where a run writes, nor name cost models outside their own
-    directory. Data files are only read and may be anywhere.
+    What belongs to a single call, such as where a run writes, is that of this call. Cost models are those beside the
+    file.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -226,12 +226,9 @@ def load_config(path: Path) -> FitConfig:
         settings = json.loads(path.read_text())
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
         models = {name: model for name in _MODELS if (model := getattr(config.plan, name)) is not None}
-        is_name = {name: model.name == str(model) != ".." for name, model in models.items()}
-        if outside := [f"plan.{name} ({str(models[name])!r})" for name in models if not is_name[name]]:
-            raise UserError(f"{', '.join(outside)} must be the name of a file in its directory")
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
-    except (dacite.DaciteError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
     own = {name: path.parent.absolute() / model for name, model in models.items()}
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **own))

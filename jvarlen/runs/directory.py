@@ -173,7 +173,7 @@ def resumed_run_dir(
 def _load_keys(path: Path) -> dict[str, str]:
     try:
         keys = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} holds no keys of data: {error}") from None
     if not isinstance(keys, dict) or not all(isinstance(key, str) for key in keys.values()):
         raise UserError(f"{path} holds no keys of data: it must be an object of texts")

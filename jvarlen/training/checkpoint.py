@@ -268,8 +268,6 @@ class Checkpoints:
         try:
             check_manifest(path)
             about = _read_json(path / "about.json")
-            if not all(isinstance(about[key], dict) for key in ("place", "config", "leaves")):
-                raise UserError(f"{path / 'about.json'} is not what a checkpoint says of itself")
             place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
             if place.num_steps_done != step:
                 raise UserError(f"{path} is of {place.num_steps_done} steps")
@@ -277,7 +275,7 @@ class Checkpoints:
                 raise UserError(
                     f"{path} is of run {about['run']}, not of run {run} that {self._directory / _RUN} names"
                 )
-        except (ValueError, LookupError, TypeError, OSError, RecursionError, dacite.DaciteError) as error:
+        except (ValueError, LookupError, TypeError, OSError, dacite.DaciteError) as error:
             others = list_first(sorted(self._metrics.keys() - {step})) or "none"
             raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
         return place, about["leaves"]
@@ -356,7 +354,7 @@ def _run_of(directory: Path) -> str:
 def _read_run(directory: Path) -> str:
     try:
         return _read_json(directory / _RUN)["run"]
-    except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, OSError) as error:
         raise UserError(
             f"{directory / _RUN} is missing or damaged: {error!r}. Write it anew; "
             "about.json of each checkpoint names the run"
@@ -380,7 +378,7 @@ def _remove_parts(directory: Path) -> None:
 
 def _read_metric(path: Path) -> float | None:
     """The metric of a checkpoint; also None if it is damaged, which restoring it reports."""
-    with contextlib.suppress(ValueError, LookupError, TypeError, OSError, RecursionError):
+    with contextlib.suppress(ValueError, LookupError, TypeError, OSError):
         metric = _read_json(path / "about.json")["metric"]
         return metric if isinstance(metric, float) else None
     return None

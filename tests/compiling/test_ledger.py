@@ -156,21 +156,17 @@ def changed(**figures):
     ("damage", "said"),
     [
         (lambda document: document["rows"][0].pop("compile_s"), "compile_s"),
-        (lambda document: document["rows"][0].pop("total_bytes"), "do not follow"),
         (changed(compile_s="3.5"), "compile_s"),
         (changed(cache_hit=1), "cache_hit"),
         (changed(temp_bytes=None), "temp_bytes"),
         (changed(temp_bytes=1.5), "temp_bytes"),
-        (changed(compile_s=7.0), "do not follow"),
         (changed(colour="red"), "colour"),
         (changed(bucket=[2, 0]), r"at least 1: \[\(2, 0\)\]"),
         (changed(bucket=[2, 8, 8]), r"\(2, 8, 8\)"),
         (changed(bucket=7), "int"),
-        (changed(step_s=math.inf), "JSON"),
         (lambda document: document["rows"].append(document["rows"][0]), r"ascend: \[\(\(2, 24\), \(2, 24\)\)\]"),
         (lambda document: document["rows"].append(3), "int"),
-        (lambda document: document.update(more=1), "belong"),
-        (lambda document: document.pop("rows"), "list of rows"),
+        (lambda document: document.pop("rows"), "rows"),
     ],
 )
 def test_damaged_ledgers_are_refused_by_name(damage, said, tmp_path):

@@ -181,15 +181,6 @@ def test_files_that_do_not_belong_to_a_checkpoint_are_refused(saved):
     refused(saved, r"\S+ is not whole: about.json: other bytes")
 
 
-def test_a_link_in_a_checkpoint_is_not_followed(saved):
-    (saved / "3" / "state").rename(saved / "elsewhere")
-    (saved / "3" / "state").symlink_to(saved / "elsewhere")
-    refused(saved, r"\S+ is not whole: state: neither a file nor a directory; links are not followed")
-    shutil.rmtree(saved / "3")
-    (saved / "3").symlink_to("2")
-    refused(saved, r"\S+/3 is a link")
-
-
 def test_checkpoints_under_another_name_or_of_another_run_are_refused(saved, tmp_path):
     with open_checkpoints(tmp_path / "other") as checkpoints:
         checkpoints.save(STATE, place(5))
@@ -223,21 +214,6 @@ def test_a_checkpoint_that_cannot_be_removed_hinders_no_other(saved, monkeypatch
         assert checkpoints.steps == [8]
         assert checkpoints.restore_latest(STATE)[1].num_steps_done == 8
     assert sorted(os.listdir(saved)) == ["8", "run.json"]
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("place", {"step": 1}), ("place", {"steps": 3}), ("place", []), ("config", []), ("leaves", "x")]
-)
-def test_what_a_checkpoint_says_of_itself_must_have_its_form(saved, key, value):
-    path = saved / "3" / "about.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    write_manifest_anew(saved / "3")
-    assert f"Remove {saved / '3'}, to use another" in refused(saved, "")
-
-
-def write_manifest_anew(directory):
-    (directory / "manifest.json").unlink()
-    write_manifest(directory)
 
 
 def test_the_checkpoint_before_a_damaged_one_is_used_when_that_is_removed(saved):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 
 import pytest
 
@@ -35,9 +34,6 @@ def test_a_directory_is_as_it_was_wherever_it_lies(directory):
         (lambda d: (d / "b/c").write_bytes(b"1234"), "b/c: 4 bytes instead of 5"),
         (lambda d: (d / "b/c").write_bytes(b"12344"), "b/c: other bytes"),
         (lambda d: os.link(d / "b/c", d / "f"), "f: not listed"),
-        (lambda d: (d / "b/c").unlink() or (d / "b/c").symlink_to(d / "b/d/e"), "b/c: neither a file nor"),
-        (lambda d: shutil.move(d / "b/d", d / "x") and (d / "b/d").symlink_to(d / "x"), "b/d: neither a file nor"),
-        (lambda d: os.mkfifo(d / "pipe"), "pipe: neither a file nor"),
         (lambda d: (d / "b/c").unlink() or (d / "a").write_bytes(b"1"), "b/c: missing; a: 1 bytes instead of 0$"),
     ],
 )
@@ -47,16 +43,7 @@ def test_what_differs_is_named(directory, change, said):
         check_manifest(directory)
 
 
-def test_a_link_to_a_directory_is_not_followed(directory):
-    link = directory.with_name("link")
-    link.symlink_to(directory)
-    with pytest.raises(ValueError, match=f"^{link} is a link"):
-        check_manifest(link)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b"[" * 100_000, b"\xff"]
-)
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b"\xff"])
 def test_a_manifest_of_another_kind_is_refused(directory, content):
     (directory / MANIFEST).write_bytes(content)
     with pytest.raises(ValueError, match=f"{MANIFEST}: missing, or damaged"):
@@ -70,9 +57,3 @@ def test_no_byte_of_the_manifest_can_change(directory):
         (directory / MANIFEST).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(ValueError, match=f"{MANIFEST}: missing, or damaged"):
             check_manifest(directory)
-
-
-def test_links_are_not_listed(directory):
-    (directory / "x").symlink_to("a")
-    with pytest.raises(ValueError, match="x: neither a file nor"):
-        write_manifest(directory)
