@@ -140,7 +140,7 @@ def _train_defaults(args: list[str]) -> Any:
 
 
 def _unframed(text: str) -> str:
-    """The first paragraph inside the frame of an error."""
+    """Best effort: the first paragraph inside the frame that tyro prints around an error."""
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
     text = " ".join(lines[: rules[0] if rules else None])

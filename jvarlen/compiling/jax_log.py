@@ -1,4 +1,4 @@
-"""Reads JAX's log for the argument types of a program and the reason it was traced.
+"""Best effort: reads JAX's log for the argument types of a program and the reason it was traced.
 
 The wording of that log may change at any time. Lines that are not understood are skipped.
 """

@@ -80,13 +80,11 @@ class ReadAhead(Iterator[Any]):
         )
         self._workers: set[BaseProcess] = set()
         with _STARTING, without_interrupts():  # Ctrl-C is for the main thread to handle; workers would die of it
-            before = set(multiprocessing.active_children())
+            before = _grain_workers()
             self._thread.start()
             while len(self._workers) < num_workers and shared.found.empty():
                 time.sleep(0.002)
-                self._workers = {
-                    process for process in multiprocessing.active_children() if process.name.startswith("grain")
-                } - before
+                self._workers = _grain_workers() - before
         weakref.finalize(self, _close, shared).atexit = False
         _OPEN.add(self)
 
@@ -111,7 +109,7 @@ class ReadAhead(Iterator[Any]):
             self._shared.room.release()
             self._next_step += 1
             return step
-        if any(self._exit_codes()) and str(error).startswith("Worker process was terminated"):  # what Grain says
+        if any(self._exit_codes()) and _is_of_dead_worker(error):
             raise self._worker_error() from error
         raise error
 
@@ -171,6 +169,16 @@ def _close_all() -> None:
 def _close(shared: _Shared) -> None:
     shared.is_closed.set()
     shared.room.release()
+
+
+def _grain_workers() -> set[BaseProcess]:
+    """Best effort: Grain does not hand out its worker processes, so they are told by their names."""
+    return {process for process in multiprocessing.active_children() if process.name.startswith("grain")}
+
+
+def _is_of_dead_worker(error: BaseException) -> bool:
+    """Best effort: whether Grain says that a worker process ended, which it does in words only."""
+    return str(error).startswith("Worker process was terminated")
 
 
 def _read(

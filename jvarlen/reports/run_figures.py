@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
+from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.reports.figures import (
     COLOURS,
@@ -42,7 +43,6 @@ _MARKERS = {"o": "circles", "s": "squares", "D": "diamonds", "^": "triangles", "
 _MOST_BUCKETS = 96
 _MOST_MARKS = 500  # of evaluations
 _SHAPES = {"bucket length": "bucket_length", "rows": "bucket_rows"}  # fields by what they are called
-_BITS = 1 / math.log(2)  # a nat
 
 
 def draw_runs(runs: Sequence[Run]) -> list[Picture]:
@@ -228,7 +228,7 @@ def _loss(
 def _draw_losses(axis: Any, places: Sequence[Float64[np.ndarray, " _"]], runs: Sequence[Run]) -> list[int]:
     """Draws losses at these places of the axis; returns which runs are drawn."""
     losses = enumerate(zip(places, runs, strict=True))
-    drawn = [k for k, (x, run) in losses if draw_curve(axis, x, run.steps["loss"] * _BITS, _detail(runs), k)]
+    drawn = [k for k, (x, run) in losses if draw_curve(axis, x, nats_to_bits(run.steps["loss"]), _detail(runs), k)]
     axis.set_ylabel("loss, bits a token")
     format_ticks(axis.yaxis)
     return drawn

@@ -13,6 +13,7 @@ import numpy as np
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
+from jvarlen._common.units import nats_to_bits
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.page import Table, printable, write_page
 from jvarlen.reports.run_figures import draw_runs
@@ -21,7 +22,6 @@ from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, differing_s
 __all__ = ["RunReport", "read_runs"]
 
 _UNKNOWN = "not known"
-_BITS = 1 / np.log(2)  # a nat
 _LAST_STEPS = 50  # of which the last loss is the mean
 _MOST_BUCKETS = 256
 _BUCKET_HEADER = (
@@ -158,7 +158,7 @@ def _key_figures(run: Run) -> dict[str, str]:
         "Real tokens": _number(tokens, "{:,.0f}"),
         "Padding": _number(padding, "{:.2%}"),
         "Shapes": f"{len(shapes):,}" if shapes else _UNKNOWN,
-        "Last loss, bits a token": _number(last.mean() * _BITS if len(last) else np.nan, "{:.3f}"),
+        "Last loss, bits a token": _number(nats_to_bits(last.mean()) if len(last) else np.nan, "{:.3f}"),
     }
     return figures | {
         "Learning rate": f"{rates.min():.3g} to {rates.max():.3g}" if len(rates) else _UNKNOWN,
