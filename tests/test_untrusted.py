@@ -473,6 +473,9 @@ def test_the_key_is_its_owners_and_stays(tmp_path, compiled):
     content = key.read_bytes()
     write_compiled(tmp_path / "other.bin", {}, [])
     assert key.read_bytes() == content
+    key.write_bytes(b"")  # with which anybody could sign
+    with pytest.raises(ValueError, match="is no key of 32 bytes"):
+        read_compiled(compiled)
 
 
 def test_of_processes_that_make_a_key_at_once_all_use_the_same(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def read_compiled(path: Path) -> tuple[dict[str, Any], list[bytes]]:
     if damaged:
         raise UserError(f"{path} is damaged: programs {damaged} are not what was written")
     key_path = _key_path()
-    key = key_path.read_bytes() if key_path.exists() else None
+    key = _read_key(key_path) if key_path.exists() else None
     if key is None or not hmac.compare_digest(signature, _signature(key, written)):
         raise UserError(
             f"{path} is not signed with the key of this user, {key_path}: it was made elsewhere, and loading it could "
@@ -154,7 +154,14 @@ def _own_key() -> bytes:
             if not path.exists():
                 with write_atomically(path, mode=stat.S_IRUSR | stat.S_IWUSR) as file:
                     file.write(secrets.token_bytes(_KEY_BYTES))
-    return path.read_bytes()
+    return _read_key(path)
+
+
+def _read_key(path: Path) -> bytes:
+    key = path.read_bytes()
+    if len(key) != _KEY_BYTES:  # a shorter one could be guessed
+        raise ValueError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+    return key
 
 
 def _processor() -> str:
