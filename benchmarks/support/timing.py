@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ __all__ = [
     "versions_and_hardware",
 ]
 
-REPEATS = 5
+REPEATS = 1 if "--quick" in sys.argv else 5
 # Flags for XLA: quick forms spend most of their time on compiling.
 COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 COLLECTED_IN = "JVARLEN_BENCH_REPORTS"  # the folder in which `run.py` finds the report of what it ran
@@ -36,10 +37,11 @@ T = TypeVar("T")
 def best_seconds(call: Callable[[], T], *, limit_s: float = math.inf) -> tuple[float, T]:
     """The fastest of some calls, what the work takes on a machine that does other things as well, and the last result.
 
-    A slow call is repeated once at least, and no more once all calls together have taken `limit_s` seconds.
+    A slow call is repeated once at least, and no more once all calls together have taken `limit_s` seconds. The quick
+    form of a benchmark calls it once.
     """
     seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < REPEATS and sum(seconds) < limit_s):
+    while len(seconds) < min(2, REPEATS) or (len(seconds) < REPEATS and sum(seconds) < limit_s):
         start = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - start)
