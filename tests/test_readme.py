@@ -252,7 +252,7 @@ def code_lines(text):
 
 @pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").rglob("*.md"))], ids=lambda page: page.stem)
 def test_the_settings_that_the_pages_name_exist(page, settings):
-    of_any_command = set().union(*settings.values(), {"--version"}, *FLAGS_OF_OTHERS.values())
+    of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, *FLAGS_OF_OTHERS.values())
     for line in code_lines(page.read_text()):
         before, command, after = re.fullmatch(r"(.*?)(?:\bjvarlen ([a-z]+)\b(.*))?", line).groups(default="")
         assert flags_in(before) <= of_any_command, line

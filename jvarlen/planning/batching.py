@@ -107,9 +107,9 @@ def batch_by_tokens(
     close = close_by_budget if fits_int64 else getattr(close_by_budget, "py_func", close_by_budget)
     ends = close(
         ordered if fits_int64 else ordered.tolist(),
-        max_tokens,
-        _NO_LIMIT if max_sequences is None else max_sequences,
-        sequence_multiple,
+        int(max_tokens),
+        _NO_LIMIT if max_sequences is None else int(max_sequences),
+        int(sequence_multiple),
         budget == "padded",
     )
     return Batches(ids, ends_to_offsets(ends))

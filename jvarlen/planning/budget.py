@@ -130,7 +130,14 @@ class Budget:
         return self.rounded_caps(most)
 
     def rounded_caps(self, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
-        """Rounds rows down to `row_multiple`, where one remains."""
+        """Rounds rows down to `row_multiple`, where one remains.
+
+        Args:
+          most: int64[...], rows.
+
+        Returns:
+          int64[...].
+        """
         return np.where(most >= self.row_multiple, most - most % self.row_multiple, most)
 
     def steps_and_rows(
@@ -153,7 +160,14 @@ class Budget:
         return steps, np.where(num_samples > 0, np.minimum(cap, round_up(needed, multiple)), cap)
 
     def broken_by_one_row(self, length: int) -> str:
-        """The limits that a single row of this length exceeds, in words."""
+        """The limits that a single row exceeds, in words.
+
+        Args:
+          length: tokens of the row.
+
+        Returns:
+          A text, empty if it exceeds none.
+        """
         broken = [f"max_tokens {self.max_tokens}"] if length > self.max_tokens else []
         for limit in self._limits():
             value = checked_cost(limit.function, np.array([1]), np.array([length]), name=limit.function_name)[0]

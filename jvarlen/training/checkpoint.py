@@ -161,7 +161,11 @@ class Checkpoints:
         return next(iter(_best(self._metrics)), None)
 
     def discard_after(self, step: int) -> None:
-        """Removes newer checkpoints, since the steps that follow are taken again."""
+        """Removes newer checkpoints, since the steps that follow are taken again.
+
+        Args:
+          step: the newest to keep.
+        """
         self._finish()
         self._remove([later for later in self._metrics if later > step])
 

@@ -35,10 +35,10 @@ def test_every_process_decides_the_same():
         for case in ("same text", "same bytes", "same number", "same long one", "none fails", "afterwards"):
             assert one[case] == fine, (rank, case)
         assert one["one differs"] == [
-            "ValueError", "processes differ in plan digest: processes 0, 2: '5d41'; process 1: '7a3e'"
+            "UserError", "processes differ in plan digest: processes 0, 2: '5d41'; process 1: '7a3e'"
         ]  # fmt: skip
-        assert one["type differs"] == ["ValueError", "processes differ in steps: process 0: '3'; processes 1, 2: 3"]
-        assert one["end of a long one differs"][0] == "ValueError"
+        assert one["type differs"] == ["UserError", "processes differ in steps: process 0: '3'; processes 1, 2: 3"]
+        assert one["end of a long one differs"][0] == "UserError"
         assert one["end of a long one differs"][1].count("… (SHA-256 ") == 3
         assert one["other call"] == [
             "ProcessesError", "processes are not at the same call: process 0: plan; processes 1, 2: lengths"

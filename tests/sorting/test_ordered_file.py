@@ -297,7 +297,7 @@ def test_processes_write_one_file(tmp_path, num_processes, num_devices):
     for rank, output in enumerate(outputs):
         *raised, out_of_reach = json.loads(output.splitlines()[-1])
         assert all(error == ["", ""] for error in raised)
-        assert out_of_reach[0] == ("ProcessesError" if rank else "ValueError")
+        assert out_of_reach[0] == ("ProcessesError" if rank else "UserError")
         assert "process 0 has no device" in out_of_reach[1]
     expected = {f"{layout} {shared} {num_samples}.npy": num_samples for layout, shared, num_samples in CASES}
     on_own_disk = {name for name in expected if " True " not in name}
@@ -324,27 +324,28 @@ def test_where_one_process_fails_all_do_and_the_old_file_stays(tmp_path):
     last = num_processes - 1
     # Who is to blame, the type of its error, and a part of its text; the others name all three.
     for case, culprit, error, text in [
-        ("does not fit", last, "ValueError", "id 100: 1048576"),
-        ("does not fit, gathered", 0, "ValueError", "id 100: 1048576"),
+        ("does not fit", last, "UserError", "id 100: 1048576"),
+        ("does not fit, gathered", 0, "UserError", "id 100: 1048576"),
         ("disk full at the end", last, "OSError", "File too large"),
         ("disk full at once", 0, "OSError", "File too large"),
         ("interrupted", last, "KeyboardInterrupt", ""),
         ("interrupted, gathered", 0, "KeyboardInterrupt", ""),
         ("no name", 0, "OSError", "Read-only file system"),
         ("no directory", 0, "FileNotFoundError", "there is no directory"),
-        ("wrong number", last, "ValueError", "num_samples must be an integer from 0 to"),
-        ("in one place", last, "ValueError", 'pass layout="block"'),
+        ("wrong number", last, "UserError", "num_samples must be an integer from 0 to"),
+        ("in one place", last, "UserError", 'pass layout="block"'),
         ("interrupted at the end", last, "KeyboardInterrupt", ""),
     ]:
         for rank, one in enumerate(seen):
             raised, message = one[case]
             assert raised == (error if rank == culprit else "ProcessesError"), (case, one)
             assert text in message
-            assert rank == culprit or f": process {culprit}: {error}" in message
+            name = f"jvarlen.{error}" if error == "UserError" else error
+            assert rank == culprit or f": process {culprit}: {name}" in message
     for one in seen:
-        assert one["not shared"][0] == "ValueError"
+        assert one["not shared"][0] == "UserError"
         assert all(f"process {rank}: {tmp_path}/none" in one["not shared"][1] for rank in range(1, num_processes))
-        assert one["other number"][0] == "ValueError"
+        assert one["other number"][0] == "UserError"
         assert f"process {last}: 'order.npy: 100 of" in one["other number"][1]
         assert one["afterwards"] == ["", ""]
     assert same(tmp_path / "order.npy", values_by_rank(101))
