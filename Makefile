@@ -1,4 +1,4 @@
-# `make train`: the main job on the built-in corpus. `make test`: everything that CI runs. Both set .venv up.
+# `make train`: the main job on the built-in corpus. `make test`: everything that CI runs. `make check`: its quick part.
 PYTHON ?= python3
 PLATFORM ?= gpu
 VENV := .venv
@@ -11,12 +11,20 @@ LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/te
   training/test_checkpoint models/test_transformer reports/test_plan_page runs/test_config runs/test_directory \
   runs/test_fit_options runs/test_trackers))
 
-.PHONY: train test lint docs lowest suite bench gpu clean
+# What finds most mistakes in a minute: planning in both packages, data, compiling, the commands, the docs.
+CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
+  $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
+
+.PHONY: train test check lint docs lowest suite bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
 
 test: lint docs lowest suite
+
+# Before a commit: lint, types and the quick tests, in a minute and a half.
+check: lint
+	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(CHECK_TESTS)
 
 suite: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)

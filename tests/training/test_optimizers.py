@@ -122,8 +122,9 @@ def train_plainly(name):
     return losses, params, opt_state
 
 
-@pytest.mark.parametrize("num_devices", [None, 4])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "num_devices"), [*((name, 4) for name in OPTIMIZERS), ("prodigy", None), ("lbfgs", None)]
+)
 def test_an_optimizer_takes_the_steps_that_it_takes_in_a_plain_loop(name, num_devices):
     with jax.enable_x64(True):
         mesh = None if num_devices is None else data_mesh(num_devices)
