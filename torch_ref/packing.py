@@ -1,10 +1,10 @@
-"""Packs several samples into each row, by best fit on the histogram.
+"""Packs several samples into each row, on the histogram: by best fit, or row by row if rows are limited.
 
 Letters: n samples in R rows.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -18,7 +18,7 @@ from torch_ref.checks import check_integer, to_tensor
 from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "Rows", "check_row_lengths", "pack_samples"]
+__all__ = ["Packing", "check_row_lengths", "fill_rows", "pack_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,6 +71,7 @@ def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    max_samples_per_row: int | None = None,
     order: str | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
@@ -78,13 +79,26 @@ def pack_samples(
 ) -> Packing:
     """Put several samples into a row, longest first, each where it leaves the least space.
 
-    A sample goes into the open row with the least space left that still holds it, among equals the one that has had
-    this space longest; where there is none, a new row of the smallest length that holds it is opened. The time grows
-    with the number of distinct lengths, not with that of the samples, but for sorting and writing them out.
+    If any number of samples may share a row, a sample goes into the open row with the least space left that still holds
+    it, among equals the one that has had this space longest; where there is none, a new row of the smallest length that
+    holds it is opened.
+
+    If at most m may, rows are made one after the other, each as often as its samples last. The length of a row is the
+    smallest that holds the longest sample left. The row takes this sample, then the longest that fits, until nothing
+    does or it has m. But where more than m times as many samples as full rows of the smallest length would then be
+    left, the row is made of short and long ones: first the longest or the shortest, that which is farther from the mean
+    of all that are left (the longest, if equally far); then, while more than two are missing, the longest of at most an
+    equal part of the space, or if there is none, that fits; then the two that fill the row exactly, in most copies
+    (among equals those with the shortest sample), or if there are none, two taken like the others. In the end a row
+    gets the smallest length that holds its tokens.
+
+    The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
+    out.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them.
+        max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
             every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
         seed: 0 <= seed < 2**63, for the order.
@@ -105,6 +119,8 @@ def pack_samples(
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
     check_overlong(overlong)
+    if max_samples_per_row is not None:
+        max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
@@ -114,9 +130,7 @@ def pack_samples(
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]
     distinct, counts = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
-    rows = Rows(sizes)
-    for length, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-        rows.place(length, count)
+    rows = fill_rows(sizes, distinct.tolist(), counts.tolist(), max_samples_per_row)
     row, capacity = rows.row_of_samples(), rows.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -151,7 +165,116 @@ class _Placing(NamedTuple):
     per_row: int
 
 
-class Rows:
+def fill_rows(
+    sizes: tuple[int, ...], lengths: Sequence[int], counts: Sequence[int], max_samples_per_row: int | None
+) -> "_BestFit | _RowByRow":
+    """Return rows of these sizes with `counts[i]` samples of `lengths[i]`, which descend."""
+    if max_samples_per_row is not None:
+        return _RowByRow(sizes, dict(zip(lengths, counts, strict=True)), max_samples_per_row)
+    rows = _BestFit(sizes)
+    for length, count in zip(lengths, counts, strict=True):
+        rows.place(length, count)
+    return rows
+
+
+class _RowByRow:
+    """Rows of at most so many samples: equal ones as one row and how often it is there.
+
+    Args:
+        sizes: the lengths that rows can have, ascending.
+        counts: the number of samples by length.
+        most: samples of a row.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], counts: dict[int, int], most: int) -> None:
+        self._sizes, self._most = sizes, most
+        self._left = dict(counts)
+        self._lengths = sorted(counts)  # of samples that are left
+        self._num_samples = sum(counts.values())
+        self._num_tokens = sum(length * count for length, count in counts.items())
+        self._rows: list[tuple[list[int], int]] = []
+        while self._num_samples:
+            row = self._next_row()
+            self._use(row, -1)
+            number = min(self._left[length] // times for length, times in Counter(row).items())
+            self._use(row, number)
+            self._rows.append((row, number))
+            self._lengths = [length for length in self._lengths if self._left[length]]
+
+    def num_held(self) -> list[int]:
+        """Return how many rows have each size as the smallest that holds their tokens."""
+        held = [0] * len(self._sizes)
+        for row, number in self._rows:
+            held[bisect_left(self._sizes, sum(row))] += number
+        return held
+
+    def row_of_samples(self) -> NDArray[np.int64]:
+        """Return int64[n], the row of each sample, in descending length and, if equal, in ascending row."""
+        firsts = list(accumulate((number for _, number in self._rows), initial=0))
+        placings = [
+            (-length, np.repeat(np.arange(first, first + number), times))
+            for (row, number), first in zip(self._rows, firsts, strict=False)
+            for length, times in Counter(row).items()
+        ]
+        return np.concatenate([rows for _, rows in sorted(placings, key=lambda placing: placing[0])])
+
+    def capacity(self) -> NDArray[np.int64]:
+        """Return int64[R], the length of each row."""
+        lengths = [self._sizes[bisect_left(self._sizes, sum(row))] for row, _ in self._rows]
+        return np.repeat(np.array(lengths, dtype=np.int64), [number for _, number in self._rows])
+
+    def _next_row(self) -> list[int]:
+        size = self._sizes[bisect_left(self._sizes, self._lengths[-1])]
+        row: list[int] = []
+        while len(row) < self._most and (longest := self._longest(size - sum(row))):
+            self._use([longest], 1)
+            row.append(longest)
+        if self._num_samples * self._sizes[0] <= self._most * self._num_tokens:
+            return row
+        self._use(row, -1)
+        # The distances from the mean, times the number of samples: integers.
+        above = self._lengths[-1] * self._num_samples - self._num_tokens
+        below = self._num_tokens - self._lengths[0] * self._num_samples
+        row = [self._lengths[-1] if above >= below else self._lengths[0]]
+        self._use(row, 1)
+        while len(row) < self._most:
+            space, missing = size - sum(row), self._most - len(row)
+            more = self._exact_pair(space) if missing == 2 else []
+            if not more:
+                one = self._longest(space // missing) or self._longest(space)
+                if not one:
+                    break
+                more = [one]
+            self._use(more, 1)
+            row += more
+        return row
+
+    def _longest(self, most: int) -> int:
+        """Return the length of the longest sample left that has at most so many tokens; 0 if there is none."""
+        place = bisect_right(self._lengths, most) - 1
+        while place >= 0 and not self._left[self._lengths[place]]:
+            place -= 1
+        return self._lengths[place] if place >= 0 else 0
+
+    def _exact_pair(self, space: int) -> list[int]:
+        best: list[int] = []
+        copies = 0
+        for length in self._lengths[: bisect_right(self._lengths, space // 2)]:
+            other = space - length
+            found = self._left[length] // 2 if other == length else min(self._left[length], self._left.get(other, 0))
+            if found > copies:
+                best, copies = [length, other], found
+        return best
+
+    def _use(self, row: list[int], times: int) -> None:
+        """Count the samples of rows as placed, or of as many rows below 0 as left again."""
+        for length in row:
+            self._left[length] -= times
+        self._num_samples -= times * len(row)
+        self._num_tokens -= times * sum(row)
+
+
+class _BestFit:
     """Open rows by the space they have left: equal ones as intervals (first row, number of rows)."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:

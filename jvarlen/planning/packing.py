@@ -1,8 +1,9 @@
 """Packs several samples into each row.
 
-NumPy only. Best fit, longest samples first, on the histogram: samples of one length are placed together, and rows with
-the same free space are kept together, so the time depends on the number of distinct lengths and hardly on the number of
-samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
+NumPy only. Everything happens on the histogram. Without a limit on the samples of a row: best fit, longest samples
+first; samples of one length are placed together, and rows with the same free space are kept together. With a limit: row
+by row; a row is repeated as often as its samples allow. So the time depends on the number of distinct lengths and
+hardly on the number of samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import is_integer
+from jvarlen._common.checks import check_at_least_one, is_integer
 from jvarlen.planning.edges import check_edges
 from jvarlen.planning.lengths import Overlong, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
@@ -76,22 +77,33 @@ def pack_samples(
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    max_samples_per_row: int | None = None,
     order: str | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: Overlong = "error",
 ) -> Packing:
-    """Packs several samples into each row, by best fit.
+    """Packs several samples into each row.
 
-    Samples are placed by descending length, ties as in `order`. Each goes into the open row with the least free space
-    that still holds it; of several such rows, into the one that has had this space longest. If no open row holds it, a
-    new one is opened with the smallest length that does. The sizes of the rows depend only on the lengths: with
-    `order="shuffle"`, another epoch fills rows of the same sizes with other samples, so the buckets stay the same.
+    Without `max_samples_per_row`, by best fit. Samples are placed by descending length, ties as in `order`. Each goes
+    into the open row with the least free space that still holds it; of several such rows, into the one that has had
+    this space longest. If no open row holds it, a new one is opened with the smallest length that does.
+
+    With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then again and
+    again the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the samples
+    that are left after it are too many even for full rows of the shortest length, the row takes as many as it may
+    instead: the shortest or the longest sample, whichever is farther from the mean; then the longest up to an even
+    share of the space, again and again; and, as the last two, the pair that fills it exactly of which most are left.
+    The same row is repeated as often as its samples last.
+
+    The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
+    with other samples, so the buckets stay the same.
 
     Args:
       lengths: integers[N], tokens a sample.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`.
+      max_samples_per_row: the most samples in a row; None: any number.
       order: as in `sample_order`, except that `"shuffle"` draws from a separate random stream, so that a plan of the
         rows with the same seed is independent of it.
       seed: as in `sample_order`.
@@ -110,10 +122,12 @@ def pack_samples(
       ([1, 4, 3, 0, 2], [0, 2, 5], [0, 6, 0, 5, 8])
 
     References:
-      Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
+      Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
+      Best fit by
       descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974.
     """
     lengths = check_lengths(lengths)
+    check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     check_seed(seed, epoch)
     if isinstance(order, str) and order == "shuffle":
@@ -127,7 +141,7 @@ def pack_samples(
     ids, ordered = ids[fitted.kept][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
-    placed = _best_fit(ordered[first].tolist(), counts.tolist(), capacities.tolist())
+    placed = _placed(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
     row, capacity = placed.row_of_samples(), placed.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -142,18 +156,21 @@ def pack_samples(
     )
 
 
-def rows_by_tokens(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> dict[int, int]:
+def rows_by_tokens(
+    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None = None
+) -> dict[int, int]:
     """The histogram of tokens in the rows of `pack_samples`.
 
     Args:
       lengths: distinct lengths of samples, descending, each at most the last capacity.
       counts: samples of each.
       capacities: the lengths that rows may have, ascending.
+      max_samples_per_row: as in `pack_samples`.
 
     Returns:
       Numbers of rows by their tokens; some may be 0.
     """
-    placed = _best_fit(lengths, counts, capacities)
+    placed = _placed(lengths, counts, capacities, max_samples_per_row)
     num_rows: collections.Counter[int] = collections.Counter()
     for capacity, opened in placed.opened:
         num_rows[capacity] += opened
@@ -185,6 +202,15 @@ class _Placed(NamedTuple):
         run = np.repeat(np.arange(len(num_samples)), num_samples)
         place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
         return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
+
+
+def _placed(
+    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None
+) -> _Placed:
+    """Places `counts` samples of each of the descending `lengths` by the rule of `pack_samples`."""
+    if max_samples_per_row is None:
+        return _best_fit(lengths, counts, capacities)
+    return _row_by_row(lengths, counts, capacities, max_samples_per_row)
 
 
 def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> _Placed:
@@ -232,4 +258,106 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                     rows_with[left].append((row, num_alike, capacity))
     first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
     unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
+    return _Placed(first_row, per_rows, num_samples, opened, unfilled)
+
+
+class _Left:
+    """The samples that no row holds yet.
+
+    Attributes:
+      lengths: int64[D], ascending.
+      counts: int64[D], how many of each are left.
+      num_samples: all of them.
+      num_tokens: all of theirs.
+    """
+
+    def __init__(self, lengths: list[int], counts: list[int]):
+        self.lengths, self.counts = np.array(lengths[::-1]), np.array(counts[::-1])
+        self.num_samples = sum(counts)
+        self.num_tokens = sum(length * count for length, count in zip(lengths, counts, strict=True))
+
+    def move(self, row: list[int], number: int) -> None:
+        """Puts a row's samples back so many times; takes them where the number is below 0."""
+        for length in row:
+            self.counts[np.searchsorted(self.lengths, length)] += number
+        self.num_samples += number * len(row)
+        self.num_tokens += number * sum(row)
+
+    def take(self, most: int) -> list[int]:
+        """Takes the longest sample of at most so many tokens: its length, or nothing."""
+        place = int(np.searchsorted(self.lengths, most, side="right")) - 1
+        while place >= 0 and not self.counts[place]:
+            place -= 1
+        row = [int(self.lengths[place])] if place >= 0 else []
+        self.move(row, -1)
+        return row
+
+    def take_pair(self, space: int) -> list[int]:
+        """Takes two samples that fill the space exactly, of which most pairs are left, ties by the shorter; or none."""
+        num_shorter = np.searchsorted(self.lengths, space // 2, side="right")
+        shorter = self.lengths[:num_shorter]
+        place = np.searchsorted(self.lengths, space - shorter)
+        place[self.lengths.take(place, mode="clip") != space - shorter] = -1
+        num_pairs = np.where(place >= 0, np.minimum(self.counts[:num_shorter], self.counts[place]), 0)
+        num_pairs[2 * shorter == space] //= 2
+        if not num_pairs.any():
+            return []
+        pair = [space - int(shorter[num_pairs.argmax()]), int(shorter[num_pairs.argmax()])]
+        self.move(pair, -1)
+        return pair
+
+    def take_greedily(self, capacity: int, max_samples: int) -> list[int]:
+        """Takes a row of the longest sample and whatever is the longest that still fits."""
+        row: list[int] = []
+        while len(row) < max_samples and (taken := self.take(capacity - sum(row))):
+            row += taken
+        return row
+
+    def take_evenly(self, capacity: int, max_samples: int) -> list[int]:
+        """Takes a row of as many samples as it may have, if they fit."""
+        shortest, longest = int(self.lengths[0]), int(self.lengths[-1])
+        is_longest = (longest + shortest) * self.num_samples >= 2 * self.num_tokens
+        row = self.take(longest if is_longest else shortest)
+        while num_more := max_samples - len(row):
+            space = capacity - sum(row)
+            taken = self.take_pair(space) if num_more == 2 else []
+            taken = taken or self.take(space // num_more) or self.take(space)
+            if not taken:
+                break
+            row += taken
+        return row
+
+    def take_again(self, row: list[int]) -> int:
+        """Takes the samples of a row as often as they are left; returns how often."""
+        lengths, per_row = np.unique(row, return_counts=True)
+        number = int((self.counts[np.searchsorted(self.lengths, lengths)] // per_row).min())
+        self.move(row, -number)
+        is_left = self.counts > 0
+        if not is_left.all():
+            self.lengths, self.counts = self.lengths[is_left], self.counts[is_left]
+        return number
+
+
+def _row_by_row(lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples: int) -> _Placed:
+    """Makes rows of at most `max_samples`, each as often as its samples last."""
+    left = _Left(lengths, counts)
+    runs: list[tuple[int, int, int, int]] = []
+    opened: list[tuple[int, int]] = []
+    unfilled: list[tuple[int, int, int]] = []
+    num_rows = 0
+    while left.num_samples:
+        capacity = capacities[bisect.bisect_left(capacities, left.lengths[-1])]
+        row = left.take_greedily(capacity, max_samples)
+        if left.num_samples * capacities[0] > max_samples * left.num_tokens:
+            left.move(row, 1)
+            row = left.take_evenly(capacity, max_samples)
+        num_alike = 1 + left.take_again(row)
+        capacity = capacities[bisect.bisect_left(capacities, sum(row))]
+        opened.append((capacity, num_alike))
+        if space := capacity - sum(row):
+            unfilled.append((capacity, space, num_alike))
+        for length, per_row in collections.Counter(row).items():
+            runs.append((-length, num_rows, per_row, per_row * num_alike))
+        num_rows += num_alike
+    _, first_row, per_rows, num_samples = map(list, zip(*sorted(runs), strict=True))
     return _Placed(first_row, per_rows, num_samples, opened, unfilled)

@@ -42,6 +42,7 @@ def packing_arguments(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "lengths": given_lengths,
         "row_lengths": sorted({*sizes[:-1], max(sizes[-1], needed)}),
+        "max_samples_per_row": draw(st.sampled_from([None, None, 1, 2, 3, 4, 7, 2**40])),
         "order": order,
         "seed": draw(seeds),
         "epoch": draw(seeds),
@@ -100,6 +101,16 @@ def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any])
 
 
 @moderate
+@given(arguments=packing_arguments(), most=st.integers(1, 5))
+def test_rows_of_few_samples_match_the_contract(package: ModuleType, arguments: dict[str, Any], most: int) -> None:
+    """Row by row: the longest that fit, or short and long ones where too many samples would be left."""
+    arguments |= {"max_samples_per_row": most}
+    rows = rows_of(pack(package, arguments))
+    assert rows == slow_packing.pack_samples(**arguments)
+    assert max(len(row.samples) for row in rows) <= most
+
+
+@moderate
 @given(arguments=packing_arguments())
 def test_a_packing_describes_its_rows(package: ModuleType, arguments: dict[str, Any]) -> None:
     """Every attribute, with its dtype, computed row by row."""
@@ -145,6 +156,15 @@ def test_rows_fill_as_by_hand(package: ModuleType) -> None:
     assert packing.fill == 23 / 24
 
 
+def test_rows_of_few_samples_fill_as_by_hand(package: ModuleType) -> None:
+    """Two full rows of three: after 6 and 4, which fill a row as well, four samples would be left for the other."""
+    packing = package.pack_samples([6, 4, 2, 2, 3, 3], 10, max_samples_per_row=3)
+    assert rows_of(packing) == [
+        slow_packing.Row(10, [(0, 6), (2, 2), (3, 2)]),
+        slow_packing.Row(10, [(1, 4), (4, 3), (5, 3)]),
+    ]
+
+
 def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleType) -> None:
     """And take further samples up to it."""
     packing = package.pack_samples([3, 9, 4, 1, 1, 1], [4, 10])
@@ -157,14 +177,16 @@ def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleT
     assert package.pack_samples([1, 2], 3).row_lengths == (3,)
 
 
+@pytest.mark.parametrize("most", [None, 3])
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
-def test_large_packings_match_the_contract(package: ModuleType, order: str) -> None:
+def test_large_packings_match_the_contract(package: ModuleType, order: str, most: int | None) -> None:
     """Thousands of samples of many lengths: long queues, split intervals."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.zipf(1.3, 3000) + rng.integers(0, 40, 3000), 700)
     arguments: dict[str, Any] = {
         "lengths": lengths.tolist(),
         "row_lengths": [64, 100, 512],
+        "max_samples_per_row": most,
         "order": rng.permutation(3000)[:2000].tolist() if order == "subset" else order,
         "seed": 5,
         "overlong": "truncate",
@@ -182,6 +204,8 @@ def test_large_packings_match_the_contract(package: ModuleType, order: str) -> N
         ({"row_lengths": 0}, "0"),
         ({"row_lengths": 8.5}, r"8\.5"),
         ({"row_lengths": [8.5]}, r"8\.5"),
+        ({"max_samples_per_row": 0}, "max_samples_per_row"),
+        ({"max_samples_per_row": 2.0}, "max_samples_per_row"),
         ({"overlong": "ignore"}, "ignore"),
         ({"order": "random"}, "random"),
         ({"order": [0, 0]}, "0"),
@@ -220,6 +244,7 @@ def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.Data
     if limited:
         arguments |= data.draw(limits(20))
         arguments["compile_seconds"] = data.draw(st.sampled_from([None, 0.0, 1.5]))
+    arguments["max_samples_per_row"] = data.draw(st.sampled_from([None, 1, 2, 3]))
     chosen = package.choose_row_lengths(**as_arrays(arguments))
     assert isinstance(chosen, tuple)
     assert all(isinstance(length, int) for length in chosen)
