@@ -5,20 +5,20 @@ Letters: n samples in R rows.
 
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import check_integer, to_tensor
+from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "check_row_lengths", "fill_rows", "pack_samples"]
+__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,16 +67,82 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedHistogram:
+    """Rows by what they hold.
+
+    Attributes:
+        sample_lengths: int64[n], the lengths in the rows of each kind, descending.
+        row_offsets: int64[G + 1]; rows of kind g hold `sample_lengths[row_offsets[g]:row_offsets[g + 1]]`.
+        capacity: int64[G], the length of the rows of each kind.
+        counts: int64[G], the number of rows of each kind.
+        row_lengths: the lengths that rows can have, ascending.
+        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
+        num_dropped: samples left out because they were too long.
+        num_truncated: samples cut to the longest row.
+    """
+
+    sample_lengths: NDArray[np.int64]
+    row_offsets: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all kinds."""
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """int64[G], the tokens of a row of each kind."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows' capacity that holds tokens."""
+        return int(np.dot(self.num_tokens, self.counts)) / int(np.dot(self.capacity, self.counts))
+
+
+@overload
 def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    counts: None = None,
     max_samples_per_row: int | None = None,
     order: str | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
-) -> Packing:
+) -> Packing: ...
+
+
+@overload
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: ArrayLike,
+    max_samples_per_row: int | None = None,
+    overlong: str = "error",
+) -> PackedHistogram: ...
+
+
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: ArrayLike | None = None,
+    max_samples_per_row: int | None = None,
+    order: str | ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "error",
+) -> Packing | PackedHistogram:
     """Put several samples into a row, longest first, each where it leaves the least space.
 
     If any number of samples may share a row, a sample goes into the open row with the least space left that still holds
@@ -98,6 +164,7 @@ def pack_samples(
     Args:
         lengths: [N] integers >= 1, in tokens.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them.
+        counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
         max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
             every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
@@ -106,7 +173,7 @@ def pack_samples(
         overlong: samples above the longest row: "error" | "drop" | "truncate".
 
     Returns:
-        The rows, numbered in the order of opening.
+        The rows, numbered in the order of opening; with `counts` by what they hold, likewise.
 
     Raises:
         ValueError: if an argument is out of its range, or a sample is too long (the first are listed).
@@ -121,6 +188,10 @@ def pack_samples(
     check_overlong(overlong)
     if max_samples_per_row is not None:
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
+    if counts is not None:
+        if not isinstance(order, str) or order != "dataset":
+            raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
+        return _pack_histogram(checked, _check_counts(counts, len(checked)), sizes, max_samples_per_row, overlong)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
@@ -129,8 +200,8 @@ def pack_samples(
     fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]
-    distinct, counts = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
-    rows = fill_rows(sizes, distinct.tolist(), counts.tolist(), max_samples_per_row)
+    distinct, numbers = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
+    rows = fill_rows(sizes, distinct.tolist(), numbers.tolist(), max_samples_per_row)
     row, capacity = rows.row_of_samples(), rows.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -143,6 +214,41 @@ def pack_samples(
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
     )
+
+
+def _pack_histogram(
+    lengths: NDArray[np.int64], counts: NDArray[np.int64], sizes: tuple[int, ...], most: int | None, overlong: str
+) -> PackedHistogram:
+    fitted = fit_lengths(lengths, np.arange(len(lengths)), sizes[-1], overlong, name="the longest row")
+    by_length: Counter[int] = Counter()
+    for length, count in zip(fitted.lengths.tolist(), counts[fitted.sample_ids].tolist(), strict=True):
+        by_length[length] += count
+    descending = sorted(by_length, reverse=True)
+    rows = fill_rows(sizes, descending, [by_length[length] for length in descending], most)
+    kinds: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for size, held, number in rows.alike():
+        kinds[size, tuple(sorted(held, reverse=True))] += number
+    too_long = int(counts[lengths > sizes[-1]].sum())
+    return PackedHistogram(
+        sample_lengths=np.array([length for _, held in kinds for length in held], dtype=np.int64),
+        row_offsets=np.array(list(accumulate((len(held) for _, held in kinds), initial=0)), dtype=np.int64),
+        capacity=np.array([capacity for capacity, _ in kinds], dtype=np.int64),
+        counts=np.array(list(kinds.values()), dtype=np.int64),
+        row_lengths=sizes,
+        overlong=overlong,
+        num_dropped=too_long if overlong == "drop" else 0,
+        num_truncated=too_long if overlong == "truncate" else 0,
+    )
+
+
+def _check_counts(counts: ArrayLike, num_lengths: int) -> NDArray[np.int64]:
+    values = integer_array("counts", counts)
+    if len(values) != num_lengths:
+        raise ValueError(f"counts must be as many as lengths, {num_lengths}, got {len(values)}")
+    bad = np.flatnonzero(values < 1)
+    if len(bad):
+        raise ValueError(f"counts must be at least 1: {list_offenders(bad, values[bad], 1)}")
+    return values.astype(np.int64, copy=False)
 
 
 def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
@@ -160,9 +266,15 @@ def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
 class _Placing(NamedTuple):
     """Equal samples that went into rows `first_row`, ...: `per_row` into each, one row after the other."""
 
+    length: int
     first_row: int
     num_samples: int
     per_row: int
+
+    @property
+    def end_row(self) -> int:
+        """The row after the last."""
+        return self.first_row + self.num_samples // self.per_row
 
 
 def fill_rows(
@@ -220,8 +332,13 @@ class _RowByRow:
 
     def capacity(self) -> NDArray[np.int64]:
         """Return int64[R], the length of each row."""
-        lengths = [self._sizes[bisect_left(self._sizes, sum(row))] for row, _ in self._rows]
-        return np.repeat(np.array(lengths, dtype=np.int64), [number for _, number in self._rows])
+        sizes, _, numbers = zip(*self.alike(), strict=True)
+        return np.repeat(np.array(sizes, dtype=np.int64), numbers)
+
+    def alike(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield rows in turn: their length, the lengths of their samples, and how many such rows follow each other."""
+        for row, number in self._rows:
+            yield self._sizes[bisect_left(self._sizes, sum(row))], row, number
 
     def _next_row(self) -> list[int]:
         size = self._sizes[bisect_left(self._sizes, self._lengths[-1])]
@@ -318,7 +435,7 @@ class _BestFit:
 
     def row_of_samples(self) -> NDArray[np.int64]:
         """Return int64[n], the row of each sample in the order of placing."""
-        first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
+        _, first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
         within = np.arange(num_samples.sum()) - np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
         return np.repeat(first_row, num_samples) + within // np.repeat(per_row, num_samples)
 
@@ -326,6 +443,19 @@ class _BestFit:
         """Return int64[R], the length that each row was opened with."""
         sizes, counts = np.array(self._opened, dtype=np.int64).T
         return np.repeat(sizes, counts)
+
+    def alike(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield rows in turn: their length, the lengths of their samples, and how many such rows follow each other."""
+        bounds = {first for placing in self._placings for first in (placing.first_row, placing.end_row)}
+        bounds |= set(accumulate((number for _, number in self._opened), initial=0))
+        cuts = sorted(bounds)
+        held: list[list[int]] = [[] for _ in cuts]
+        for placing in self._placings:
+            for cut in range(bisect_left(cuts, placing.first_row), bisect_left(cuts, placing.end_row)):
+                held[cut] += [placing.length] * placing.per_row
+        sizes = self.capacity()
+        for cut, (first, after) in enumerate(pairwise(cuts)):
+            yield int(sizes[first]), held[cut], after - first
 
     def _fill(self, space: int, length: int, count: int) -> int:
         """Place samples into the rows that have had this space longest; return how many."""
@@ -338,12 +468,12 @@ class _BestFit:
         full = min(num_rows, count // per_row)
         rest = 0
         if full:
-            self._placings.append(_Placing(first, full * per_row, per_row))
+            self._placings.append(_Placing(length, first, full * per_row, per_row))
             self._append(space - per_row * length, first, full)
         if full < num_rows:
             rest = min(count - full * per_row, per_row - 1)
             if rest:
-                self._placings.append(_Placing(first + full, rest, rest))
+                self._placings.append(_Placing(length, first + full, rest, rest))
                 self._append(space - rest * length, first + full, 1)
             untouched = first + full + (1 if rest else 0)
             self._prepend(space, untouched, first + num_rows - untouched)

@@ -3,7 +3,7 @@
 NumPy only. Everything happens on the histogram. Without a limit on the samples of a row: best fit, longest samples
 first; samples of one length are placed together, and rows with the same free space are kept together. With a limit: row
 by row; a row is repeated as often as its samples allow. So the time depends on the number of distinct lengths and
-hardly on the number of samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
+hardly on the number of samples. Letters: N samples, n of them packed, R rows, D distinct lengths, G distinct rows.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import check_at_least_one, is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import Overlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "pack_samples", "rows_by_tokens"]
+__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens"]
+
+_TOO_LONG = 'samples longer than the longest row (overlong="drop" or "truncate" allows them)'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,16 +76,83 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PackedHistogram:
+    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
+
+    Attributes:
+      sample_lengths: int64[n], the lengths in each distinct row, descending.
+      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
+      capacity: int64[G], the length of each distinct row.
+      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
+        the buckets of all rows.
+      row_lengths: as in `Packing`.
+      overlong: as in `Packing`.
+      num_dropped: as in `Packing`.
+      num_truncated: as in `Packing`.
+    """
+
+    sample_lengths: Int64[np.ndarray, " n"]
+    row_offsets: Int64[np.ndarray, " G_plus_1"]
+    capacity: Int64[np.ndarray, " G"]
+    counts: Int64[np.ndarray, " G"]
+    row_lengths: tuple[int, ...]
+    overlong: Overlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of all rows."""
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " G"]:
+        """int64[G], tokens in each distinct row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token, in (0, 1]."""
+        return int(self.num_tokens @ self.counts) / int(self.capacity @ self.counts)
+
+
+@overload
 def pack_samples(
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    counts: None = None,
     max_samples_per_row: int | None = None,
     order: str | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: Overlong = "error",
-) -> Packing:
+) -> Packing: ...
+
+
+@overload
+def pack_samples(
+    lengths: npt.ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: npt.ArrayLike,
+    max_samples_per_row: int | None = None,
+    overlong: Overlong = "error",
+) -> PackedHistogram: ...
+
+
+def pack_samples(
+    lengths: npt.ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: npt.ArrayLike | None = None,
+    max_samples_per_row: int | None = None,
+    order: str | npt.ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: Overlong = "error",
+) -> Packing | PackedHistogram:
     """Packs several samples into each row.
 
     Without `max_samples_per_row`, by best fit. Samples are placed by descending length, ties as in `order`. Each goes
@@ -103,6 +173,8 @@ def pack_samples(
       lengths: integers[N], tokens a sample.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`.
+      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order.
+        The time no longer depends on the number of samples at all.
       max_samples_per_row: the most samples in a row; None: any number.
       order: as in `sample_order`, except that `"shuffle"` draws from a separate random stream, so that a plan of the
         rows with the same seed is independent of it.
@@ -111,7 +183,7 @@ def pack_samples(
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
 
     Returns:
-      `Packing`.
+      `Packing`; with `counts`, a `PackedHistogram` of the same rows.
 
     Raises:
       ValueError: arguments that are not as described; offending samples are listed as id, value, limit.
@@ -120,6 +192,9 @@ def pack_samples(
       >>> packing = pack_samples([3, 6, 2, 5, 4], 10)
       >>> packing.sample_ids.tolist(), packing.row_offsets.tolist(), packing.starts.tolist()
       ([1, 4, 3, 0, 2], [0, 2, 5], [0, 6, 0, 5, 8])
+      >>> packed = pack_samples([6, 4, 5], 10, counts=[1_000, 1_000, 500])
+      >>> packed.sample_lengths.tolist(), packed.row_offsets.tolist(), packed.counts.tolist()
+      ([6, 4, 5, 5], [0, 2, 4], [1000, 250])
 
     References:
       Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
@@ -129,13 +204,17 @@ def pack_samples(
     lengths = check_lengths(lengths)
     check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
+    if counts is not None:
+        if not isinstance(order, str) or order != "dataset":
+            raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
+        num_of_each = check_counts(counts, len(lengths))
+        return _pack_histogram(lengths, num_of_each, capacities, max_samples_per_row, overlong)
     check_seed(seed, epoch)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
     else:
         ids = sample_order(lengths, order)
-    problem = 'samples longer than the longest row (overlong="drop" or "truncate" allows them)'
-    fitted = fit_lengths(lengths[ids], int(capacities[-1]), overlong, ids, problem=problem)
+    fitted = fit_lengths(lengths[ids], int(capacities[-1]), overlong, ids, problem=_TOO_LONG)
 
     descending = stable_argsort(-fitted.lengths)
     ids, ordered = ids[fitted.kept][descending], fitted.lengths[descending]
@@ -153,6 +232,34 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+    )
+
+
+def _pack_histogram(
+    lengths: Int64[np.ndarray, " N"],
+    counts: Int64[np.ndarray, " N"],
+    capacities: Int64[np.ndarray, " K"],
+    max_samples_per_row: int | None,
+    overlong: Overlong,
+) -> PackedHistogram:
+    fitted = fit_lengths(lengths, int(capacities[-1]), overlong, problem=_TOO_LONG)
+    num_too_long = int(counts[lengths > capacities[-1]].sum())
+    distinct, which = np.unique(fitted.lengths, return_inverse=True)
+    num_of_each = np.zeros(len(distinct), np.int64)
+    np.add.at(num_of_each, which, counts[fitted.kept])
+    placed = _placed(distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row)
+    num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
+    for capacity, row, number in placed.rows():
+        num_alike[capacity, tuple(row)] += number
+    return PackedHistogram(
+        sample_lengths=np.concatenate([np.array(row) for _, row in num_alike]),
+        row_offsets=ends_to_offsets(np.cumsum([len(row) for _, row in num_alike])),
+        capacity=np.array([capacity for capacity, _ in num_alike]),
+        counts=np.array(list(num_alike.values())),
+        row_lengths=tuple(capacities.tolist()),
+        overlong=overlong,
+        num_dropped=num_too_long if overlong == "drop" else 0,
+        num_truncated=num_too_long if overlong == "truncate" else 0,
     )
 
 
@@ -181,11 +288,12 @@ def rows_by_tokens(
 
 
 class _Placed(NamedTuple):
-    """Samples in the order of placing, as runs: `num_samples` of a length, `per_row` a row, from `first_row` on.
+    """Samples in the order of placing, as runs: `num_samples` of `length`, `per_row` a row, from `first_row` on.
 
     Rows in the order of opening as (capacity, number), and those with space left as (capacity, space, number).
     """
 
+    length: list[int]
     first_row: list[int]
     per_row: list[int]
     num_samples: list[int]
@@ -203,6 +311,28 @@ class _Placed(NamedTuple):
         place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
         return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
 
+    def rows(self) -> Iterator[tuple[int, list[int], int]]:
+        """Rows in the order of opening: the capacity, the lengths of its samples, and how many rows in turn are so."""
+        begins = collections.defaultdict[int, list[tuple[int, int]]](list)
+        ends = collections.defaultdict[int, list[tuple[int, int]]](list)
+        for length, first, per_row, num_samples in zip(*self[:4], strict=True):
+            num_full, rest = divmod(num_samples, per_row)
+            last = first + num_full  # it gets the rest
+            for start, end, each in ((first, last, per_row), (last, last + 1, rest)):
+                if each and start < end:
+                    begins[start].append((length, each))
+                    ends[end].append((length, each))
+        capacities, opened = zip(*self.opened, strict=True)
+        first_opened = list(itertools.accumulate(opened))
+        in_row = collections.Counter[int]()
+        for row, next_row in itertools.pairwise(sorted({*begins, *ends})):
+            for length, each in ends[row]:
+                in_row[length] -= each
+            for length, each in begins[row]:
+                in_row[length] += each
+            lengths = sorted((+in_row).elements(), reverse=True)
+            yield capacities[bisect.bisect_right(first_opened, row)], lengths, next_row - row
+
 
 def _placed(
     lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None
@@ -219,7 +349,7 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
     A row that took a sample and still holds another of that length is again the one with the least space that does, so
     each row takes as many as it holds before the next one is looked at.
     """
-    runs: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
     opened: list[tuple[int, int]] = []
     num_rows = 0
     spaces: list[int] = []  # of open rows, ascending, distinct
@@ -245,7 +375,7 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                 opened.append((capacity, used))
             num_placed = min(count, used * per_row)
             count -= num_placed
-            runs.append((first, per_row, num_placed))
+            runs.append((length, first, per_row, num_placed))
             num_full, rest = divmod(num_placed, per_row)
             for row, num_alike, left in (
                 (first, num_full, space - per_row * length),
@@ -256,9 +386,9 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                         bisect.insort(spaces, left)
                         rows_with[left] = collections.deque()
                     rows_with[left].append((row, num_alike, capacity))
-    first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
+    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
     unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
-    return _Placed(first_row, per_rows, num_samples, opened, unfilled)
+    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
 
 
 class _Left:
@@ -357,7 +487,8 @@ def _row_by_row(lengths: list[int], counts: list[int], capacities: Sequence[int]
         if space := capacity - sum(row):
             unfilled.append((capacity, space, num_alike))
         for length, per_row in collections.Counter(row).items():
-            runs.append((-length, num_rows, per_row, per_row * num_alike))
+            runs.append((length, num_rows, per_row, per_row * num_alike))
         num_rows += num_alike
-    _, first_row, per_rows, num_samples = map(list, zip(*sorted(runs), strict=True))
-    return _Placed(first_row, per_rows, num_samples, opened, unfilled)
+    runs.sort(key=lambda run: -run[0])
+    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
+    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)

@@ -1,5 +1,7 @@
 """Packing: full rows, every sample once, fast planning of rows, and the same training as without."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,18 @@ def test_rows_of_4096_are_998_thousandths_full():
     assert (np.sort(packing.sample_ids) == np.arange(200_000)).all()
     assert packing.num_tokens.max() <= 4096
     assert (packing.starts + packing.sample_lengths <= np.repeat(packing.capacity, np.diff(packing.row_offsets))).all()
+
+
+@pytest.mark.parametrize(("most", "fill"), [(None, 0.9994), (3, 0.9980), (12, 0.9995)])
+def test_wikipedia_lengths_fill_rows_of_few_samples(most, fill):
+    counts = np.loadtxt(Path(__file__).parents[2] / "benchmarks" / "support" / "wikipedia_lengths.txt", np.int64)
+    lengths = np.flatnonzero(counts.reshape(-1)) + 1
+    packed = pack_samples(lengths, 512, counts=counts.reshape(-1)[lengths - 1], max_samples_per_row=most)
+    assert packed.fill >= fill
+    assert packed.num_tokens.max() <= 512
+    num_placed = np.bincount(packed.sample_lengths, np.repeat(packed.counts, np.diff(packed.row_offsets)))
+    assert (num_placed[1:] == counts.reshape(-1)).all()
+    assert most is None or np.diff(packed.row_offsets).max() == most
 
 
 @pytest.mark.parametrize("row_lengths", [(512, 1024, 2048, 4096), 4096], ids=["chosen by hand", "one"])
