@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
-from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
+from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
 __all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples"]
@@ -34,6 +34,8 @@ class Packing:
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
+        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split. A
+            split sample has its id once for each piece.
     """
 
     sample_ids: NDArray[np.int64]
@@ -44,6 +46,7 @@ class Packing:
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    piece_starts: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -170,7 +173,8 @@ def pack_samples(
             every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
-        overlong: samples above the longest row: "error" | "drop" | "truncate".
+        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes pieces of them,
+            each as long as that row but the last, which are packed like samples of their own.
 
     Returns:
         The rows, numbered in the order of opening; with `counts` by what they hold, likewise.
@@ -185,7 +189,8 @@ def pack_samples(
     """
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
-    check_overlong(overlong)
+    if overlong not in PACKED_OVERLONG:
+        raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
     if max_samples_per_row is not None:
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
     if counts is not None:
@@ -197,7 +202,12 @@ def pack_samples(
         ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
     else:
         ids = sample_order(checked, order)
-    fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
+    starts = None
+    if overlong == "split" and (checked[ids] > sizes[-1]).any():
+        fitted, starts = _split(checked, ids, sizes[-1])
+    else:
+        rule = "error" if overlong == "split" else overlong
+        fitted = fit_lengths(checked, ids, sizes[-1], rule, name="the longest row")
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]
     distinct, numbers = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
@@ -213,13 +223,27 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        piece_starts=None if starts is None else starts[longest_first][by_row],
     )
+
+
+def _split(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
+    """Return the pieces of the ordered samples, with the tokens before each."""
+    full, rest = np.divmod(lengths[ids], limit)
+    number = full + (rest > 0)
+    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+    is_full = place < np.repeat(full, number)
+    return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit
 
 
 def _pack_histogram(
     lengths: NDArray[np.int64], counts: NDArray[np.int64], sizes: tuple[int, ...], most: int | None, overlong: str
 ) -> PackedHistogram:
-    fitted = fit_lengths(lengths, np.arange(len(lengths)), sizes[-1], overlong, name="the longest row")
+    ids = np.arange(len(lengths))
+    if overlong == "split":
+        fitted, _ = _split(lengths, ids, sizes[-1])
+    else:
+        fitted = fit_lengths(lengths, ids, sizes[-1], overlong, name="the longest row")
     by_length: Counter[int] = Counter()
     for length, count in zip(fitted.lengths.tolist(), counts[fitted.sample_ids].tolist(), strict=True):
         by_length[length] += count

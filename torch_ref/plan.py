@@ -38,6 +38,8 @@ class Plan:
         num_tokens: int64[S], real tokens of each step (of cut samples what is left of them).
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
+        piece_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each piece.
+            None where no sample is split.
         overlong: the rule the plan was made with: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
@@ -50,14 +52,15 @@ class Plan:
     sample_ids: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     row_offsets: NDArray[np.int64] | None = None
+    piece_starts: NDArray[np.int64] | None = None
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens, self.row_offsets):
-            if array is not None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
                 array.setflags(write=False)
 
     @property
@@ -108,6 +111,7 @@ class Plan:
             self.step_offsets,
             self.sample_ids,
             self.row_offsets,
+            self.piece_starts,
         )
 
     def rows(self, step: int) -> NDArray[np.int64]:
@@ -123,6 +127,23 @@ class Plan:
         Raises:
             IndexError: if there is no such step.
         """
+        return self._rows_of(self.sample_ids, step)
+
+    def pieces(self, step: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the pieces of a step begin; None if no sample is split.
+
+        Args:
+            step: 0 <= step < num_steps.
+
+        Returns:
+            int64[M, B, P] like `rows`: the tokens of the sample before each piece, -1 where there is none.
+
+        Raises:
+            IndexError: if there is no such step.
+        """
+        return None if self.piece_starts is None else self._rows_of(self.piece_starts, step)
+
+    def _rows_of(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
         begin, end = self.step_offsets[step : step + 2]
@@ -133,7 +154,7 @@ class Plan:
         sizes = np.diff(offsets)
         rows_per_microbatch = self.buckets[self.step_bucket[step]].rows
         rows = np.full((rows_per_microbatch * self.microbatches_per_step, sizes.max()), -1, dtype=np.int64)
-        rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = self.sample_ids[begin:end]
+        rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = values[begin:end]
         split = rows.reshape(rows_per_microbatch, self.microbatches_per_step, -1).swapaxes(0, 1)
         return np.ascontiguousarray(split if self.row_offsets is not None else split[..., 0])
 
@@ -147,6 +168,8 @@ class Plan:
             OSError: if the file cannot be written.
         """
         packed = {} if self.row_offsets is None else {"row_offsets": self.row_offsets}
+        if self.piece_starts is not None:
+            packed["piece_starts"] = self.piece_starts
         write_plan_file(
             path,
             **packed,
@@ -184,6 +207,7 @@ class Plan:
             sample_ids=fields["sample_ids"],
             num_tokens=fields["num_tokens"],
             row_offsets=fields.get("row_offsets"),
+            piece_starts=fields.get("piece_starts"),
             overlong=str(fields["overlong"]),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
@@ -320,6 +344,11 @@ def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlon
             f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
             f"have this length, got {longest}"
         )
+    if packing.piece_starts is not None and longest != packing.row_lengths[-1]:
+        raise ValueError(
+            f"the packing split samples into pieces of {packing.row_lengths[-1]}: the longest bucket must have this "
+            f"length, got {longest}"
+        )
 
 
 def _check_pacing(pacing: Pacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
@@ -347,8 +376,10 @@ def _unpack(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.int64
     sizes = np.diff(packing.row_offsets)[rows]
     row_offsets = np.concatenate([[0], np.cumsum(sizes)])
     shift = np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
+    places = np.arange(row_offsets[-1]) + shift
     return {
-        "sample_ids": packing.sample_ids[np.arange(row_offsets[-1]) + shift],
+        "sample_ids": packing.sample_ids[places],
+        "piece_starts": None if packing.piece_starts is None else packing.piece_starts[places],
         "step_offsets": row_offsets[offsets],
         "row_offsets": row_offsets,
         "overlong": packing.overlong,

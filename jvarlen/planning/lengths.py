@@ -17,6 +17,7 @@ __all__ = [
     "DataSource",
     "FittedLengths",
     "Overlong",
+    "PackedOverlong",
     "apply_overlong",
     "check_counts",
     "check_lengths",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
+PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:

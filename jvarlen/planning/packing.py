@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.lengths import Overlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import PackedOverlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
 __all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens"]
 
-_TOO_LONG = 'samples longer than the longest row (overlong="drop" or "truncate" allows them)'
+_TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +42,8 @@ class Packing:
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
+      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later pieces of a sample that
+        is split, which has its id once a piece. None where no sample is split.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -49,9 +51,10 @@ class Packing:
     sample_lengths: Int64[np.ndarray, " n"]
     capacity: Int64[np.ndarray, " R"]
     row_lengths: tuple[int, ...]
-    overlong: Overlong = "error"
+    overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    piece_starts: Int64[np.ndarray, " n"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -97,7 +100,7 @@ class PackedHistogram:
     capacity: Int64[np.ndarray, " G"]
     counts: Int64[np.ndarray, " G"]
     row_lengths: tuple[int, ...]
-    overlong: Overlong = "error"
+    overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
 
@@ -127,7 +130,7 @@ def pack_samples(
     order: str | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
-    overlong: Overlong = "error",
+    overlong: PackedOverlong = "error",
 ) -> Packing: ...
 
 
@@ -138,7 +141,7 @@ def pack_samples(
     *,
     counts: npt.ArrayLike,
     max_samples_per_row: int | None = None,
-    overlong: Overlong = "error",
+    overlong: PackedOverlong = "error",
 ) -> PackedHistogram: ...
 
 
@@ -151,7 +154,7 @@ def pack_samples(
     order: str | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
-    overlong: Overlong = "error",
+    overlong: PackedOverlong = "error",
 ) -> Packing | PackedHistogram:
     """Packs several samples into each row.
 
@@ -180,7 +183,8 @@ def pack_samples(
         rows with the same seed is independent of it.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"`, or `"split"`:
+        they come in pieces as long as that row and a shorter last one, which are packed as samples are.
 
     Returns:
       `Packing`; with `counts`, a `PackedHistogram` of the same rows.
@@ -204,6 +208,7 @@ def pack_samples(
     lengths = check_lengths(lengths)
     check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
+    check_choices(overlong=(overlong, PackedOverlong))
     if counts is not None:
         if not isinstance(order, str) or order != "dataset":
             raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
@@ -214,10 +219,10 @@ def pack_samples(
         ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
     else:
         ids = sample_order(lengths, order)
-    fitted = fit_lengths(lengths[ids], int(capacities[-1]), overlong, ids, problem=_TOO_LONG)
+    fitted = _fit(lengths[ids], int(capacities[-1]), overlong, ids)
 
     descending = stable_argsort(-fitted.lengths)
-    ids, ordered = ids[fitted.kept][descending], fitted.lengths[descending]
+    ids, ordered = ids[fitted.which][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
     placed = _placed(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
@@ -232,7 +237,39 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        piece_starts=None if fitted.starts is None else fitted.starts[descending][by_row],
     )
+
+
+class _Fitted(NamedTuple):
+    """What is packed: samples, or pieces of them, in order.
+
+    Which sample each is, its length, and the token with which it begins, None where no sample is split.
+    """
+
+    which: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n"]
+    starts: Int64[np.ndarray, " n"] | None
+    num_dropped: int
+    num_truncated: int
+
+
+def _fit(
+    lengths: Int64[np.ndarray, " N"],
+    longest: int,
+    overlong: PackedOverlong,
+    ids: Int64[np.ndarray, " N"] | None = None,
+) -> _Fitted:
+    """Applies the rule for samples that are longer than the longest row."""
+    which = np.arange(len(lengths))
+    if overlong != "split" or lengths.max() <= longest:
+        rule = "error" if overlong == "split" else overlong
+        fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
+        return _Fitted(which[fitted.kept], fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+    num_pieces = -(-lengths // longest)
+    which = np.repeat(which, num_pieces)
+    starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
+    return _Fitted(which, np.minimum(lengths[which] - starts, longest), starts, 0, 0)
 
 
 def _pack_histogram(
@@ -240,13 +277,13 @@ def _pack_histogram(
     counts: Int64[np.ndarray, " N"],
     capacities: Int64[np.ndarray, " K"],
     max_samples_per_row: int | None,
-    overlong: Overlong,
+    overlong: PackedOverlong,
 ) -> PackedHistogram:
-    fitted = fit_lengths(lengths, int(capacities[-1]), overlong, problem=_TOO_LONG)
+    fitted = _fit(lengths, int(capacities[-1]), overlong)
     num_too_long = int(counts[lengths > capacities[-1]].sum())
     distinct, which = np.unique(fitted.lengths, return_inverse=True)
     num_of_each = np.zeros(len(distinct), np.int64)
-    np.add.at(num_of_each, which, counts[fitted.kept])
+    np.add.at(num_of_each, which, counts[fitted.which])
     placed = _placed(distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row)
     num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
     for capacity, row, number in placed.rows():

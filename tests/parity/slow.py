@@ -420,10 +420,12 @@ def digest(
     buckets: Sequence[tuple[int, ...]],
     num_microbatches: int,
     row_offsets: Sequence[int] | None = None,
+    piece_starts: Sequence[int] | None = None,
 ) -> str:
-    """Return the plan's digest; with row offsets that of a plan of packed rows."""
+    """Return the plan's digest; with row offsets that of a plan of packed rows, also with starts of split samples."""
     ids = [i for _, step in steps for i in step]
-    total = hashlib.sha256(b"jvarlen-plan-1\0" if row_offsets is None else b"jvarlen-packed-plan-1\0")
+    kind = b"plan" if row_offsets is None else b"packed-plan" if piece_starts is None else b"split-plan"
+    total = hashlib.sha256(b"jvarlen-" + kind + b"-1\0")
     total.update(pack([num_microbatches, len(buckets), len(steps), len(ids)]))
     total.update(pack([number for bucket in buckets for number in bucket]))
     total.update(struct.pack(f"<{len(steps)}i", *(k for k, _ in steps)))
@@ -431,6 +433,8 @@ def digest(
     if row_offsets is not None:
         total.update(pack([len(row_offsets) - 1]))
         total.update(pack(row_offsets))
+    if piece_starts is not None:
+        total.update(pack(piece_starts))
     for start in range(0, len(ids), 2**20):
         total.update(hashlib.sha256(pack(ids[start : start + 2**20])).digest())
     return total.hexdigest()

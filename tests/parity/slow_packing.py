@@ -59,6 +59,11 @@ def pack_samples(
     return rows
 
 
+def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the pieces of some samples in order, as (id, start, length)."""
+    return [(i, start, min(longest, lengths[i] - start)) for i in ids for start in range(0, lengths[i], longest)]
+
+
 def distinct_rows(rows: Sequence[Row]) -> dict[tuple[int, tuple[int, ...]], int]:
     """Return how many rows there are of a capacity and lengths, in the order of the first of each."""
     counts: dict[tuple[int, tuple[int, ...]], int] = {}

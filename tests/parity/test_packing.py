@@ -279,6 +279,106 @@ def test_samples_above_the_longest_row_are_listed(package: ModuleType) -> None:
     assert package.pack_samples(lengths, 10, order=[2, 0]).sample_ids.tolist() == [2, 0]
 
 
+# Split samples
+
+
+@st.composite
+def split_arguments(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row], list[tuple[int, int, int]]]:
+    """Draw arguments of `pack_samples` that split, the rows that come of them, of pieces by number, and the pieces."""
+    arguments = draw(packing_arguments()) | {"overlong": "split"}
+    order = arguments["order"]
+    seed, epoch = arguments["seed"], arguments["epoch"]
+    shuffled = slow.random_order(seed, epoch, 0, len(arguments["lengths"]), stream=1)
+    ids = shuffled if order == "shuffle" else slow.sample_order(arguments["lengths"], order)
+    pieces = slow_packing.split_samples(arguments["lengths"], arguments["row_lengths"][-1], ids)
+    rest = {name: arguments[name] for name in ("row_lengths", "max_samples_per_row")}
+    return arguments, slow_packing.pack_samples([length for _, _, length in pieces], **rest), pieces
+
+
+@moderate
+@given(drawn=split_arguments())
+def test_pieces_are_packed_like_samples(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
+    """Each piece once, as long as the longest row or what is left."""
+    arguments, rows, pieces = drawn
+    packing = pack(package, arguments)
+    placed = [pieces[p] for row in rows for p, _ in row.samples]
+    assert packing.sample_ids.tolist() == [i for i, _, _ in placed]
+    assert packing.sample_lengths.tolist() == [length for _, _, length in placed]
+    assert packing.capacity.tolist() == [row.capacity for row in rows]
+    assert np.diff(packing.row_offsets).tolist() == [len(row.samples) for row in rows]
+    assert (packing.overlong, packing.num_dropped, packing.num_truncated) == ("split", 0, 0)
+    if any(start for _, start, _ in pieces):
+        assert packing.piece_starts.dtype == np.int64
+        assert packing.piece_starts.tolist() == [start for _, start, _ in placed]
+    else:
+        assert packing.piece_starts is None
+
+
+@few
+@given(drawn=split_arguments(), data=st.data())
+def test_plans_of_pieces_match_the_contract(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any], data: st.DataObject
+) -> None:
+    """Rows of pieces are planned like other rows; the digest and the file cover where pieces begin."""
+    arguments, rows, pieces = drawn
+    options = data.draw(plan_options(rows, arguments["row_lengths"][-1]))
+    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
+    ids, starts = ([pieces[p][part] for _, step in steps for p in step] for part in (0, 1))
+    is_split = any(start for _, start, _ in pieces)
+    assert plan.sample_ids.tolist() == ids
+    assert plan.num_tokens.tolist() == [sum(pieces[p][2] for p in step) for _, step in steps]
+    assert (plan.piece_starts is not None) == is_split
+    in_steps = [(k, [pieces[p][0] for p in step]) for k, step in steps]
+    microbatches, piece_starts = options["microbatches_per_step"], starts if is_split else None
+    assert plan.digest == slow.digest(in_steps, options["buckets"], microbatches, offsets, piece_starts)
+    path = tmp_path_factory.mktemp("pieces") / "plan.npz"
+    plan.save(path)
+    loaded = package.Plan.load(path)
+    assert loaded.digest == plan.digest
+    for step, held in enumerate(rows_of_step):
+        laid_out = loaded.pieces(step)
+        if not is_split:
+            assert laid_out is None
+            continue
+        assert laid_out.shape == loaded.rows(step).shape
+        for j, row in enumerate(held):
+            in_row = laid_out[j % microbatches, j // microbatches].tolist()
+            assert in_row == [pieces[p][1] for p in row] + [-1] * (len(in_row) - len(row))
+
+
+def test_a_split_histogram_counts_pieces(package: ModuleType) -> None:
+    """Two samples of 25 are four pieces of 10 and two of 5."""
+    packed = package.pack_samples([25, 3], [5, 10], counts=[2, 1], overlong="split")
+    rows = package.pack_samples([25, 25, 3], [5, 10], overlong="split")
+    assert packed.counts.tolist() == [4, 2, 1]
+    assert packed.sample_lengths.tolist() == [10, 5, 3]
+    assert packed.num_rows == rows.num_rows
+    assert packed.fill == rows.fill
+
+
+def test_pieces_need_their_bucket(package: ModuleType) -> None:
+    """A longer bucket would read on into the next piece."""
+    packing = package.pack_samples([9, 4, 40], 10, overlong="split")
+    with pytest.raises(ValueError, match=r"\b12\b"):
+        package.make_plan(packing, [(2, 12)])
+    assert package.make_plan(packing, [(2, 10)]).num_samples == 6
+
+
+def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None:
+    """Other starts, fewer, none: the digest covers them."""
+    path = tmp_path / "pieces.npz"
+    package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)]).save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        fields = {name: archive[name] for name in archive.files}
+    starts = fields.pop("piece_starts")
+    others = [starts + 10, starts[:-1], starts.astype(np.int32)]
+    for changed in [fields, *(fields | {"piece_starts": other} for other in others)]:
+        np.savez(path, **changed)
+        with pytest.raises(ValueError, match=r"pieces\.npz"):
+            package.Plan.load(path)
+
+
 # Lengths of rows
 
 

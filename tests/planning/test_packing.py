@@ -1,5 +1,6 @@
 """Packing: full rows, every sample once, fast planning of rows, and the same training as without."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ from jvarlen.loading.loader import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
+from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(90, 40)
@@ -118,6 +120,18 @@ def test_a_packed_plan_comes_back_from_disk(tmp_path):
     assert loaded.num_rows == plan.num_rows
     assert (loaded.rows(0) == plan.rows(0)).all()
     assert "samples a row" in loaded.report()
+
+
+def test_pieces_of_every_sample_come_exactly_once():
+    packing = pack_samples(LENGTHS, 16, overlong="split")
+    plan = make_plan(packing, [(8, 16)], order="shuffle")
+    assert_exactly_once(packing, len(LENGTHS))
+    assert_exactly_once(plan, len(LENGTHS))
+    by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
+    assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
+    repeated = dataclasses.replace(packing, sample_ids=np.zeros_like(packing.sample_ids))
+    with pytest.raises(AssertionError, match="more than once"):
+        assert_exactly_once(repeated, len(LENGTHS))
 
 
 def test_every_sample_is_laid_out_as_planned():
