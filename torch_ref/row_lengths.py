@@ -35,6 +35,7 @@ def choose_row_lengths(
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int | None = None,
     cost: Cost | None = None,
     compile_seconds: float | None = None,
     max_cost: float | None = None,
@@ -65,6 +66,7 @@ def choose_row_lengths(
         microbatches_per_step: M.
         row_multiple: as in `make_buckets`.
         length_multiple: row lengths are multiples of it.
+        max_sequences: as in `make_buckets`: of packed rows, not of the samples in them.
         cost: as in `make_buckets`.
         compile_seconds: as in `make_buckets`.
         max_cost: as in `make_buckets`.
@@ -87,7 +89,7 @@ def choose_row_lengths(
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
         most_tried = _MOST_SETS_TIMES_LENGTHS_IF_LIMITED
     rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
     check_compile_seconds(cost, compile_seconds)
     multiple = check_integer("length_multiple", length_multiple)
     fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)

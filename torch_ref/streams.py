@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
-from torch_ref.rows import round_caps
+from torch_ref.rows import Budget
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
@@ -147,6 +147,7 @@ def stream_batches(
     num_estimate: int = 10_000,
     max_shapes: int = 16,
     max_length: int | None = None,
+    max_sequences: int | None = None,
     row_multiple: int = 1,
     length_multiple: int = 1,
     max_waiting: int | None = None,
@@ -166,7 +167,8 @@ def stream_batches(
         max_shapes: at most this many buckets are chosen.
         max_length: the longest bucket chosen holds this length, rounded up to `length_multiple`, whatever the first
             samples are.
-        row_multiple: as in `make_buckets`, for buckets chosen.
+        max_sequences: as in `make_buckets`, for buckets chosen.
+        row_multiple: likewise.
         length_multiple: likewise.
         max_waiting: at most so many samples wait in all; where one more would, the queue that is fullest in proportion
             becomes a step with dummy rows.
@@ -213,13 +215,14 @@ def stream_batches(
             microbatches_per_step=rule.microbatches_per_step,
             row_multiple=rule.row_multiple,
             length_multiple=length_multiple,
+            max_sequences=max_sequences,
         )
         edges = [edge for _, edge in chosen]
         if max_length is not None:
             edges[-1] = max_length
         if edges[-1] > max_tokens:
             raise ValueError(f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={max_tokens}")
-        caps = round_caps(max_tokens // torch.tensor(edges), rule.row_multiple)
+        caps = Budget(max_tokens=max_tokens, max_sequences=max_sequences).caps(torch.tensor(edges), rule.row_multiple)
         checked = tuple(Bucket(*pair) for pair in zip(caps.tolist(), edges, strict=True))
         stream = chain(first, stream)
     return StreamBatches(

@@ -68,6 +68,7 @@ def stream_batches(
     num_estimate: int = 10_000,
     max_shapes: int = 16,
     max_length: int | None = None,
+    max_sequences: int | None = None,
     row_multiple: int = 1,
     length_multiple: int = 1,
     max_waiting: int | None = None,
@@ -91,6 +92,7 @@ def stream_batches(
       max_shapes: the most buckets in the estimate.
       max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest of the first
         samples; a longer sample may still follow.
+      max_sequences: the most rows of a microbatch, for the estimate.
       row_multiple: as in `make_buckets`, for the estimate.
       length_multiple: as in `make_buckets`, for the estimate.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
@@ -136,6 +138,7 @@ def stream_batches(
             microbatches_per_step=microbatches_per_step,
             row_multiple=row_multiple,
             length_multiple=length_multiple,
+            max_sequences=max_sequences,
         )
         chosen = _estimated_buckets(first, budget, max_shapes, max_length)
     else:

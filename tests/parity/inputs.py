@@ -82,7 +82,7 @@ def tile_bytes(rows: Any, length: Any) -> Any:
 
 @st.composite
 def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
-    """Draw a cost and limits of cost and bytes that leave at least one row of any length up to the longest."""
+    """Draw a cost and limits of cost, bytes and rows that leave at least one row of any length up to the longest."""
     cost = draw(st.sampled_from([dyadic_cost, stepped_cost]))
     drawn: dict[str, Any] = {"cost": cost}
     spare = st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0])
@@ -90,6 +90,8 @@ def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
         drawn["max_cost"] = draw(spare) * max(cost(1, length) for length in range(1, longest + 1))
     if draw(st.booleans()):
         drawn |= {"memory": tile_bytes, "max_bytes": draw(spare) * tile_bytes(1, longest)}
+    if draw(st.booleans()):
+        drawn["max_sequences"] = draw(st.integers(1, 6))
     return drawn
 
 

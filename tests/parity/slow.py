@@ -153,11 +153,13 @@ def most_rows(
     max_cost: float = math.inf,
     memory: Cost | None = None,
     max_bytes: float = math.inf,
+    max_sequences: float = math.inf,
 ) -> int:
     """Return the most rows inside all limits, by counting up."""
     rows = 0
     while (
         (rows + 1) * length <= max_tokens
+        and rows < max_sequences
         and (cost is None or cost(rows + 1, length) <= max_cost)
         and (memory is None or memory(rows + 1, length) <= max_bytes)
     ):
@@ -271,7 +273,7 @@ def make_buckets(
     compile_seconds: float | None = None,
     **limits: Any,
 ) -> list[tuple[int, int]]:
-    """Return the buckets; "optimal" by trying every set. The limits are max_cost, memory and max_bytes, if any."""
+    """Return the buckets; "optimal" by trying every set; limits are max_cost, memory, max_bytes, max_sequences."""
     if isinstance(strategy, str):
         clipped = clip(lengths, max_length, overlong)
         if strategy == "optimal":

@@ -22,17 +22,20 @@ def choose_buckets(
     max_length: int | None,
     row_multiple: int,
     length_multiple: int,
+    max_sequences: int | None,
     **options: Any,
 ) -> list[tuple[int, int]]:
     """Return the buckets that a stream chooses from its first lengths."""
     known = lengths[:num_estimate]
     if max_length is not None:
         max_length = slow.round_up(max_length, length_multiple)
-    multiples = {"row_multiple": row_multiple, "length_multiple": length_multiple}
+    multiples: dict[str, Any] = {"row_multiple": row_multiple, "length_multiple": length_multiple}
+    if max_sequences is not None:
+        multiples["max_sequences"] = max_sequences
     edges = [edge for _, edge in slow.make_buckets(known, max_tokens, max_length=max_length, **multiples, **options)]
     if max_length is not None:
         edges[-1] = max_length
-    caps = [max_tokens // edge for edge in edges]
+    caps = [min(max_tokens // edge, max_sequences or max_tokens) for edge in edges]
     rounded = [cap // row_multiple * row_multiple if cap >= row_multiple else cap for cap in caps]
     return list(zip(rounded, edges, strict=True))
 

@@ -46,6 +46,7 @@ def estimated_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "max_length": max_length,
         "microbatches_per_step": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
+        "max_sequences": draw(st.sampled_from([None, 1, 2, 5])),
         "length_multiple": multiple,
     }
 
@@ -226,6 +227,7 @@ def test_a_stream_without_samples_has_no_steps(package: ModuleType) -> None:
         ({"buckets": None, "max_tokens": 10, "num_estimate": 0}, "num_estimate"),
         ({"buckets": None, "max_tokens": 10, "max_shapes": 0}, "max_shapes"),
         ({"buckets": None, "max_tokens": 10, "row_multiple": 0}, "row_multiple"),
+        ({"buckets": None, "max_tokens": 10, "max_sequences": 0}, "max_sequences"),
         ({"buckets": None, "max_tokens": 10, "length_multiple": 0}, "length_multiple"),
         ({"buckets": None, "max_tokens": 7}, "7"),
     ],
