@@ -10,12 +10,21 @@ from numpy.typing import ArrayLike, NDArray
 from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 
-__all__ = ["ORDERS", "PACKING_STREAM", "check_difficulty", "random_keys", "sample_order", "stable_argsort"]
+__all__ = [
+    "BUFFER_STREAM",
+    "ORDERS",
+    "PACKING_STREAM",
+    "check_difficulty",
+    "random_keys",
+    "sample_order",
+    "stable_argsort",
+]
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 _BLOCK_KEYS = 2**62
 # Orders and plans draw from stream 0.
 PACKING_STREAM = 1
+BUFFER_STREAM = 2
 
 
 def sample_order(

@@ -17,6 +17,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_integer, li
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
+    "BUFFER_STREAM",
     "CHUNK",
     "PACKING_STREAM",
     "Order",
@@ -36,6 +37,7 @@ CHUNK = 2**18  # samples; what is done in chunks needs no other array of all sam
 _VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
+BUFFER_STREAM = 2  # of the shuffle buffers of streams
 PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
@@ -129,8 +131,8 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: in
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       start: the place of the first value; a process can compute its own part of the stream.
-      stream: 0 for orders and plans, `PACKING_STREAM` for packings; the highest word of Philox's counter, so that no
-        value of one stream is in another.
+      stream: 0 for orders and plans, `PACKING_STREAM` for packings, `BUFFER_STREAM` for shuffle buffers; the highest
+        word of Philox's counter, so that no value of one stream is in another.
 
     Returns:
       uint64[count], each below 2**32.

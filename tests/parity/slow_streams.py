@@ -40,12 +40,31 @@ def choose_buckets(
     return list(zip(rounded, edges, strict=True))
 
 
+def drawn_order(num_samples: int, shuffle_buffer: int | None, seed: int, epoch: int) -> list[int]:
+    """Return the samples in the order in which a shuffle buffer gives them."""
+    if shuffle_buffer is None:
+        return list(range(num_samples))
+    keys = [word >> 32 for word in slow.philox_words(seed, epoch, num_samples, 2)]
+    left, buffered, drawn = list(range(num_samples)), [], []
+    for key in keys:
+        while left and len(buffered) < shuffle_buffer:
+            buffered.append(left.pop(0))
+        place = key * len(buffered) >> 32
+        drawn.append(buffered[place])
+        buffered[place] = buffered[-1]
+        buffered.pop()
+    return drawn
+
+
 def make_steps(
     lengths: Sequence[int],
     buckets: Sequence[tuple[int, int]],
     *,
     microbatches_per_step: int = 1,
     max_waiting: int | None = None,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
     overlong: str = "error",
 ) -> list[Step]:
     """Return the steps of a stream that ends."""
@@ -53,7 +72,8 @@ def make_steps(
     capacity = [microbatches_per_step * rows for rows, _ in buckets]
     longest = buckets[-1][1]
     steps = []
-    for i, length in enumerate(lengths):
+    for i in drawn_order(len(lengths), shuffle_buffer, seed, epoch):
+        length = lengths[i]
         if length > longest and overlong == "drop":
             continue
         cut = min(length, longest)
