@@ -16,7 +16,7 @@ from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import check_lengths, check_pair_lengths
-from torch_ref.order import check_difficulty, sample_order
+from torch_ref.order import check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, num_admitted, paced_arrival
 from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -233,7 +233,7 @@ def make_plan(
     *,
     microbatches_per_step: int = 1,
     order: str | ArrayLike = "length",
-    difficulty: ArrayLike | None = None,
+    difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
@@ -251,7 +251,7 @@ def make_plan(
             strictly by (source, target); a sample goes to the first that holds it.
         microbatches_per_step: M, data-parallel shards times accumulation.
         order: "length" | "length_descending" | "dataset" | "shuffle", or an array of unique sample (or row) ids.
-        difficulty: [N] integers or floats to sort by in place of the lengths. Other than the lengths themselves, it
+        difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
@@ -287,7 +287,8 @@ def make_plan(
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
     sums = values if values.ndim == 1 else values.sum(axis=1)
-    by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
+    is_one = difficulty is None or len(split_difficulty(difficulty)) == 1
+    by_length = np.array_equal(check_difficulty(difficulty, sums), sums) and is_one
     name = order if isinstance(order, str) else "array"
     _check_pacing(pacing, name, block_size, shuffle_steps)
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)

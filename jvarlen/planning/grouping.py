@@ -16,7 +16,7 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts
 from jvarlen.planning.lengths import Overlong, apply_overlong
-from jvarlen.planning.order import CHUNK, pack_with_index, random_key_chunks, sample_order
+from jvarlen.planning.order import CHUNK, Difficulty, pack_with_index, random_key_chunks, sample_order
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
 
@@ -40,7 +40,7 @@ class Ordering(NamedTuple):
     """
 
     order: str | npt.ArrayLike
-    difficulty: npt.ArrayLike | None
+    difficulty: Difficulty | None
     block_size: int | None
     seed: int
     epoch: int

@@ -29,7 +29,7 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
-from jvarlen.planning.order import check_difficulty, check_seed
+from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, split_difficulty
 from jvarlen.planning.pacing import Pacing
 from jvarlen.planning.packing import Packing
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -194,7 +194,7 @@ def make_plan(
     *,
     microbatches_per_step: int = 1,
     order: str | npt.ArrayLike = "length",
-    difficulty: npt.ArrayLike | None = None,
+    difficulty: Difficulty | None = None,
     block_size: int | None = None,
     pacing: Pacing | None = None,
     seed: int = 0,
@@ -270,10 +270,10 @@ def make_plan(
         return _with_samples(plan_of_rows, lengths)
     lengths = _checked_lengths(lengths, buckets)
     is_pairs = lengths.ndim == 2
-    if difficulty is not None and np.array_equal(
-        check_difficulty(difficulty, len(lengths)), lengths.sum(axis=1) if is_pairs else lengths
-    ):
-        difficulty = None
+    totals = lengths.sum(axis=1) if is_pairs else lengths
+    if difficulty is not None:
+        is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
+        difficulty = None if is_length and len(split_difficulty(difficulty)) == 1 else difficulty
     rows_per_step = int(microbatches_per_step) * np.array([bucket.rows for bucket in buckets], np.int64)
     arrive = None
     if pacing is not None:

@@ -66,7 +66,9 @@ def sample_order(
     block_size: int | None = None,
 ) -> list[int]:
     """Return the ids of the samples in order."""
-    values = lengths if difficulty is None else difficulty
+    values: Sequence[Any] = lengths if difficulty is None else difficulty
+    if difficulty is not None and isinstance(difficulty[0], list):
+        values = list(zip(*difficulty, strict=True))
     if block_size is not None:
         base = "dataset" if order == "shuffle" else order
         ordered = sample_order(lengths, base, difficulty=difficulty, seed=seed, epoch=epoch)
@@ -349,7 +351,7 @@ def make_steps(
     by_arrival = (
         not isinstance(order, str)
         or order == "dataset"
-        or (difficulty is not None and list(difficulty) != sums)
+        or (difficulty is not None and list(difficulty) not in (sums, [sums]))
         or block_size is not None
         or pacing is not None
     )
