@@ -11,7 +11,7 @@ from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, load_params
 from torch_ref.order import sample_order
-from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from torch_ref.packing import PackedHistogram, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
@@ -38,6 +38,7 @@ __all__ = [
     "StreamStep",
     "Transformer",
     "UnplannedShapeError",
+    "ValuePacing",
     "VariableBatchSizeLR",
     "batch_by_tokens",
     "check_lengths",

@@ -17,7 +17,7 @@ from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import check_lengths, check_pair_lengths
 from torch_ref.order import check_difficulty, sample_order, split_difficulty
-from torch_ref.pacing import Pacing, num_admitted, paced_arrival
+from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -237,7 +237,7 @@ def make_plan(
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
-    pacing: Pacing | None = None,
+    pacing: Pacing | ValuePacing | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
@@ -258,7 +258,8 @@ def make_plan(
         block_size: shuffle within each so many consecutive places of the order, as in `sample_order`; steps then come
             in the order in which they fill up.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
-            ones in the order first; `linear_pacing` and its like make them. Samples then come at random from the
+            ones in the order first; `linear_pacing` and its like make them. Or a `ValuePacing`, which admits samples up
+            to a difficulty, only for "length". Samples then come at random from the
             admitted ones, and steps as they fill up. Only for "length" and "length_descending".
         shuffle_steps: shuffle the steps as well, whatever the order of the samples.
         longest_first: swap the first step of the longest bucket in use to the front.
@@ -295,7 +296,8 @@ def make_plan(
     items = assign_buckets(values, ids, checked, overlong, packed=packing is not None)
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
-        items = _pace(items, pacing, rows_per_step, int(seed), int(epoch))
+        first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
+        items = _pace(items, pacing, first, rows_per_step, int(seed), int(epoch))
     by_arrival = name in ("dataset", "array") or not by_length or block_size is not None or pacing is not None
     steps = emit_steps(
         items.bucket,
@@ -352,21 +354,25 @@ def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlon
         )
 
 
-def _check_pacing(pacing: Pacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
+def _check_pacing(pacing: Pacing | ValuePacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
     if pacing is None:
         return
     if order not in ("length", "length_descending"):
         raise ValueError(f'pacing needs order="length" or "length_descending", got {order!r}')
+    if isinstance(pacing, ValuePacing) and order != "length":
+        raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order!r}')
     if block_size is not None:
         raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {block_size!r}")
     if shuffle_steps:
         raise ValueError("pacing decides when steps come: shuffle_steps must be False")
 
 
-def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
+def _pace(
+    items: Items, pacing: Pacing | ValuePacing, values: NDArray[Any], rows_per_step: Tensor, seed: int, epoch: int
+) -> Items:
     num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
+    admitted = num_admitted(pacing, epoch * num_steps, num_steps, values[items.ids])
     arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
     places = arrival.numpy()
     return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])

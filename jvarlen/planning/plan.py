@@ -30,7 +30,7 @@ from jvarlen.planning.lengths import (
     fit_lengths,
 )
 from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, split_difficulty
-from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.pacing import Pacing, ValuePacing
 from jvarlen.planning.packing import Packing
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
@@ -196,7 +196,7 @@ def make_plan(
     order: str | npt.ArrayLike = "length",
     difficulty: Difficulty | None = None,
     block_size: int | None = None,
-    pacing: Pacing | None = None,
+    pacing: Pacing | ValuePacing | None = None,
     seed: int = 0,
     epoch: int = 0,
     shuffle_steps: bool = False,
@@ -221,8 +221,9 @@ def make_plan(
       difficulty: as in `sample_order`.
       block_size: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
-        easiest first; `linear_pacing` makes one. As long as admitted samples are left, no step holds a sample that it
-        does not admit. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
+        easiest first; `linear_pacing` makes one. Or a `ValuePacing`, with the highest difficulty that it admits. As
+        long as admitted samples are left, no step holds a sample that it does not admit. Needs order `"length"` (or, by
+        share, `"length_descending"`, which begins with the longest).
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
@@ -253,6 +254,8 @@ def make_plan(
         not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
     ):
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+    if isinstance(pacing, ValuePacing) and order != "length":
+        raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order!r}')
     if isinstance(lengths, Packing):
         plan_of_rows = make_plan(
             _lengths_of_rows(lengths, buckets, overlong),
@@ -278,7 +281,12 @@ def make_plan(
     arrive = None
     if pacing is not None:
         arrive = functools.partial(
-            paced_ranks, rows_per_step=rows_per_step, pacing=pacing, seed=int(seed), epoch=int(epoch)
+            paced_ranks,
+            difficulty=totals if difficulty is None else np.asarray(split_difficulty(difficulty)[0]),
+            rows_per_step=rows_per_step,
+            pacing=pacing,
+            seed=int(seed),
+            epoch=int(epoch),
         )
     ordering = Ordering(order, difficulty, block_size, seed, epoch, arrive)
     edges = np.array([bucket.lengths for bucket in buckets], np.int64)

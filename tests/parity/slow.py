@@ -4,6 +4,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -332,7 +333,8 @@ def make_steps(
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
-    pacing: Callable[[int], float] | None = None,
+    pacing: Callable[[int], Any] | None = None,
+    value_bound: Callable[[int], float] | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
@@ -346,6 +348,13 @@ def make_steps(
     if overlong == "drop":
         ids = [i for i in ids if bucket_of[i] is not None]
     capacity = [microbatches_per_step * rows for rows, *_ in buckets]
+    if value_bound is not None:
+        first = sums if difficulty is None else difficulty[0] if isinstance(difficulty[0], list) else difficulty
+        ordered = [first[i] for i in ids]
+
+        def pacing(step: int) -> Fraction:
+            return Fraction(sum(value <= value_bound(step) for value in ordered), len(ordered))
+
     if pacing is not None:
         ids = paced_order(ids, [bucket_of[i] for i in ids], capacity, pacing, seed, epoch)
     by_arrival = (
@@ -380,7 +389,7 @@ def paced_order(
     ids: Sequence[int],
     bucket_of: Sequence[int | None],
     capacity: Sequence[int],
-    pacing: Callable[[int], float],
+    pacing: Callable[[int], Any],
     seed: int,
     epoch: int,
 ) -> list[int]:
