@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
     from jvarlen.planning.lengths import check_lengths
     from jvarlen.planning.order import sample_order
-    from jvarlen.planning.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
-    from jvarlen.planning.packing import Packing, pack_samples
+    from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
+    from jvarlen.planning.packing import PackedHistogram, Packing, pack_samples
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
     from jvarlen.planning.row_lengths import choose_row_lengths
@@ -89,8 +89,8 @@ _NAMES = {
     "planning.cost_model": ("CostModel", "fit_cost_model",),
     "planning.lengths": ("check_lengths",),
     "planning.order": ("sample_order",),
-    "planning.pacing": ("competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
-    "planning.packing": ("Packing", "pack_samples",),
+    "planning.pacing": ("ValuePacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
+    "planning.packing": ("PackedHistogram", "Packing", "pack_samples",),
     "planning.pair_buckets": ("make_pair_buckets",),
     "planning.plan": ("Plan", "make_plan",),
     "planning.row_lengths": ("choose_row_lengths",),
@@ -110,18 +110,18 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
-    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "Packing", "PairBatch",
-    "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
-    "UnplannedShapeError", "UserError", "agree", "attend", "attend_within_segments", "attention_mask",
-    "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths",
-    "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
-    "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets",
-    "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets", "measure_difficulty",
-    "measure_lengths", "mixture_counts", "no_recompiles", "pack_samples", "pack_to_bucket", "packed_batch_spec",
-    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest",
-    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
-    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
-    "write_ordered",
+    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "PackedHistogram",
+    "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep",
+    "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "agree", "attend", "attend_within_segments",
+    "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets",
+    "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state",
+    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale",
+    "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
+    "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles", "pack_samples",
+    "pack_to_bucket", "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec",
+    "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing", "sample_order",
+    "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
+    "token_batch_spec", "use_compilation_cache", "write_ordered",
 ]
 
 

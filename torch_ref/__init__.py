@@ -11,8 +11,8 @@ from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, load_params
 from torch_ref.order import sample_order
-from torch_ref.pacing import competence_pacing, discrete_pacing, linear_pacing, root_pacing
-from torch_ref.packing import Packing, pack_samples
+from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
+from torch_ref.packing import PackedHistogram, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan import Plan, make_plan
 from torch_ref.row_lengths import choose_row_lengths
@@ -29,6 +29,7 @@ __all__ = [
     "CostModel",
     "LedgerRow",
     "Mixture",
+    "PackedHistogram",
     "Packing",
     "PairBucket",
     "Plan",
@@ -37,6 +38,7 @@ __all__ = [
     "StreamStep",
     "Transformer",
     "UnplannedShapeError",
+    "ValuePacing",
     "VariableBatchSizeLR",
     "batch_by_tokens",
     "check_lengths",

@@ -66,6 +66,7 @@ def make_buckets(
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int | None = None,
     cost: Cost | None = None,
     compile_seconds: float | None = None,
     max_cost: float | None = None,
@@ -86,6 +87,7 @@ def make_buckets(
         microbatches_per_step: M.
         row_multiple: rows are a multiple of it wherever the budgets leave at least one multiple.
         length_multiple: bucket lengths are multiples of it.
+        max_sequences: a microbatch has at most so many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
             float64 >= 0. "optimal" minimises it; None counts positions, rows times length.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
@@ -109,7 +111,7 @@ def make_buckets(
     max_shapes = check_integer("max_shapes", max_shapes)
     length_multiple = check_integer("length_multiple", length_multiple)
     rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
     given = None
     if not isinstance(strategy, str):
         given = _check_edges(strategy, length_multiple, max_length)
@@ -176,7 +178,12 @@ def check_rule(microbatches_per_step: int, row_multiple: int) -> RowRule:
 
 
 def check_budget(
-    max_tokens: int, cost: Cost | None, max_cost: float | None, memory: Cost | None, max_bytes: float | None
+    max_tokens: int,
+    max_sequences: int | None,
+    cost: Cost | None,
+    max_cost: float | None,
+    memory: Cost | None,
+    max_bytes: float | None,
 ) -> Budget:
     """Return the budget of checked arguments; those that do not go together are a ValueError."""
     for name, function, limit_name, limit in (
@@ -189,6 +196,7 @@ def check_budget(
             raise ValueError(f"{limit_name} needs {name}, a function of (rows, length)")
     return Budget(
         max_tokens=check_integer("max_tokens", max_tokens),
+        max_sequences=None if max_sequences is None else check_integer("max_sequences", max_sequences),
         cost=cost,
         max_cost=None if max_cost is None else check_number("max_cost", max_cost, above=0),
         memory=memory,

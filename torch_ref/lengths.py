@@ -10,6 +10,7 @@ from torch_ref.checks import INT64_MAX, MAX_LISTED, integer_array, list_offender
 
 __all__ = [
     "OVERLONG",
+    "PACKED_OVERLONG",
     "Fitted",
     "Overlong",
     "check_lengths",
@@ -22,6 +23,7 @@ __all__ = [
 
 Overlong = Literal["error", "drop", "truncate"]
 OVERLONG: tuple[str, ...] = ("error", "drop", "truncate")
+PACKED_OVERLONG = (*OVERLONG, "split")
 
 
 class Fitted(NamedTuple):

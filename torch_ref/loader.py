@@ -87,6 +87,8 @@ class _Steps(Dataset[Batch]):
         rows_MxB = self._plan.rows(step)[self._share]  # of packed rows [M, B, P]
         length = self._plan.buckets[self._plan.step_bucket[step]][1]
         packed = self._plan.row_offsets is not None
+        pieces_MxBxP = self._plan.pieces(step)
+        pieces_MxBxP = None if pieces_MxBxP is None else pieces_MxBxP[self._share]
         rows_MxBxP = rows_MxB if packed else rows_MxB[..., None]
         tokens_MxBxT = np.zeros((*rows_MxBxP.shape[:2], length), dtype=np.int64)
         segments_MxBxT, positions_MxBxT = np.zeros_like(tokens_MxBxT), np.zeros_like(tokens_MxBxT)
@@ -94,7 +96,8 @@ class _Steps(Dataset[Batch]):
         # In the order of the places in a row: each sample begins where the one before it ended.
         for *place, segment in np.argwhere(rows_MxBxP >= 0).tolist():
             row = tuple(place)
-            sample = self._read(int(rows_MxBxP[*row, segment]), length)
+            before = None if pieces_MxBxP is None else int(pieces_MxBxP[*row, segment])
+            sample = self._read(int(rows_MxBxP[*row, segment]), length, before)
             start, end = lengths_MxB[row], lengths_MxB[row] + len(sample)
             if end > length:
                 raise ValueError(
@@ -115,13 +118,15 @@ class _Steps(Dataset[Batch]):
             positions=torch.from_numpy(positions_MxBxT) if packed else None,
         )
 
-    def _read(self, sample_id: int, limit: int) -> NDArray[Any]:
+    def _read(self, sample_id: int, limit: int, before: int | None) -> NDArray[Any]:
         sample = np.asarray(self._dataset[sample_id])
         if sample.ndim != 1 or sample.size == 0 or sample.dtype.kind not in "iu":
             raise ValueError(
                 f"sample {sample_id} must be a 1-D array of integers with at least one element, "
                 f"got {sample.dtype} of shape {sample.shape}"
             )
+        if before is not None:
+            return sample[before : before + limit]
         # Only samples of the longest bucket were planned to be cut: elsewhere the plan was made for other lengths.
         if len(sample) > limit and not (self._plan.overlong == "truncate" and limit == self._plan.buckets[-1][1]):
             raise ValueError(

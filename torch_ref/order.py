@@ -10,19 +10,28 @@ from numpy.typing import ArrayLike, NDArray
 from torch_ref.checks import MAX_LISTED, check_integer, integer_array, list_offenders, to_tensor
 from torch_ref.lengths import check_lengths
 
-__all__ = ["ORDERS", "PACKING_STREAM", "check_difficulty", "random_keys", "sample_order", "stable_argsort"]
+__all__ = [
+    "BUFFER_STREAM",
+    "ORDERS",
+    "PACKING_STREAM",
+    "check_difficulty",
+    "random_keys",
+    "sample_order",
+    "stable_argsort",
+]
 
 ORDERS = ("dataset", "length", "length_descending", "shuffle")
 _BLOCK_KEYS = 2**62
 # Orders and plans draw from stream 0.
 PACKING_STREAM = 1
+BUFFER_STREAM = 2
 
 
 def sample_order(
     lengths: ArrayLike,
     order: str | ArrayLike = "length",
     *,
-    difficulty: ArrayLike | None = None,
+    difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
@@ -33,7 +42,8 @@ def sample_order(
         lengths: [N] integers >= 1, in tokens.
         order: "dataset" (by id), "length" (ascending difficulty), "length_descending", "shuffle" (ascending random
             key), or an array [n] of unique sample ids, which may leave samples out. Ties go by ascending id.
-        difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers.
+        difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers. Or a
+            sequence of several, each of which decides between samples that those before it hold equal.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         block_size: shuffle within each so many consecutive places of the order, so that it stays an order roughly.
@@ -116,21 +126,38 @@ def stable_argsort(values: NDArray[Any], *, descending: bool = False) -> NDArray
     return torch.sort(to_tensor(native), stable=True, descending=descending).indices.numpy()
 
 
-def check_difficulty(difficulty: ArrayLike | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
+def split_difficulty(difficulty: ArrayLike | Sequence[ArrayLike]) -> list[Any]:
+    """Return the arrays of a difficulty: its only one, or each of a sequence of them."""
+    if isinstance(difficulty, np.ndarray):
+        return list(difficulty) if difficulty.ndim == 2 and len(difficulty) else [difficulty]
+    if isinstance(difficulty, Sequence) and len(difficulty) and np.ndim(difficulty[0]) == 1:
+        return list(difficulty)
+    return [difficulty]
+
+
+def check_difficulty(difficulty: ArrayLike | Sequence[ArrayLike] | None, lengths: NDArray[np.int64]) -> NDArray[Any]:
     """Return what "length" orders sort by.
 
     Args:
-        difficulty: [N] integers or floats, or None for the lengths.
+        difficulty: [N] integers or floats, a sequence of several, or None for the lengths.
         lengths: int64[N], in tokens.
 
     Returns:
-        [N] in its own dtype, so that integers above 2**53 stay apart.
+        [N] in its own dtype, so that integers above 2**53 stay apart; for several their common dense ranks.
 
     Raises:
         ValueError: if the size, the dimensions or the dtype is wrong (bools and complex numbers are), or for NaN.
     """
     if difficulty is None:
         return lengths
+    arrays = [_check_values(array, lengths) for array in split_difficulty(difficulty)]
+    if len(arrays) == 1:
+        return arrays[0]
+    ranks = np.stack([np.unique(array, return_inverse=True)[1] for array in arrays])
+    return np.unique(ranks, axis=1, return_inverse=True)[1].reshape(-1)
+
+
+def _check_values(difficulty: ArrayLike, lengths: NDArray[np.int64]) -> NDArray[Any]:
     values = np.asarray(difficulty)
     if values.shape != lengths.shape:
         raise ValueError(f"difficulty must have one value a sample, shape {lengths.shape}, got {values.shape}")

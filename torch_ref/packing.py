@@ -1,24 +1,24 @@
-"""Packs several samples into each row, by best fit on the histogram.
+"""Packs several samples into each row, on the histogram: by best fit, or row by row if rows are limited.
 
 Letters: n samples in R rows.
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from torch_ref.checks import check_integer, to_tensor
-from torch_ref.lengths import check_lengths, check_overlong, fit_lengths
+from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
+from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "Rows", "check_row_lengths", "pack_samples"]
+__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +34,8 @@ class Packing:
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
+        piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split. A
+            split sample has its id once for each piece.
     """
 
     sample_ids: NDArray[np.int64]
@@ -44,6 +46,7 @@ class Packing:
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    piece_starts: NDArray[np.int64] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -67,32 +70,114 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedHistogram:
+    """Rows by what they hold.
+
+    Attributes:
+        sample_lengths: int64[n], the lengths in the rows of each kind, descending.
+        row_offsets: int64[G + 1]; rows of kind g hold `sample_lengths[row_offsets[g]:row_offsets[g + 1]]`.
+        capacity: int64[G], the length of the rows of each kind.
+        counts: int64[G], the number of rows of each kind.
+        row_lengths: the lengths that rows can have, ascending.
+        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
+        num_dropped: samples left out because they were too long.
+        num_truncated: samples cut to the longest row.
+    """
+
+    sample_lengths: NDArray[np.int64]
+    row_offsets: NDArray[np.int64]
+    capacity: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    row_lengths: tuple[int, ...]
+    overlong: str = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of all kinds."""
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """int64[G], the tokens of a row of each kind."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def fill(self) -> float:
+        """The share of the rows' capacity that holds tokens."""
+        return int(np.dot(self.num_tokens, self.counts)) / int(np.dot(self.capacity, self.counts))
+
+
+@overload
 def pack_samples(
     lengths: ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    counts: None = None,
+    max_samples_per_row: int | None = None,
     order: str | ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
-) -> Packing:
+) -> Packing: ...
+
+
+@overload
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: ArrayLike,
+    max_samples_per_row: int | None = None,
+    overlong: str = "error",
+) -> PackedHistogram: ...
+
+
+def pack_samples(
+    lengths: ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: ArrayLike | None = None,
+    max_samples_per_row: int | None = None,
+    order: str | ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "error",
+) -> Packing | PackedHistogram:
     """Put several samples into a row, longest first, each where it leaves the least space.
 
-    A sample goes into the open row with the least space left that still holds it, among equals the one that has had
-    this space longest; where there is none, a new row of the smallest length that holds it is opened. The time grows
-    with the number of distinct lengths, not with that of the samples, but for sorting and writing them out.
+    If any number of samples may share a row, a sample goes into the open row with the least space left that still holds
+    it, among equals the one that has had this space longest; where there is none, a new row of the smallest length that
+    holds it is opened.
+
+    If at most m may, rows are made one after the other, each as often as its samples last. The length of a row is the
+    smallest that holds the longest sample left. The row takes this sample, then the longest that fits, until nothing
+    does or it has m. But where more than m times as many samples as full rows of the smallest length would then be
+    left, the row is made of short and long ones: first the longest or the shortest, that which is farther from the mean
+    of all that are left (the longest, if equally far); then, while more than two are missing, the longest of at most an
+    equal part of the space, or if there is none, that fits; then the two that fill the row exactly, in most copies
+    (among equals those with the shortest sample), or if there are none, two taken like the others. In the end a row
+    gets the smallest length that holds its tokens.
+
+    The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
+    out.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
         row_lengths: the lengths that rows can have, strictly ascending, or one of them.
+        counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
+        max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
             every epoch, in rows of the same sizes. It has random keys of its own, independent of those of a plan.
         seed: 0 <= seed < 2**63, for the order.
         epoch: 0 <= epoch < 2**63, likewise.
-        overlong: samples above the longest row: "error" | "drop" | "truncate".
+        overlong: samples above the longest row: "error" | "drop" | "truncate" | "split". The last makes pieces of them,
+            each as long as that row but the last, which are packed like samples of their own.
 
     Returns:
-        The rows, numbered in the order of opening.
+        The rows, numbered in the order of opening; with `counts` by what they hold, likewise.
 
     Raises:
         ValueError: if an argument is out of its range, or a sample is too long (the first are listed).
@@ -104,19 +189,29 @@ def pack_samples(
     """
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
-    check_overlong(overlong)
+    if overlong not in PACKED_OVERLONG:
+        raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
+    if max_samples_per_row is not None:
+        max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
+    if counts is not None:
+        if not isinstance(order, str) or order != "dataset":
+            raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
+        return _pack_histogram(checked, _check_counts(counts, len(checked)), sizes, max_samples_per_row, overlong)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
     else:
         ids = sample_order(checked, order)
-    fitted = fit_lengths(checked, ids, sizes[-1], overlong, name="the longest row")
+    starts = None
+    if overlong == "split" and (checked[ids] > sizes[-1]).any():
+        fitted, starts = _split(checked, ids, sizes[-1])
+    else:
+        rule = "error" if overlong == "split" else overlong
+        fitted = fit_lengths(checked, ids, sizes[-1], rule, name="the longest row")
     longest_first = stable_argsort(fitted.lengths, descending=True)
     ordered = fitted.lengths[longest_first]
-    distinct, counts = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
-    rows = Rows(sizes)
-    for length, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-        rows.place(length, count)
+    distinct, numbers = torch.unique_consecutive(to_tensor(ordered), return_counts=True)
+    rows = fill_rows(sizes, distinct.tolist(), numbers.tolist(), max_samples_per_row)
     row, capacity = rows.row_of_samples(), rows.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -128,7 +223,56 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        piece_starts=None if starts is None else starts[longest_first][by_row],
     )
+
+
+def _split(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
+    """Return the pieces of the ordered samples, with the tokens before each."""
+    full, rest = np.divmod(lengths[ids], limit)
+    number = full + (rest > 0)
+    place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
+    is_full = place < np.repeat(full, number)
+    return Fitted(np.repeat(ids, number), np.where(is_full, limit, np.repeat(rest, number)), 0, 0), place * limit
+
+
+def _pack_histogram(
+    lengths: NDArray[np.int64], counts: NDArray[np.int64], sizes: tuple[int, ...], most: int | None, overlong: str
+) -> PackedHistogram:
+    ids = np.arange(len(lengths))
+    if overlong == "split":
+        fitted, _ = _split(lengths, ids, sizes[-1])
+    else:
+        fitted = fit_lengths(lengths, ids, sizes[-1], overlong, name="the longest row")
+    by_length: Counter[int] = Counter()
+    for length, count in zip(fitted.lengths.tolist(), counts[fitted.sample_ids].tolist(), strict=True):
+        by_length[length] += count
+    descending = sorted(by_length, reverse=True)
+    rows = fill_rows(sizes, descending, [by_length[length] for length in descending], most)
+    kinds: Counter[tuple[int, tuple[int, ...]]] = Counter()
+    for size, held, number in rows.alike():
+        kinds[size, tuple(sorted(held, reverse=True))] += number
+    too_long = int(counts[lengths > sizes[-1]].sum())
+    return PackedHistogram(
+        sample_lengths=np.array([length for _, held in kinds for length in held], dtype=np.int64),
+        row_offsets=np.array(list(accumulate((len(held) for _, held in kinds), initial=0)), dtype=np.int64),
+        capacity=np.array([capacity for capacity, _ in kinds], dtype=np.int64),
+        counts=np.array(list(kinds.values()), dtype=np.int64),
+        row_lengths=sizes,
+        overlong=overlong,
+        num_dropped=too_long if overlong == "drop" else 0,
+        num_truncated=too_long if overlong == "truncate" else 0,
+    )
+
+
+def _check_counts(counts: ArrayLike, num_lengths: int) -> NDArray[np.int64]:
+    values = integer_array("counts", counts)
+    if len(values) != num_lengths:
+        raise ValueError(f"counts must be as many as lengths, {num_lengths}, got {len(values)}")
+    bad = np.flatnonzero(values < 1)
+    if len(bad):
+        raise ValueError(f"counts must be at least 1: {list_offenders(bad, values[bad], 1)}")
+    return values.astype(np.int64, copy=False)
 
 
 def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
@@ -146,12 +290,132 @@ def check_row_lengths(row_lengths: Any) -> tuple[int, ...]:
 class _Placing(NamedTuple):
     """Equal samples that went into rows `first_row`, ...: `per_row` into each, one row after the other."""
 
+    length: int
     first_row: int
     num_samples: int
     per_row: int
 
+    @property
+    def end_row(self) -> int:
+        """The row after the last."""
+        return self.first_row + self.num_samples // self.per_row
 
-class Rows:
+
+def fill_rows(
+    sizes: tuple[int, ...], lengths: Sequence[int], counts: Sequence[int], max_samples_per_row: int | None
+) -> "_BestFit | _RowByRow":
+    """Return rows of these sizes with `counts[i]` samples of `lengths[i]`, which descend."""
+    if max_samples_per_row is not None:
+        return _RowByRow(sizes, dict(zip(lengths, counts, strict=True)), max_samples_per_row)
+    rows = _BestFit(sizes)
+    for length, count in zip(lengths, counts, strict=True):
+        rows.place(length, count)
+    return rows
+
+
+class _RowByRow:
+    """Rows of at most so many samples: equal ones as one row and how often it is there.
+
+    Args:
+        sizes: the lengths that rows can have, ascending.
+        counts: the number of samples by length.
+        most: samples of a row.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], counts: dict[int, int], most: int) -> None:
+        self._sizes, self._most = sizes, most
+        self._left = dict(counts)
+        self._lengths = sorted(counts)  # of samples that are left
+        self._num_samples = sum(counts.values())
+        self._num_tokens = sum(length * count for length, count in counts.items())
+        self._rows: list[tuple[list[int], int]] = []
+        while self._num_samples:
+            row = self._next_row()
+            self._use(row, -1)
+            number = min(self._left[length] // times for length, times in Counter(row).items())
+            self._use(row, number)
+            self._rows.append((row, number))
+            self._lengths = [length for length in self._lengths if self._left[length]]
+
+    def num_held(self) -> list[int]:
+        """Return how many rows have each size as the smallest that holds their tokens."""
+        held = [0] * len(self._sizes)
+        for row, number in self._rows:
+            held[bisect_left(self._sizes, sum(row))] += number
+        return held
+
+    def row_of_samples(self) -> NDArray[np.int64]:
+        """Return int64[n], the row of each sample, in descending length and, if equal, in ascending row."""
+        firsts = list(accumulate((number for _, number in self._rows), initial=0))
+        placings = [
+            (-length, np.repeat(np.arange(first, first + number), times))
+            for (row, number), first in zip(self._rows, firsts, strict=False)
+            for length, times in Counter(row).items()
+        ]
+        return np.concatenate([rows for _, rows in sorted(placings, key=lambda placing: placing[0])])
+
+    def capacity(self) -> NDArray[np.int64]:
+        """Return int64[R], the length of each row."""
+        sizes, _, numbers = zip(*self.alike(), strict=True)
+        return np.repeat(np.array(sizes, dtype=np.int64), numbers)
+
+    def alike(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield rows in turn: their length, the lengths of their samples, and how many such rows follow each other."""
+        for row, number in self._rows:
+            yield self._sizes[bisect_left(self._sizes, sum(row))], row, number
+
+    def _next_row(self) -> list[int]:
+        size = self._sizes[bisect_left(self._sizes, self._lengths[-1])]
+        row: list[int] = []
+        while len(row) < self._most and (longest := self._longest(size - sum(row))):
+            self._use([longest], 1)
+            row.append(longest)
+        if self._num_samples * self._sizes[0] <= self._most * self._num_tokens:
+            return row
+        self._use(row, -1)
+        # The distances from the mean, times the number of samples: integers.
+        above = self._lengths[-1] * self._num_samples - self._num_tokens
+        below = self._num_tokens - self._lengths[0] * self._num_samples
+        row = [self._lengths[-1] if above >= below else self._lengths[0]]
+        self._use(row, 1)
+        while len(row) < self._most:
+            space, missing = size - sum(row), self._most - len(row)
+            more = self._exact_pair(space) if missing == 2 else []
+            if not more:
+                one = self._longest(space // missing) or self._longest(space)
+                if not one:
+                    break
+                more = [one]
+            self._use(more, 1)
+            row += more
+        return row
+
+    def _longest(self, most: int) -> int:
+        """Return the length of the longest sample left that has at most so many tokens; 0 if there is none."""
+        place = bisect_right(self._lengths, most) - 1
+        while place >= 0 and not self._left[self._lengths[place]]:
+            place -= 1
+        return self._lengths[place] if place >= 0 else 0
+
+    def _exact_pair(self, space: int) -> list[int]:
+        best: list[int] = []
+        copies = 0
+        for length in self._lengths[: bisect_right(self._lengths, space // 2)]:
+            other = space - length
+            found = self._left[length] // 2 if other == length else min(self._left[length], self._left.get(other, 0))
+            if found > copies:
+                best, copies = [length, other], found
+        return best
+
+    def _use(self, row: list[int], times: int) -> None:
+        """Count the samples of rows as placed, or of as many rows below 0 as left again."""
+        for length in row:
+            self._left[length] -= times
+        self._num_samples -= times * len(row)
+        self._num_tokens -= times * sum(row)
+
+
+class _BestFit:
     """Open rows by the space they have left: equal ones as intervals (first row, number of rows)."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -195,7 +459,7 @@ class Rows:
 
     def row_of_samples(self) -> NDArray[np.int64]:
         """Return int64[n], the row of each sample in the order of placing."""
-        first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
+        _, first_row, num_samples, per_row = np.array(self._placings, dtype=np.int64).T
         within = np.arange(num_samples.sum()) - np.repeat(np.cumsum(num_samples) - num_samples, num_samples)
         return np.repeat(first_row, num_samples) + within // np.repeat(per_row, num_samples)
 
@@ -203,6 +467,19 @@ class Rows:
         """Return int64[R], the length that each row was opened with."""
         sizes, counts = np.array(self._opened, dtype=np.int64).T
         return np.repeat(sizes, counts)
+
+    def alike(self) -> Iterator[tuple[int, list[int], int]]:
+        """Yield rows in turn: their length, the lengths of their samples, and how many such rows follow each other."""
+        bounds = {first for placing in self._placings for first in (placing.first_row, placing.end_row)}
+        bounds |= set(accumulate((number for _, number in self._opened), initial=0))
+        cuts = sorted(bounds)
+        held: list[list[int]] = [[] for _ in cuts]
+        for placing in self._placings:
+            for cut in range(bisect_left(cuts, placing.first_row), bisect_left(cuts, placing.end_row)):
+                held[cut] += [placing.length] * placing.per_row
+        sizes = self.capacity()
+        for cut, (first, after) in enumerate(pairwise(cuts)):
+            yield int(sizes[first]), held[cut], after - first
 
     def _fill(self, space: int, length: int, count: int) -> int:
         """Place samples into the rows that have had this space longest; return how many."""
@@ -215,12 +492,12 @@ class Rows:
         full = min(num_rows, count // per_row)
         rest = 0
         if full:
-            self._placings.append(_Placing(first, full * per_row, per_row))
+            self._placings.append(_Placing(length, first, full * per_row, per_row))
             self._append(space - per_row * length, first, full)
         if full < num_rows:
             rest = min(count - full * per_row, per_row - 1)
             if rest:
-                self._placings.append(_Placing(first + full, rest, rest))
+                self._placings.append(_Placing(length, first + full, rest, rest))
                 self._append(space - rest * length, first + full, 1)
             untouched = first + full + (1 if rest else 0)
             self._prepend(space, untouched, first + num_rows - untouched)

@@ -16,8 +16,8 @@ from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import check_lengths, check_pair_lengths
-from torch_ref.order import check_difficulty, sample_order
-from torch_ref.pacing import Pacing, num_admitted, paced_arrival
+from torch_ref.order import check_difficulty, sample_order, split_difficulty
+from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -38,6 +38,8 @@ class Plan:
         num_tokens: int64[S], real tokens of each step (of cut samples what is left of them).
         row_offsets: int64[R + 1] for packed rows; row r, in the order of the steps, holds
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
+        piece_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each piece.
+            None where no sample is split.
         overlong: the rule the plan was made with: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
@@ -50,14 +52,15 @@ class Plan:
     sample_ids: NDArray[np.int64]
     num_tokens: NDArray[np.int64]
     row_offsets: NDArray[np.int64] | None = None
+    piece_starts: NDArray[np.int64] | None = None
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
-        for array in (self.step_bucket, self.step_offsets, self.sample_ids, self.num_tokens, self.row_offsets):
-            if array is not None:
+        for array in vars(self).values():
+            if isinstance(array, np.ndarray):
                 array.setflags(write=False)
 
     @property
@@ -108,6 +111,7 @@ class Plan:
             self.step_offsets,
             self.sample_ids,
             self.row_offsets,
+            self.piece_starts,
         )
 
     def rows(self, step: int) -> NDArray[np.int64]:
@@ -123,6 +127,23 @@ class Plan:
         Raises:
             IndexError: if there is no such step.
         """
+        return self._rows_of(self.sample_ids, step)
+
+    def pieces(self, step: int) -> NDArray[np.int64] | None:
+        """Return where in their samples the pieces of a step begin; None if no sample is split.
+
+        Args:
+            step: 0 <= step < num_steps.
+
+        Returns:
+            int64[M, B, P] like `rows`: the tokens of the sample before each piece, -1 where there is none.
+
+        Raises:
+            IndexError: if there is no such step.
+        """
+        return None if self.piece_starts is None else self._rows_of(self.piece_starts, step)
+
+    def _rows_of(self, values: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} is outside the plan's {self.num_steps} steps")
         begin, end = self.step_offsets[step : step + 2]
@@ -133,7 +154,7 @@ class Plan:
         sizes = np.diff(offsets)
         rows_per_microbatch = self.buckets[self.step_bucket[step]].rows
         rows = np.full((rows_per_microbatch * self.microbatches_per_step, sizes.max()), -1, dtype=np.int64)
-        rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = self.sample_ids[begin:end]
+        rows[: len(sizes)][np.arange(sizes.max()) < sizes[:, None]] = values[begin:end]
         split = rows.reshape(rows_per_microbatch, self.microbatches_per_step, -1).swapaxes(0, 1)
         return np.ascontiguousarray(split if self.row_offsets is not None else split[..., 0])
 
@@ -147,6 +168,8 @@ class Plan:
             OSError: if the file cannot be written.
         """
         packed = {} if self.row_offsets is None else {"row_offsets": self.row_offsets}
+        if self.piece_starts is not None:
+            packed["piece_starts"] = self.piece_starts
         write_plan_file(
             path,
             **packed,
@@ -184,6 +207,7 @@ class Plan:
             sample_ids=fields["sample_ids"],
             num_tokens=fields["num_tokens"],
             row_offsets=fields.get("row_offsets"),
+            piece_starts=fields.get("piece_starts"),
             overlong=str(fields["overlong"]),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
@@ -209,11 +233,11 @@ def make_plan(
     *,
     microbatches_per_step: int = 1,
     order: str | ArrayLike = "length",
-    difficulty: ArrayLike | None = None,
+    difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
-    pacing: Pacing | None = None,
+    pacing: Pacing | ValuePacing | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
@@ -227,14 +251,15 @@ def make_plan(
             strictly by (source, target); a sample goes to the first that holds it.
         microbatches_per_step: M, data-parallel shards times accumulation.
         order: "length" | "length_descending" | "dataset" | "shuffle", or an array of unique sample (or row) ids.
-        difficulty: [N] integers or floats to sort by in place of the lengths. Other than the lengths themselves, it
+        difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
             makes the steps come in the order in which they fill up.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         block_size: shuffle within each so many consecutive places of the order, as in `sample_order`; steps then come
             in the order in which they fill up.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
-            ones in the order first; `linear_pacing` and its like make them. Samples then come at random from the
+            ones in the order first; `linear_pacing` and its like make them. Or a `ValuePacing`, which admits samples up
+            to a difficulty, only for "length". Samples then come at random from the
             admitted ones, and steps as they fill up. Only for "length" and "length_descending".
         shuffle_steps: shuffle the steps as well, whatever the order of the samples.
         longest_first: swap the first step of the longest bucket in use to the front.
@@ -263,14 +288,16 @@ def make_plan(
             "lengths [N] need (rows, length), pairs [N, 2] need (rows, source length, target length)"
         )
     sums = values if values.ndim == 1 else values.sum(axis=1)
-    by_length = np.array_equal(check_difficulty(difficulty, sums), sums)
+    is_one = difficulty is None or len(split_difficulty(difficulty)) == 1
+    by_length = np.array_equal(check_difficulty(difficulty, sums), sums) and is_one
     name = order if isinstance(order, str) else "array"
     _check_pacing(pacing, name, block_size, shuffle_steps)
     ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
     items = assign_buckets(values, ids, checked, overlong, packed=packing is not None)
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
-        items = _pace(items, pacing, rows_per_step, int(seed), int(epoch))
+        first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
+        items = _pace(items, pacing, first, rows_per_step, int(seed), int(epoch))
     by_arrival = name in ("dataset", "array") or not by_length or block_size is not None or pacing is not None
     steps = emit_steps(
         items.bucket,
@@ -320,23 +347,32 @@ def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlon
             f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
             f"have this length, got {longest}"
         )
+    if packing.piece_starts is not None and longest != packing.row_lengths[-1]:
+        raise ValueError(
+            f"the packing split samples into pieces of {packing.row_lengths[-1]}: the longest bucket must have this "
+            f"length, got {longest}"
+        )
 
 
-def _check_pacing(pacing: Pacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
+def _check_pacing(pacing: Pacing | ValuePacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
     if pacing is None:
         return
     if order not in ("length", "length_descending"):
         raise ValueError(f'pacing needs order="length" or "length_descending", got {order!r}')
+    if isinstance(pacing, ValuePacing) and order != "length":
+        raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order!r}')
     if block_size is not None:
         raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {block_size!r}")
     if shuffle_steps:
         raise ValueError("pacing decides when steps come: shuffle_steps must be False")
 
 
-def _pace(items: Items, pacing: Pacing, rows_per_step: Tensor, seed: int, epoch: int) -> Items:
+def _pace(
+    items: Items, pacing: Pacing | ValuePacing, values: NDArray[Any], rows_per_step: Tensor, seed: int, epoch: int
+) -> Items:
     num_samples = torch.bincount(items.bucket, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
-    admitted = num_admitted(pacing, epoch * num_steps, num_steps, len(items.ids))
+    admitted = num_admitted(pacing, epoch * num_steps, num_steps, values[items.ids])
     arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
     places = arrival.numpy()
     return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])
@@ -347,8 +383,10 @@ def _unpack(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.int64
     sizes = np.diff(packing.row_offsets)[rows]
     row_offsets = np.concatenate([[0], np.cumsum(sizes)])
     shift = np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
+    places = np.arange(row_offsets[-1]) + shift
     return {
-        "sample_ids": packing.sample_ids[np.arange(row_offsets[-1]) + shift],
+        "sample_ids": packing.sample_ids[places],
+        "piece_starts": None if packing.piece_starts is None else packing.piece_starts[places],
         "step_offsets": row_offsets[offsets],
         "row_offsets": row_offsets,
         "overlong": packing.overlong,

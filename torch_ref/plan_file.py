@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_ref.lengths import OVERLONG
+from torch_ref.lengths import PACKED_OVERLONG
 
 __all__ = ["plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -35,6 +35,8 @@ _FIELDS = {
 }
 # In plans of packed rows only.
 _PACKED_FIELDS = {"row_offsets": ("int64", 1)}
+# In those of split samples as well.
+_SPLIT_FIELDS = {"piece_starts": ("int64", 1)}
 
 
 def plan_digest(
@@ -44,6 +46,7 @@ def plan_digest(
     step_offsets: NDArray[np.int64],
     sample_ids: NDArray[np.int64],
     row_offsets: NDArray[np.int64] | None = None,
+    piece_starts: NDArray[np.int64] | None = None,
 ) -> str:
     """Return the SHA-256 of what a plan does.
 
@@ -54,18 +57,23 @@ def plan_digest(
         step_offsets: int64[S + 1].
         sample_ids: int64[n], real samples only, in the order of the steps.
         row_offsets: int64[R + 1], where each packed row starts among them; None where a row is a sample.
+        piece_starts: int64[n], where each piece starts in its sample; None where no sample is split.
 
     Returns:
         64 hex digits. The ids enter as the hashes of chunks of 2**20, so that processes which hold a part each can
         compute it together.
     """
     sizes = [microbatches_per_step, len(buckets), len(step_bucket), len(sample_ids)]
-    tag = b"jvarlen-plan-1\0" if row_offsets is None else b"jvarlen-packed-plan-1\0"
+    tag = b"jvarlen-plan-1\0"
+    if row_offsets is not None:
+        tag = b"jvarlen-packed-plan-1\0" if piece_starts is None else b"jvarlen-split-plan-1\0"
     total = hashlib.sha256(tag + _little_endian(sizes) + _little_endian(buckets))
     total.update(_little_endian(step_bucket, "<i4"))
     total.update(_little_endian(step_offsets))
     if row_offsets is not None:
         total.update(_little_endian([len(row_offsets) - 1]) + _little_endian(row_offsets))
+    if piece_starts is not None:
+        total.update(_little_endian(piece_starts))
     for start in range(0, len(sample_ids), _CHUNK):
         total.update(hashlib.sha256(_little_endian(sample_ids[start : start + _CHUNK])).digest())
     return total.hexdigest()
@@ -76,7 +84,8 @@ def write_plan_file(path: str | os.PathLike[str], **fields: Any) -> None:
 
     Args:
         path: where to; an existing file is replaced only once the new one is complete.
-        **fields: all fields of the format but its version, digest and checksum; `row_offsets` only of packed rows.
+        **fields: all fields of the format but its version, digest and checksum; `row_offsets` only of packed
+                rows, `piece_starts` only of split samples.
 
     Raises:
         OSError: if the file cannot be written.
@@ -139,13 +148,15 @@ def _find_problem(fields: dict[str, NDArray[Any]]) -> str | None:
     num_steps = len(fields["step_bucket"])
     if fields["buckets"].shape[1] not in (2, 3) or len(fields["step_offsets"]) != num_steps + 1:
         return "the sizes of its arrays do not fit together"
-    if str(fields["overlong"]) not in OVERLONG:
-        return f"overlong is {str(fields['overlong'])!r}, not one of {', '.join(OVERLONG)}"
+    if str(fields["overlong"]) not in PACKED_OVERLONG:
+        return f"overlong is {str(fields['overlong'])!r}, not one of {', '.join(PACKED_OVERLONG)}"
     digest = _digest_of(fields)
     if digest != str(fields["digest"]):
         return f"the plan was changed: its digest is {digest}, the file says {fields['digest']}"
     if _checksum(digest, fields) != str(fields["checksum"]):
         return "its counts (num_tokens, num_dropped, num_truncated, overlong) were changed: checksum does not match"
+    if "piece_starts" in fields and fields["piece_starts"].shape != fields["sample_ids"].shape:
+        return "piece_starts must be as many as sample_ids"
     return _find_row_problem(fields) if "row_offsets" in fields else None
 
 
@@ -165,13 +176,16 @@ def _find_row_problem(fields: dict[str, NDArray[Any]]) -> str | None:
 
 
 def _fields_of(fields: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    if "piece_starts" in fields:
+        return _FIELDS | _PACKED_FIELDS | _SPLIT_FIELDS
     return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
 
 
 def _digest_of(fields: dict[str, Any]) -> str:
     names = ("buckets", "step_bucket", "step_offsets", "sample_ids")
     arrays = {name: fields[name] for name in names}
-    return plan_digest(int(fields["microbatches_per_step"]), **arrays, row_offsets=fields.get("row_offsets"))
+    packed: dict[str, Any] = {name: fields.get(name) for name in ("row_offsets", "piece_starts")}
+    return plan_digest(int(fields["microbatches_per_step"]), **arrays, **packed)
 
 
 def _checksum(digest: str, fields: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.checks import check_integer
-from torch_ref.packing import Rows
+from torch_ref.packing import fill_rows
 from torch_ref.rows import Cost
 
 __all__ = ["choose_row_lengths"]
@@ -20,6 +20,7 @@ _Places = tuple[int, ...]
 
 _MOST_SETS = 4096
 _MOST_SETS_TIMES_LENGTHS = 2**20
+_MOST_SETS_TIMES_LENGTHS_IF_LIMITED = 2**16
 _MOST_ADDED = 16
 
 
@@ -29,10 +30,12 @@ def choose_row_lengths(
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
+    max_samples_per_row: int | None = None,
     overlong: str = "error",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int | None = None,
     cost: Cost | None = None,
     compile_seconds: float | None = None,
     max_cost: float | None = None,
@@ -47,20 +50,23 @@ def choose_row_lengths(
     Equal costs: the fewest lengths, then, from the longest down, the smaller ones.
 
     Row lengths are rounded lengths of samples, D distinct ones, the longest always among them. With V distinct lengths
-    before rounding, at most 4,096 sets, and at most 2**20 / V, are tried; all, if there are no more. Otherwise these
-    are the sets of local searches, which leave out, move or add a length as long as this is cheaper, in moves of D / 8
-    places at first and of one in the end. They start from the longest length alone, from the dynamic program over the
-    rows that each class of samples needs at least, and from the best of an even grid of lengths.
+    before rounding, at most 4,096 sets, and at most 2**20 / V (2**16 / V with `max_samples_per_row`), are tried; all,
+    if there are no more. Otherwise these are the sets of local searches, which leave out, move or add a length as long
+    as this is cheaper, in moves of D / 8 places at first and of one in the end. They start from the longest length
+    alone, from the dynamic program over the rows that each class of samples needs at least, and from the best of an
+    even grid of lengths.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
         max_tokens: the budget: rows times length of a microbatch never exceed it.
         max_shapes: at most this many lengths.
         max_length: the longest row is at most this long.
+        max_samples_per_row: as in `pack_samples`.
         overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
         microbatches_per_step: M.
         row_multiple: as in `make_buckets`.
         length_multiple: row lengths are multiples of it.
+        max_sequences: as in `make_buckets`: of packed rows, not of the samples in them.
         cost: as in `make_buckets`.
         compile_seconds: as in `make_buckets`.
         max_cost: as in `make_buckets`.
@@ -78,8 +84,12 @@ def choose_row_lengths(
         (3, 90)
     """
     max_shapes = check_integer("max_shapes", max_shapes)
+    most_tried = _MOST_SETS_TIMES_LENGTHS
+    if max_samples_per_row is not None:
+        max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
+        most_tried = _MOST_SETS_TIMES_LENGTHS_IF_LIMITED
     rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, cost, max_cost, memory, max_bytes)
+    budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
     check_compile_seconds(cost, compile_seconds)
     multiple = check_integer("length_multiple", length_multiple)
     fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
@@ -98,15 +108,13 @@ def choose_row_lengths(
     values, numbers = (column.flip(0).tolist() for column in torch.unique(ordered, return_counts=True))
 
     def plan_cost(places: _Places) -> float:
-        rows = Rows(tuple(distinct[place] for place in places))
-        for value, number in zip(values, numbers, strict=True):
-            rows.place(value, number)
+        rows = fill_rows(tuple(distinct[place] for place in places), values, numbers, max_samples_per_row)
         return cheapest.total(places, rows.num_held())
 
     def best_by_class() -> _Places:
         return tuple(torch.searchsorted(cheapest.distinct, cheapest.edges(max_shapes, num_rows)).tolist())
 
-    most = min(_MOST_SETS, max(1, _MOST_SETS_TIMES_LENGTHS // len(values)))
+    most = min(_MOST_SETS, max(1, most_tried // len(values)))
     return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))
 
 

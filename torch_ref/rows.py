@@ -66,6 +66,7 @@ class Budget:
 
     Attributes:
         max_tokens: rows times length.
+        max_sequences: rows, or None.
         cost: a function of rows and length that does not fall as rows grow, or None.
         max_cost: its limit, or None.
         memory: likewise, in bytes.
@@ -73,6 +74,7 @@ class Budget:
     """
 
     max_tokens: int
+    max_sequences: int | None = None
     cost: Cost | None = None
     max_cost: float | None = None
     memory: Cost | None = None
@@ -92,6 +94,8 @@ class Budget:
             ValueError: if a function gives what is not a finite number >= 0.
         """
         high = self.max_tokens // lengths
+        if self.max_sequences is not None:
+            high = high.clamp(max=self.max_sequences)
         if not self._functions():
             return round_caps(high, row_multiple)
         low = torch.zeros_like(high)

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
 from torch_ref.lengths import check_overlong, count_overlong
-from torch_ref.rows import round_caps
+from torch_ref.order import BUFFER_STREAM, random_keys
+from torch_ref.rows import Budget
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _COUNTS = ("num_read", "num_dropped", "num_truncated")
-_STATE_KEYS = {"buckets", "microbatches_per_step", "max_waiting", "overlong", "waiting", *_COUNTS}
+_SHUFFLE = ("shuffle_buffer", "seed", "epoch", "buffered")
+_STATE_KEYS = {"buckets", "microbatches_per_step", "max_waiting", "overlong", "waiting", *_SHUFFLE, *_COUNTS}
 
 
 class StreamStep(NamedTuple):
@@ -56,10 +58,14 @@ class StreamBatches(Iterator[StreamStep]):
         microbatches_per_step: int,
         max_waiting: int | None,
         overlong: str,
+        shuffle_buffer: int | None = None,
+        seed: int = 0,
+        epoch: int = 0,
         num_read: int = 0,
         num_dropped: int = 0,
         num_truncated: int = 0,
         waiting: Sequence[Sequence[tuple[int, int]]] = (),
+        buffered: Sequence[tuple[int, int]] = (),
     ) -> None:
         """Take checked arguments, and a stream that stands behind the samples read."""
         self.buckets = buckets
@@ -69,6 +75,9 @@ class StreamBatches(Iterator[StreamStep]):
         # Of each bucket the samples that wait, as (id, cut length).
         self._queues = [deque(queue) for queue in waiting] or [deque[tuple[int, int]]() for _ in buckets]
         self._capacity = [bucket.rows * microbatches_per_step for bucket in buckets]
+        # Samples that were read and not drawn, as (id, length); without shuffling each is drawn when it is read.
+        self._shuffle_buffer, self._seed, self._epoch = shuffle_buffer, seed, epoch
+        self._buffered = list(buffered)
 
     def __iter__(self) -> Self:
         """Return itself."""
@@ -76,8 +85,8 @@ class StreamBatches(Iterator[StreamStep]):
 
     def __next__(self) -> StreamStep:
         """Read on until a step is full, or the waiting samples are too many, or the stream ends."""
-        for value in self._stream:
-            index = self._take(value)
+        while (sample := self._draw()) is not None:
+            index = self._take(*sample)
             if index is None:
                 continue
             if len(self._queues[index]) == self._capacity[index]:
@@ -96,24 +105,46 @@ class StreamBatches(Iterator[StreamStep]):
             "microbatches_per_step": self._num_microbatches,
             "max_waiting": self._max_waiting,
             "overlong": self._overlong,
+            "shuffle_buffer": self._shuffle_buffer,
+            "seed": self._seed,
+            "epoch": self._epoch,
+            "buffered": [list(sample) for sample in self._buffered],
             "waiting": [[list(sample) for sample in queue] for queue in self._queues],
             "num_read": self.num_read,
             "num_dropped": self.num_dropped,
             "num_truncated": self.num_truncated,
         }
 
-    def _take(self, value: Any) -> int | None:
-        """Put the next sample into its queue and return which, or None where it is dropped."""
-        length = _check_length(self.num_read, value)
+    def _draw(self) -> tuple[int, int] | None:
+        """Read until the buffer is full or the stream ends, and take a sample out of it; None where none is left."""
+        drawn_before = self.num_read - len(self._buffered)
+        while len(self._buffered) < (self._shuffle_buffer or 1):
+            try:
+                value = next(self._stream)
+            except StopIteration:
+                break
+            self._buffered.append((self.num_read, _check_length(self.num_read, value)))
+            self.num_read += 1
+        if not self._buffered:
+            return None
+        place = 0
+        if self._shuffle_buffer is not None:
+            key = int(random_keys(self._seed, self._epoch, drawn_before, 1, BUFFER_STREAM)[0])
+            place = key * len(self._buffered) // 2**32
+        sample = self._buffered[place]
+        self._buffered[place] = self._buffered[-1]
+        self._buffered.pop()
+        return sample
+
+    def _take(self, number: int, length: int) -> int | None:
+        """Put a sample into its queue and return which, or None where it is dropped."""
         longest = self.buckets[-1].length
-        number = self.num_read
         dropped, truncated = count_overlong(
             self._overlong,
             int(length > longest),
             number + 2,  # others may follow
             lambda: list_offenders(np.array([number]), [length], longest),
         )
-        self.num_read += 1
         self.num_dropped += dropped
         self.num_truncated += truncated
         if dropped:
@@ -147,9 +178,13 @@ def stream_batches(
     num_estimate: int = 10_000,
     max_shapes: int = 16,
     max_length: int | None = None,
+    max_sequences: int | None = None,
     row_multiple: int = 1,
     length_multiple: int = 1,
     max_waiting: int | None = None,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
     overlong: str = "error",
     state: Mapping[str, Any] | None = None,
 ) -> StreamBatches:
@@ -166,10 +201,14 @@ def stream_batches(
         max_shapes: at most this many buckets are chosen.
         max_length: the longest bucket chosen holds this length, rounded up to `length_multiple`, whatever the first
             samples are.
-        row_multiple: as in `make_buckets`, for buckets chosen.
+        max_sequences: as in `make_buckets`, for buckets chosen.
+        row_multiple: likewise.
         length_multiple: likewise.
         max_waiting: at most so many samples wait in all; where one more would, the queue that is fullest in proportion
             becomes a step with dummy rows.
+        shuffle_buffer: read so many samples ahead, and take them out at random; None keeps the order of the stream.
+        seed: 0 <= seed < 2**63, chooses the random keys.
+        epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate".
         state: what `StreamBatches.state` gave; the steps go on after the last one before it. `lengths` is the same
             stream from its beginning, and the other arguments come from the state.
@@ -193,6 +232,9 @@ def stream_batches(
     check_overlong(overlong)
     if max_waiting is not None:
         max_waiting = check_integer("max_waiting", max_waiting)
+    if shuffle_buffer is not None:
+        shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
     if (buckets is None) == (max_tokens is None):
         raise ValueError("give either buckets or max_tokens to choose them by")
     if max_tokens is None:
@@ -213,13 +255,14 @@ def stream_batches(
             microbatches_per_step=rule.microbatches_per_step,
             row_multiple=rule.row_multiple,
             length_multiple=length_multiple,
+            max_sequences=max_sequences,
         )
         edges = [edge for _, edge in chosen]
         if max_length is not None:
             edges[-1] = max_length
         if edges[-1] > max_tokens:
             raise ValueError(f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={max_tokens}")
-        caps = round_caps(max_tokens // torch.tensor(edges), rule.row_multiple)
+        caps = Budget(max_tokens=max_tokens, max_sequences=max_sequences).caps(torch.tensor(edges), rule.row_multiple)
         checked = tuple(Bucket(*pair) for pair in zip(caps.tolist(), edges, strict=True))
         stream = chain(first, stream)
     return StreamBatches(
@@ -228,6 +271,9 @@ def stream_batches(
         microbatches_per_step=rule.microbatches_per_step,
         max_waiting=max_waiting,
         overlong=overlong,
+        shuffle_buffer=shuffle_buffer,
+        seed=seed,
+        epoch=epoch,
     )
 
 
@@ -272,6 +318,18 @@ def _check_state(state: Any) -> dict[str, Any]:
         check_overlong(state["overlong"])
         fields["overlong"] = state["overlong"]
         fields["waiting"] = _check_waiting(state["waiting"], fields)
+        size = state["shuffle_buffer"]
+        fields["shuffle_buffer"] = None if size is None else check_integer("shuffle_buffer", size)
+        fields |= {name: check_integer(name, state[name], minimum=0) for name in ("seed", "epoch")}
+        fields["buffered"] = [
+            (
+                check_integer("buffered id", number, minimum=0, maximum=fields["num_read"] - 1),
+                check_integer("buffered length", length),
+            )
+            for number, length in state["buffered"]
+        ]
+        if len(fields["buffered"]) >= (size or 1):
+            raise ValueError(f"{len(fields['buffered'])} samples in a shuffle buffer of {size}")
     # Whatever is wrong with its types, in however many ways, it is no state.
     except (TypeError, ValueError, KeyError) as error:
         raise ValueError(f"not a state of stream_batches: {error}") from error

@@ -34,6 +34,8 @@ class StepSamples(NamedTuple):
         for this part of the step.
       truncate: whether the plan truncates samples that are longer than the bucket.
       num_sequences: real samples of the whole step, on all processes.
+      starts: int64[M, B, P], the token of its sample with which each piece begins, −1 for none. A piece ends with its
+        sample, or is as long as the bucket. None where the plan splits no sample.
     """
 
     bucket: AnyBucket
@@ -42,6 +44,7 @@ class StepSamples(NamedTuple):
     num_tokens: int | None
     truncate: bool
     num_sequences: int
+    starts: Int64[np.ndarray, "M B P"] | None = None
 
 
 def pad_to_bucket(step: StepSamples) -> Batch:
@@ -143,9 +146,13 @@ def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bo
 
 
 def _cut(step: StepSamples) -> list[np.ndarray]:
-    """All samples of the step, in the order of its ids; cut at the bucket where the plan cuts."""
+    """All samples of the step, in the order of its ids; cut at the bucket or to their piece where the plan does so."""
     samples = [np.asarray(sample) for microbatch in step.samples for sample in microbatch]
-    return [sample[: step.bucket.lengths[0]] for sample in samples] if step.truncate else samples
+    length = step.bucket.lengths[0]
+    if step.starts is not None:
+        starts = step.starts[step.ids >= 0].tolist()
+        return [sample[start : start + length] for sample, start in zip(samples, starts, strict=True)]
+    return [sample[:length] for sample in samples] if step.truncate else samples
 
 
 def _padded(

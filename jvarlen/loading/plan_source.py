@@ -114,6 +114,9 @@ class PlanSource:
         samples = [self._read_microbatch(ids_B[ids_B >= 0].tolist(), read_ids) for ids_B in ids_MxB]
         ids = np.array(read_ids, np.int64)
         num_tokens: int | None = int(plan.num_tokens[step])
+        starts = None if isinstance(plan, DistributedPlan) else plan.pieces(step)
+        if starts is not None and self._microbatches is not None:
+            starts = starts[self._microbatches]
         if isinstance(plan, DistributedPlan):
             num_tokens = int(plan.own_num_tokens[step])
         elif self._microbatches is not None:
@@ -129,6 +132,7 @@ class PlanSource:
             num_tokens=num_tokens,
             truncate=plan.overlong == "truncate",
             num_sequences=int(plan.num_sequences[step]),
+            starts=starts,
         )
         return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)
 

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Int64
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders, offenders_where
 from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, fit_lengths
+from jvarlen.planning.lengths import Overlong, check_counts, check_lengths, fit_lengths
 
 __all__ = [
     "AnyBucket",
@@ -181,16 +181,6 @@ def check_buckets(buckets: Sequence[tuple[int, ...]]) -> tuple[AnyBucket, ...]:
     return tuple(kind(*map(int, bucket)) for bucket in given)
 
 
-def _checked_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
-    array = np.asarray(counts)
-    if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
-        given = f"{array.dtype}{list(array.shape)}"
-        raise UserError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
-    if array.min() < 1:
-        raise UserError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
-    return array.astype(np.int64, copy=False)
-
-
 class CountedSamples:
     """The samples that buckets are chosen for: cut at the longest bucket, or without those that are longer."""
 
@@ -207,7 +197,7 @@ class CountedSamples:
         self._drops = overlong == "drop"
         self._length_multiple = length_multiple
         fitted = fit_lengths(self._lengths, max_length, overlong)
-        num_of_each = None if counts is None else _checked_counts(counts, len(self._lengths))[fitted.kept]
+        num_of_each = None if counts is None else check_counts(counts, len(self._lengths))[fitted.kept]
         self.histogram = Histogram(fitted.lengths, length_multiple, num_of_each)
         if max_length is not None and self.histogram.rounded[-1] > max_length:
             raise UserError(

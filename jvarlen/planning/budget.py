@@ -27,6 +27,7 @@ class BudgetOptions(TypedDict, total=False):
     microbatches_per_step: int
     row_multiple: int
     length_multiple: int
+    max_sequences: int | None
     cost: CostFn | None
     compile_seconds: float | None
     max_cost: float | None
@@ -52,6 +53,7 @@ class Budget:
       microbatches_per_step: M, the microbatches of one optimizer update.
       row_multiple: rows are a multiple of this where the budget allows it.
       length_multiple: bucket lengths are rounded up to a multiple of this.
+      max_sequences: the most rows of one microbatch, however short; None: any number.
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
         microbatches. None: rows × length tokens, in int64.
@@ -76,6 +78,7 @@ class Budget:
     microbatches_per_step: int = 1
     row_multiple: int = 1
     length_multiple: int = 1
+    max_sequences: int | None = None
     cost: CostFn | None = None
     compile_seconds: float | None = None
     max_cost: float | None = None
@@ -83,7 +86,8 @@ class Budget:
     max_bytes: float | None = None
 
     def __post_init__(self):
-        names = ("max_tokens", "microbatches_per_step", "row_multiple", "length_multiple")
+        names = ["max_tokens", "microbatches_per_step", "row_multiple", "length_multiple"]
+        names += [] if self.max_sequences is None else ["max_sequences"]
         check_at_least_one(**{name: getattr(self, name) for name in names})
         for name in names:
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -125,6 +129,8 @@ class Budget:
           ValueError: a cost that is not finite or below 0.
         """
         most = self.max_tokens // length
+        if self.max_sequences is not None:
+            most = np.minimum(most, self.max_sequences)
         for limit in self._limits():
             most = _most_rows_within(limit, length, most)
         return self.rounded_caps(most)

@@ -242,7 +242,12 @@ class _Epoch(NamedTuple):
 
     def in_sorted_batches(self) -> _Steps:
         ascending = np.sort(self._rounded())
-        batches = batch_by_tokens(ascending, self.budget.max_tokens, sequence_multiple=self.budget.row_multiple)
+        batches = batch_by_tokens(
+            ascending,
+            self.budget.max_tokens,
+            max_sequences=self.budget.max_sequences,
+            sequence_multiple=self.budget.row_multiple,
+        )
         return self._batched(ascending, batches.offsets[:-1])
 
     def in_fixed_batches(self) -> _Steps:

@@ -16,15 +16,15 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts
 from jvarlen.planning.lengths import Overlong, apply_overlong
-from jvarlen.planning.order import CHUNK, pack_with_index, random_key_chunks, sample_order
+from jvarlen.planning.order import CHUNK, Difficulty, pack_with_index, random_key_chunks, sample_order
 
 __all__ = ["Arrive", "GroupedSamples", "Ordering", "group_by_bucket"]
 
 _LARGEST_TABLE = 2**24  # entries; longer buckets are looked up by bisection
 _KEY_BITS = 32
 
-# From the bucket of each sample, in order, to the order in which they arrive.
-Arrive = Callable[[Integer[np.ndarray, " n"]], Int64[np.ndarray, " n"]]
+# From the bucket and the id of each sample, in order, to the order in which they arrive.
+Arrive = Callable[[Integer[np.ndarray, " n"], Int64[np.ndarray, " n"]], Int64[np.ndarray, " n"]]
 
 
 class Ordering(NamedTuple):
@@ -40,7 +40,7 @@ class Ordering(NamedTuple):
     """
 
     order: str | npt.ArrayLike
-    difficulty: npt.ArrayLike | None
+    difficulty: Difficulty | None
     block_size: int | None
     seed: int
     epoch: int
@@ -115,7 +115,10 @@ def group_by_bucket(
     if ordering.arrive is not None:
         has_bucket = bucket < len(edges)
         arrived = np.concatenate(
-            [np.flatnonzero(has_bucket)[ordering.arrive(bucket[has_bucket])], np.flatnonzero(~has_bucket)]
+            [
+                np.flatnonzero(has_bucket)[ordering.arrive(bucket[has_bucket], ids[has_bucket])],
+                np.flatnonzero(~has_bucket),
+            ]
         )
         ids, bucket = ids[arrived], bucket[arrived]
     place = np.argsort(bucket, kind="stable")  # radix sort: the type is as small as K allows

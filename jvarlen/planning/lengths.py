@@ -17,7 +17,9 @@ __all__ = [
     "DataSource",
     "FittedLengths",
     "Overlong",
+    "PackedOverlong",
     "apply_overlong",
+    "check_counts",
     "check_lengths",
     "check_pair_lengths",
     "ends_to_offsets",
@@ -25,6 +27,7 @@ __all__ = [
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
+PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
@@ -55,6 +58,24 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
     if array.max() > np.iinfo(np.int64).max:
         limit = np.iinfo(np.int64).max
         raise UserError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
+    return array.astype(np.int64, copy=False)
+
+
+def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
+    """Checks the counts of a histogram: integers[N], how many samples have each length, each ≥ 1.
+
+    Returns:
+      int64[N].
+
+    Raises:
+      ValueError: counts that are not as described; the first offenders are listed as id and value.
+    """
+    array = np.asarray(counts)
+    if array.shape != (num_lengths,) or not np.issubdtype(array.dtype, np.integer):
+        given = f"{array.dtype}{list(array.shape)}"
+        raise UserError(f"counts must be one integer for each of {num_lengths} lengths, not {given}")
+    if array.min() < 1:
+        raise UserError(f"counts must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
     return array.astype(np.int64, copy=False)
 
 

@@ -6,7 +6,7 @@ device or the clock, so the order is the same everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -17,8 +17,10 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_integer, li
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
+    "BUFFER_STREAM",
     "CHUNK",
     "PACKING_STREAM",
+    "Difficulty",
     "Order",
     "PackedKeys",
     "check_difficulty",
@@ -27,15 +29,18 @@ __all__ = [
     "random_key_chunks",
     "random_keys",
     "sample_order",
+    "split_difficulty",
     "stable_argsort",
 ]
 
+Difficulty = npt.ArrayLike | Sequence[npt.ArrayLike]
 Order = Literal["dataset", "length", "length_descending", "shuffle"]
 
 CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
 _VALUES_PER_PHILOX_BLOCK = 4
 _FIRST_BLOCK_KEY = 2**62  # far beyond the keys of samples and steps
 
+BUFFER_STREAM = 2  # of the shuffle buffers of streams
 PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
@@ -43,7 +48,7 @@ def sample_order(
     lengths: npt.ArrayLike,
     order: str | npt.ArrayLike = "length",
     *,
-    difficulty: npt.ArrayLike | None = None,
+    difficulty: Difficulty | None = None,
     block_size: int | None = None,
     seed: int = 0,
     epoch: int = 0,
@@ -55,7 +60,8 @@ def sample_order(
       order: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
         difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
         sample ids, which may be a subset.
-      difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length.
+      difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length. Or a sequence of
+        such arrays: samples with equal values of the first are sorted by the second, and so on.
       block_size: shuffles within blocks of this many places of the order, so that a sorted order gets local disorder.
         With `"shuffle"` the blocks are consecutive ids in random order: samples near each other in storage stay near
         each other.
@@ -129,8 +135,8 @@ def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: in
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       start: the place of the first value; a process can compute its own part of the stream.
-      stream: 0 for orders and plans, `PACKING_STREAM` for packings; the highest word of Philox's counter, so that no
-        value of one stream is in another.
+      stream: 0 for orders and plans, `PACKING_STREAM` for packings, `BUFFER_STREAM` for shuffle buffers; the highest
+        word of Philox's counter, so that no value of one stream is in another.
 
     Returns:
       uint64[count], each below 2**32.
@@ -229,8 +235,41 @@ def check_seed(seed: int, epoch: int) -> None:
             raise UserError(f"{name} must be an integer of at least 0 and below 2**63, not {value!r}")
 
 
-def check_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
-    """Checks a difficulty: ints or floats[num_samples] without NaN; raises ValueError that lists the offenders."""
+def split_difficulty(difficulty: Difficulty) -> list[npt.ArrayLike]:
+    """The arrays of a difficulty: each of a sequence of arrays, or the only one."""
+    if isinstance(difficulty, np.ndarray):
+        return list(difficulty) if difficulty.ndim == 2 and len(difficulty) else [difficulty]
+    is_nested = isinstance(difficulty, Sequence) and len(difficulty) > 0 and np.ndim(difficulty[0]) == 1
+    return list(difficulty) if is_nested else [difficulty]  # type: ignore[arg-type, list-item]
+
+
+def check_difficulty(difficulty: Difficulty, num_samples: int) -> Shaped[np.ndarray, " N"]:
+    """Checks a difficulty, and makes one of several.
+
+    Args:
+      difficulty: ints or floats[num_samples] without NaN, or a sequence of such arrays.
+      num_samples: N.
+
+    Returns:
+      The array; for a sequence int64[N], which sorts as its arrays do one after the other.
+
+    Raises:
+      ValueError: another shape or type, or NaN; the offenders are listed.
+    """
+    arrays = [_check_one_difficulty(array, num_samples) for array in split_difficulty(difficulty)]
+    if len(arrays) == 1:
+        return arrays[0]
+    ascending = np.lexsort(arrays[::-1])
+    is_harder = np.zeros(num_samples, np.bool_)
+    for array in arrays:
+        ordered = array[ascending]
+        is_harder[1:] |= ordered[1:] != ordered[:-1]
+    ranks = np.empty(num_samples, np.int64)
+    ranks[ascending] = np.cumsum(is_harder)
+    return ranks
+
+
+def _check_one_difficulty(difficulty: npt.ArrayLike, num_samples: int) -> Shaped[np.ndarray, " N"]:
     array = np.asarray(difficulty)
     if array.shape != (num_samples,):
         raise UserError(f"difficulty must have shape ({num_samples},), one value a sample, not {array.shape}")

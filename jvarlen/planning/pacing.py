@@ -1,23 +1,99 @@
-"""Curriculum pacing: the share of samples that each step may draw from.
+"""Curriculum pacing: the share of samples, or the highest value, that each step may draw from.
 
-NumPy only. A pacing is a function of the step; samples are admitted in their order, the easiest first.
+NumPy only. A pacing is a function of the step; samples are admitted in their order, the easiest first. Letters: n
+samples, S steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float64, Int64
+from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number
 
-__all__ = ["Pacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing"]
+__all__ = [
+    "Pacing",
+    "ValuePacing",
+    "competence_pacing",
+    "discrete_pacing",
+    "linear_pacing",
+    "num_admitted",
+    "root_pacing",
+]
 
 Pacing = Callable[[Any], Float64[np.ndarray, "..."]]
+
+
+class ValuePacing(NamedTuple):
+    """Admits the samples whose difficulty is at most a bound that grows from step to step.
+
+    The difficulty is that of `make_plan`, the first of several, or the length.
+
+    Attributes:
+      bound: from the step, int64[S], counted over all epochs, to the highest difficulty that is admitted, ints or
+        floats[S]; where it falls, the highest so far counts.
+
+    Example:
+      >>> pacing = ValuePacing(lambda step: np.minimum(64 + step // 10, 512))
+      >>> pacing.bound(np.array([0, 10, 10_000]))
+      array([ 64,  65, 512])
+
+    References:
+      `difficulty_type: "value"` of DeepSpeed's data efficiency library.
+    """
+
+    bound: Callable[[Any], npt.ArrayLike]
+
+
+def num_admitted(
+    pacing: Pacing | ValuePacing, steps: Int64[np.ndarray, " S"], difficulty: Shaped[np.ndarray, " n"]
+) -> Int64[np.ndarray, " S"]:
+    """How many samples, easiest first, each step may draw from.
+
+    Args:
+      pacing: by share or by value.
+      steps: int64[S], counted over all epochs.
+      difficulty: ints or floats[n], ascending, to which a bound applies.
+
+    Returns:
+      int64[S], never falling.
+
+    Raises:
+      ValueError: what is no pacing; shares that are not in [0, 1] and bounds that are NaN, listed by step.
+    """
+    by_value = isinstance(pacing, ValuePacing)
+    function = pacing.bound if isinstance(pacing, ValuePacing) else pacing
+    if not callable(function):
+        raise UserError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
+    values = np.asarray(function(steps))
+    is_number = np.issubdtype(values.dtype, np.integer) or np.issubdtype(values.dtype, np.floating)
+    if values.shape != steps.shape or not is_number:
+        raise UserError(f"pacing must give one number a step, {len(steps)}, not {values.dtype} of shape {values.shape}")
+    wrong = np.isnan(values) if by_value else ~((values >= 0) & (values <= 1))
+    if wrong.any():
+        first = zip(steps[wrong][:5].tolist(), values[wrong][:5].tolist(), strict=True)
+        listed = ", ".join(f"step {step}: {value}" for step, value in first)
+        wanted = "bounds that are not NaN" if by_value else "fractions between 0 and 1"
+        raise UserError(f"pacing must give {wanted}: {listed}")
+    if by_value:
+        return np.maximum.accumulate(_num_up_to(difficulty, values))
+    return np.maximum.accumulate(np.ceil(values.astype(np.float64) * len(difficulty)).astype(np.int64))
+
+
+def _num_up_to(ascending: Shaped[np.ndarray, " n"], bounds: Shaped[np.ndarray, " S"]) -> Int64[np.ndarray, " S"]:
+    """How many values are at most each bound; integers are compared as integers, which floats would round."""
+    if not np.issubdtype(ascending.dtype, np.integer):
+        return np.searchsorted(ascending, bounds.astype(np.float64), side="right")
+    smallest, largest = int(ascending[0]), int(ascending[-1])
+    whole = [math.floor(bound) if math.isfinite(bound) else bound for bound in bounds.tolist()]
+    inside = np.array([min(max(bound, smallest), largest) for bound in whole], ascending.dtype)
+    is_below = np.array([bound < smallest for bound in whole])
+    return np.where(is_below, 0, np.searchsorted(ascending, inside, side="right"))
 
 
 def linear_pacing(num_steps: int, initial: float = 0.1) -> Pacing:

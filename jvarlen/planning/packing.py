@@ -1,8 +1,9 @@
 """Packs several samples into each row.
 
-NumPy only. Best fit, longest samples first, on the histogram: samples of one length are placed together, and rows with
-the same free space are kept together, so the time depends on the number of distinct lengths and hardly on the number of
-samples. Letters: N samples, n of them packed, R rows, D distinct lengths.
+NumPy only. Everything happens on the histogram. Without a limit on the samples of a row: best fit, longest samples
+first; samples of one length are placed together, and rows with the same free space are kept together. With a limit: row
+by row; a row is repeated as often as its samples allow. So the time depends on the number of distinct lengths and
+hardly on the number of samples. Letters: N samples, n of them packed, R rows, D distinct lengths, G distinct rows.
 """
 
 from __future__ import annotations
@@ -10,19 +11,22 @@ from __future__ import annotations
 import bisect
 import collections
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.lengths import Overlong, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import PackedOverlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
-__all__ = ["Packing", "pack_samples", "rows_by_tokens"]
+__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens"]
+
+_TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,6 +42,8 @@ class Packing:
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
+      piece_starts: int64[n], the token of its sample with which each begins: above 0 for later pieces of a sample that
+        is split, which has its id once a piece. None where no sample is split.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
@@ -45,9 +51,10 @@ class Packing:
     sample_lengths: Int64[np.ndarray, " n"]
     capacity: Int64[np.ndarray, " R"]
     row_lengths: tuple[int, ...]
-    overlong: Overlong = "error"
+    overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    piece_starts: Int64[np.ndarray, " n"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -72,34 +79,115 @@ class Packing:
         return int(self.sample_lengths.sum()) / int(self.capacity.sum())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class PackedHistogram:
+    """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
+
+    Attributes:
+      sample_lengths: int64[n], the lengths in each distinct row, descending.
+      row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
+      capacity: int64[G], the length of each distinct row.
+      counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
+        the buckets of all rows.
+      row_lengths: as in `Packing`.
+      overlong: as in `Packing`.
+      num_dropped: as in `Packing`.
+      num_truncated: as in `Packing`.
+    """
+
+    sample_lengths: Int64[np.ndarray, " n"]
+    row_offsets: Int64[np.ndarray, " G_plus_1"]
+    capacity: Int64[np.ndarray, " G"]
+    counts: Int64[np.ndarray, " G"]
+    row_lengths: tuple[int, ...]
+    overlong: PackedOverlong = "error"
+    num_dropped: int = 0
+    num_truncated: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """The number of all rows."""
+        return int(self.counts.sum())
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " G"]:
+        """int64[G], tokens in each distinct row."""
+        return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token, in (0, 1]."""
+        return int(self.num_tokens @ self.counts) / int(self.capacity @ self.counts)
+
+
+@overload
 def pack_samples(
     lengths: npt.ArrayLike,
     row_lengths: int | Sequence[int],
     *,
+    counts: None = None,
+    max_samples_per_row: int | None = None,
     order: str | npt.ArrayLike = "dataset",
     seed: int = 0,
     epoch: int = 0,
-    overlong: Overlong = "error",
-) -> Packing:
-    """Packs several samples into each row, by best fit.
+    overlong: PackedOverlong = "error",
+) -> Packing: ...
 
-    Samples are placed by descending length, ties as in `order`. Each goes into the open row with the least free space
-    that still holds it; of several such rows, into the one that has had this space longest. If no open row holds it, a
-    new one is opened with the smallest length that does. The sizes of the rows depend only on the lengths: with
-    `order="shuffle"`, another epoch fills rows of the same sizes with other samples, so the buckets stay the same.
+
+@overload
+def pack_samples(
+    lengths: npt.ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: npt.ArrayLike,
+    max_samples_per_row: int | None = None,
+    overlong: PackedOverlong = "error",
+) -> PackedHistogram: ...
+
+
+def pack_samples(
+    lengths: npt.ArrayLike,
+    row_lengths: int | Sequence[int],
+    *,
+    counts: npt.ArrayLike | None = None,
+    max_samples_per_row: int | None = None,
+    order: str | npt.ArrayLike = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: PackedOverlong = "error",
+) -> Packing | PackedHistogram:
+    """Packs several samples into each row.
+
+    Without `max_samples_per_row`, by best fit. Samples are placed by descending length, ties as in `order`. Each goes
+    into the open row with the least free space that still holds it; of several such rows, into the one that has had
+    this space longest. If no open row holds it, a new one is opened with the smallest length that does.
+
+    With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then again and
+    again the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the samples
+    that are left after it are too many even for full rows of the shortest length, the row takes as many as it may
+    instead: the shortest or the longest sample, whichever is farther from the mean; then the longest up to an even
+    share of the space, again and again; and, as the last two, the pair that fills it exactly of which most are left.
+    The same row is repeated as often as its samples last.
+
+    The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
+    with other samples, so the buckets stay the same.
 
     Args:
       lengths: integers[N], tokens a sample.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
         `choose_row_lengths`.
+      counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order.
+        The time no longer depends on the number of samples at all.
+      max_samples_per_row: the most samples in a row; None: any number.
       order: as in `sample_order`, except that `"shuffle"` draws from a separate random stream, so that a plan of the
         rows with the same seed is independent of it.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
-      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"` or `"truncate"`.
+      overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"`, or `"split"`:
+        they come in pieces as long as that row and a shorter last one, which are packed as samples are.
 
     Returns:
-      `Packing`.
+      `Packing`; with `counts`, a `PackedHistogram` of the same rows.
 
     Raises:
       ValueError: arguments that are not as described; offending samples are listed as id, value, limit.
@@ -108,26 +196,36 @@ def pack_samples(
       >>> packing = pack_samples([3, 6, 2, 5, 4], 10)
       >>> packing.sample_ids.tolist(), packing.row_offsets.tolist(), packing.starts.tolist()
       ([1, 4, 3, 0, 2], [0, 2, 5], [0, 6, 0, 5, 8])
+      >>> packed = pack_samples([6, 4, 5], 10, counts=[1_000, 1_000, 500])
+      >>> packed.sample_lengths.tolist(), packed.row_offsets.tolist(), packed.counts.tolist()
+      ([6, 4, 5, 5], [0, 2, 4], [1000, 250])
 
     References:
-      Packing by histogram: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination". Best fit by
+      Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
+      Best fit by
       descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974.
     """
     lengths = check_lengths(lengths)
+    check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
+    check_choices(overlong=(overlong, PackedOverlong))
+    if counts is not None:
+        if not isinstance(order, str) or order != "dataset":
+            raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
+        num_of_each = check_counts(counts, len(lengths))
+        return _pack_histogram(lengths, num_of_each, capacities, max_samples_per_row, overlong)
     check_seed(seed, epoch)
     if isinstance(order, str) and order == "shuffle":
         ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
     else:
         ids = sample_order(lengths, order)
-    problem = 'samples longer than the longest row (overlong="drop" or "truncate" allows them)'
-    fitted = fit_lengths(lengths[ids], int(capacities[-1]), overlong, ids, problem=problem)
+    fitted = _fit(lengths[ids], int(capacities[-1]), overlong, ids)
 
     descending = stable_argsort(-fitted.lengths)
-    ids, ordered = ids[fitted.kept][descending], fitted.lengths[descending]
+    ids, ordered = ids[fitted.which][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
-    placed = _best_fit(ordered[first].tolist(), counts.tolist(), capacities.tolist())
+    placed = _placed(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
     row, capacity = placed.row_of_samples(), placed.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -139,21 +237,84 @@ def pack_samples(
         overlong=overlong,
         num_dropped=fitted.num_dropped,
         num_truncated=fitted.num_truncated,
+        piece_starts=None if fitted.starts is None else fitted.starts[descending][by_row],
     )
 
 
-def rows_by_tokens(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> dict[int, int]:
+class _Fitted(NamedTuple):
+    """What is packed: samples, or pieces of them, in order.
+
+    Which sample each is, its length, and the token with which it begins, None where no sample is split.
+    """
+
+    which: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n"]
+    starts: Int64[np.ndarray, " n"] | None
+    num_dropped: int
+    num_truncated: int
+
+
+def _fit(
+    lengths: Int64[np.ndarray, " N"],
+    longest: int,
+    overlong: PackedOverlong,
+    ids: Int64[np.ndarray, " N"] | None = None,
+) -> _Fitted:
+    """Applies the rule for samples that are longer than the longest row."""
+    which = np.arange(len(lengths))
+    if overlong != "split" or lengths.max() <= longest:
+        rule = "error" if overlong == "split" else overlong
+        fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
+        return _Fitted(which[fitted.kept], fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+    num_pieces = -(-lengths // longest)
+    which = np.repeat(which, num_pieces)
+    starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
+    return _Fitted(which, np.minimum(lengths[which] - starts, longest), starts, 0, 0)
+
+
+def _pack_histogram(
+    lengths: Int64[np.ndarray, " N"],
+    counts: Int64[np.ndarray, " N"],
+    capacities: Int64[np.ndarray, " K"],
+    max_samples_per_row: int | None,
+    overlong: PackedOverlong,
+) -> PackedHistogram:
+    fitted = _fit(lengths, int(capacities[-1]), overlong)
+    num_too_long = int(counts[lengths > capacities[-1]].sum())
+    distinct, which = np.unique(fitted.lengths, return_inverse=True)
+    num_of_each = np.zeros(len(distinct), np.int64)
+    np.add.at(num_of_each, which, counts[fitted.which])
+    placed = _placed(distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row)
+    num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
+    for capacity, row, number in placed.rows():
+        num_alike[capacity, tuple(row)] += number
+    return PackedHistogram(
+        sample_lengths=np.concatenate([np.array(row) for _, row in num_alike]),
+        row_offsets=ends_to_offsets(np.cumsum([len(row) for _, row in num_alike])),
+        capacity=np.array([capacity for capacity, _ in num_alike]),
+        counts=np.array(list(num_alike.values())),
+        row_lengths=tuple(capacities.tolist()),
+        overlong=overlong,
+        num_dropped=num_too_long if overlong == "drop" else 0,
+        num_truncated=num_too_long if overlong == "truncate" else 0,
+    )
+
+
+def rows_by_tokens(
+    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None = None
+) -> dict[int, int]:
     """The histogram of tokens in the rows of `pack_samples`.
 
     Args:
       lengths: distinct lengths of samples, descending, each at most the last capacity.
       counts: samples of each.
       capacities: the lengths that rows may have, ascending.
+      max_samples_per_row: as in `pack_samples`.
 
     Returns:
       Numbers of rows by their tokens; some may be 0.
     """
-    placed = _best_fit(lengths, counts, capacities)
+    placed = _placed(lengths, counts, capacities, max_samples_per_row)
     num_rows: collections.Counter[int] = collections.Counter()
     for capacity, opened in placed.opened:
         num_rows[capacity] += opened
@@ -164,11 +325,12 @@ def rows_by_tokens(lengths: list[int], counts: list[int], capacities: Sequence[i
 
 
 class _Placed(NamedTuple):
-    """Samples in the order of placing, as runs: `num_samples` of a length, `per_row` a row, from `first_row` on.
+    """Samples in the order of placing, as runs: `num_samples` of `length`, `per_row` a row, from `first_row` on.
 
     Rows in the order of opening as (capacity, number), and those with space left as (capacity, space, number).
     """
 
+    length: list[int]
     first_row: list[int]
     per_row: list[int]
     num_samples: list[int]
@@ -186,6 +348,37 @@ class _Placed(NamedTuple):
         place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
         return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
 
+    def rows(self) -> Iterator[tuple[int, list[int], int]]:
+        """Rows in the order of opening: the capacity, the lengths of its samples, and how many rows in turn are so."""
+        begins = collections.defaultdict[int, list[tuple[int, int]]](list)
+        ends = collections.defaultdict[int, list[tuple[int, int]]](list)
+        for length, first, per_row, num_samples in zip(*self[:4], strict=True):
+            num_full, rest = divmod(num_samples, per_row)
+            last = first + num_full  # it gets the rest
+            for start, end, each in ((first, last, per_row), (last, last + 1, rest)):
+                if each and start < end:
+                    begins[start].append((length, each))
+                    ends[end].append((length, each))
+        capacities, opened = zip(*self.opened, strict=True)
+        first_opened = list(itertools.accumulate(opened))
+        in_row = collections.Counter[int]()
+        for row, next_row in itertools.pairwise(sorted({*begins, *ends})):
+            for length, each in ends[row]:
+                in_row[length] -= each
+            for length, each in begins[row]:
+                in_row[length] += each
+            lengths = sorted((+in_row).elements(), reverse=True)
+            yield capacities[bisect.bisect_right(first_opened, row)], lengths, next_row - row
+
+
+def _placed(
+    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None
+) -> _Placed:
+    """Places `counts` samples of each of the descending `lengths` by the rule of `pack_samples`."""
+    if max_samples_per_row is None:
+        return _best_fit(lengths, counts, capacities)
+    return _row_by_row(lengths, counts, capacities, max_samples_per_row)
+
 
 def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> _Placed:
     """Places `counts` samples of each of the descending `lengths`.
@@ -193,7 +386,7 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
     A row that took a sample and still holds another of that length is again the one with the least space that does, so
     each row takes as many as it holds before the next one is looked at.
     """
-    runs: list[tuple[int, int, int]] = []
+    runs: list[tuple[int, int, int, int]] = []
     opened: list[tuple[int, int]] = []
     num_rows = 0
     spaces: list[int] = []  # of open rows, ascending, distinct
@@ -219,7 +412,7 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                 opened.append((capacity, used))
             num_placed = min(count, used * per_row)
             count -= num_placed
-            runs.append((first, per_row, num_placed))
+            runs.append((length, first, per_row, num_placed))
             num_full, rest = divmod(num_placed, per_row)
             for row, num_alike, left in (
                 (first, num_full, space - per_row * length),
@@ -230,6 +423,109 @@ def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) 
                         bisect.insort(spaces, left)
                         rows_with[left] = collections.deque()
                     rows_with[left].append((row, num_alike, capacity))
-    first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
+    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
     unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
-    return _Placed(first_row, per_rows, num_samples, opened, unfilled)
+    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
+
+
+class _Left:
+    """The samples that no row holds yet.
+
+    Attributes:
+      lengths: int64[D], ascending.
+      counts: int64[D], how many of each are left.
+      num_samples: all of them.
+      num_tokens: all of theirs.
+    """
+
+    def __init__(self, lengths: list[int], counts: list[int]):
+        self.lengths, self.counts = np.array(lengths[::-1]), np.array(counts[::-1])
+        self.num_samples = sum(counts)
+        self.num_tokens = sum(length * count for length, count in zip(lengths, counts, strict=True))
+
+    def move(self, row: list[int], number: int) -> None:
+        """Puts a row's samples back so many times; takes them where the number is below 0."""
+        for length in row:
+            self.counts[np.searchsorted(self.lengths, length)] += number
+        self.num_samples += number * len(row)
+        self.num_tokens += number * sum(row)
+
+    def take(self, most: int) -> list[int]:
+        """Takes the longest sample of at most so many tokens: its length, or nothing."""
+        place = int(np.searchsorted(self.lengths, most, side="right")) - 1
+        while place >= 0 and not self.counts[place]:
+            place -= 1
+        row = [int(self.lengths[place])] if place >= 0 else []
+        self.move(row, -1)
+        return row
+
+    def take_pair(self, space: int) -> list[int]:
+        """Takes two samples that fill the space exactly, of which most pairs are left, ties by the shorter; or none."""
+        num_shorter = np.searchsorted(self.lengths, space // 2, side="right")
+        shorter = self.lengths[:num_shorter]
+        place = np.searchsorted(self.lengths, space - shorter)
+        place[self.lengths.take(place, mode="clip") != space - shorter] = -1
+        num_pairs = np.where(place >= 0, np.minimum(self.counts[:num_shorter], self.counts[place]), 0)
+        num_pairs[2 * shorter == space] //= 2
+        if not num_pairs.any():
+            return []
+        pair = [space - int(shorter[num_pairs.argmax()]), int(shorter[num_pairs.argmax()])]
+        self.move(pair, -1)
+        return pair
+
+    def take_greedily(self, capacity: int, max_samples: int) -> list[int]:
+        """Takes a row of the longest sample and whatever is the longest that still fits."""
+        row: list[int] = []
+        while len(row) < max_samples and (taken := self.take(capacity - sum(row))):
+            row += taken
+        return row
+
+    def take_evenly(self, capacity: int, max_samples: int) -> list[int]:
+        """Takes a row of as many samples as it may have, if they fit."""
+        shortest, longest = int(self.lengths[0]), int(self.lengths[-1])
+        is_longest = (longest + shortest) * self.num_samples >= 2 * self.num_tokens
+        row = self.take(longest if is_longest else shortest)
+        while num_more := max_samples - len(row):
+            space = capacity - sum(row)
+            taken = self.take_pair(space) if num_more == 2 else []
+            taken = taken or self.take(space // num_more) or self.take(space)
+            if not taken:
+                break
+            row += taken
+        return row
+
+    def take_again(self, row: list[int]) -> int:
+        """Takes the samples of a row as often as they are left; returns how often."""
+        lengths, per_row = np.unique(row, return_counts=True)
+        number = int((self.counts[np.searchsorted(self.lengths, lengths)] // per_row).min())
+        self.move(row, -number)
+        is_left = self.counts > 0
+        if not is_left.all():
+            self.lengths, self.counts = self.lengths[is_left], self.counts[is_left]
+        return number
+
+
+def _row_by_row(lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples: int) -> _Placed:
+    """Makes rows of at most `max_samples`, each as often as its samples last."""
+    left = _Left(lengths, counts)
+    runs: list[tuple[int, int, int, int]] = []
+    opened: list[tuple[int, int]] = []
+    unfilled: list[tuple[int, int, int]] = []
+    num_rows = 0
+    while left.num_samples:
+        capacity = capacities[bisect.bisect_left(capacities, left.lengths[-1])]
+        row = left.take_greedily(capacity, max_samples)
+        if left.num_samples * capacities[0] > max_samples * left.num_tokens:
+            left.move(row, 1)
+            row = left.take_evenly(capacity, max_samples)
+        num_alike = 1 + left.take_again(row)
+        capacity = capacities[bisect.bisect_left(capacities, sum(row))]
+        opened.append((capacity, num_alike))
+        if space := capacity - sum(row):
+            unfilled.append((capacity, space, num_alike))
+        for length, per_row in collections.Counter(row).items():
+            runs.append((length, num_rows, per_row, per_row * num_alike))
+        num_rows += num_alike
+    runs.sort(key=lambda run: -run[0])
+    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
+    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)

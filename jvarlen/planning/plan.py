@@ -21,9 +21,16 @@ from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket
-from jvarlen.planning.lengths import Overlong, check_lengths, check_pair_lengths, ends_to_offsets, fit_lengths
-from jvarlen.planning.order import check_difficulty, check_seed
-from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.lengths import (
+    Overlong,
+    PackedOverlong,
+    check_lengths,
+    check_pair_lengths,
+    ends_to_offsets,
+    fit_lengths,
+)
+from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, split_difficulty
+from jvarlen.planning.pacing import Pacing, ValuePacing
 from jvarlen.planning.packing import Packing
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
@@ -43,10 +50,13 @@ class Plan(PlannedSteps):
         `sample_ids[step_offsets[t]:step_offsets[t+1]]`.
       row_offsets: int64[R+1] of a packed plan: row r, in order of step, holds
         `sample_ids[row_offsets[r]:row_offsets[r+1]]`. None where every sample is a row.
+      piece_starts: int64[n] of a packed plan that splits samples: the token of its sample with which each piece begins.
+        None where no sample is split.
     """
 
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
+    piece_starts: Int64[np.ndarray, " n"] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -68,6 +78,7 @@ class Plan(PlannedSteps):
             self.step_offsets,
             self.sample_ids,
             self.row_offsets,
+            self.piece_starts,
         )
 
     def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
@@ -84,11 +95,45 @@ class Plan(PlannedSteps):
         Raises:
           IndexError: no such step.
         """
+        return self._laid_out(self.sample_ids, step)
+
+    def pieces(self, step: int) -> Int64[np.ndarray, "M B P"] | None:
+        """The token of its sample with which every piece of a step begins; None where no sample is split.
+
+        Args:
+          step: 0 ≤ step < S.
+
+        Returns:
+          int64[M, B, P], placed as in `rows`; −1 where there is no sample. A piece has as many tokens as the longest
+          bucket, or what its sample has left.
+
+        Raises:
+          IndexError: no such step.
+        """
+        return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
+
+    def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
+        """The tokens that each of `sample_ids` was planned with.
+
+        Args:
+          lengths: int64[N], tokens of each sample, or int64[N, 2] of pairs.
+
+        Returns:
+          int64[n], cut at the longest bucket; or int64[n, 2].
+        """
+        planned = lengths[self.sample_ids]
+        if planned.ndim == 2:
+            return planned
+        left = planned if self.piece_starts is None else planned - self.piece_starts
+        return np.minimum(left, self.buckets[-1].lengths[0])
+
+    def _laid_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
+        """The values of a step's samples in its microbatches and rows."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
         num_rows = self.buckets[self.step_bucket[step]].rows
         start, end = self.step_offsets[step : step + 2]
-        ids = self.sample_ids[start:end]
+        ids = values[start:end]
         if self.row_offsets is None:
             rows_BxM = np.full((num_rows, self.microbatches_per_step), -1, np.int64)
             rows_BxM.reshape(-1)[: len(ids)] = ids
@@ -135,10 +180,11 @@ class Plan(PlannedSteps):
             step_offsets=fields["step_offsets"],
             sample_ids=fields["sample_ids"],
             num_tokens=fields["num_tokens"],
-            overlong=cast(Overlong, str(fields["overlong"])),
+            overlong=cast(PackedOverlong, str(fields["overlong"])),
             num_dropped=int(fields["num_dropped"]),
             num_truncated=int(fields["num_truncated"]),
             row_offsets=fields.get("row_offsets"),
+            piece_starts=fields.get("piece_starts"),
         )
 
 
@@ -148,9 +194,9 @@ def make_plan(
     *,
     microbatches_per_step: int = 1,
     order: str | npt.ArrayLike = "length",
-    difficulty: npt.ArrayLike | None = None,
+    difficulty: Difficulty | None = None,
     block_size: int | None = None,
-    pacing: Pacing | None = None,
+    pacing: Pacing | ValuePacing | None = None,
     seed: int = 0,
     epoch: int = 0,
     shuffle_steps: bool = False,
@@ -175,8 +221,9 @@ def make_plan(
       difficulty: as in `sample_order`.
       block_size: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
-        easiest first; `linear_pacing` makes one. As long as admitted samples are left, no step holds a sample that it
-        does not admit. Needs order `"length"` (or `"length_descending"`, which begins with the longest).
+        easiest first; `linear_pacing` makes one. Or a `ValuePacing`, with the highest difficulty that it admits. As
+        long as admitted samples are left, no step holds a sample that it does not admit. Needs order `"length"` (or, by
+        share, `"length_descending"`, which begins with the longest).
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
@@ -207,6 +254,8 @@ def make_plan(
         not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
     ):
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+    if isinstance(pacing, ValuePacing) and order != "length":
+        raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order!r}')
     if isinstance(lengths, Packing):
         plan_of_rows = make_plan(
             _lengths_of_rows(lengths, buckets, overlong),
@@ -224,15 +273,20 @@ def make_plan(
         return _with_samples(plan_of_rows, lengths)
     lengths = _checked_lengths(lengths, buckets)
     is_pairs = lengths.ndim == 2
-    if difficulty is not None and np.array_equal(
-        check_difficulty(difficulty, len(lengths)), lengths.sum(axis=1) if is_pairs else lengths
-    ):
-        difficulty = None
+    totals = lengths.sum(axis=1) if is_pairs else lengths
+    if difficulty is not None:
+        is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
+        difficulty = None if is_length and len(split_difficulty(difficulty)) == 1 else difficulty
     rows_per_step = int(microbatches_per_step) * np.array([bucket.rows for bucket in buckets], np.int64)
     arrive = None
     if pacing is not None:
         arrive = functools.partial(
-            paced_ranks, rows_per_step=rows_per_step, pacing=pacing, seed=int(seed), epoch=int(epoch)
+            paced_ranks,
+            difficulty=totals if difficulty is None else np.asarray(split_difficulty(difficulty)[0]),
+            rows_per_step=rows_per_step,
+            pacing=pacing,
+            seed=int(seed),
+            epoch=int(epoch),
         )
     ordering = Ordering(order, difficulty, block_size, seed, epoch, arrive)
     edges = np.array([bucket.lengths for bucket in buckets], np.int64)
@@ -313,16 +367,22 @@ def _gathered(
 def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     """The plan with the samples of each row in place of the row."""
     longest = plan_of_rows.buckets[-1].lengths
-    if packing.num_truncated and longest != packing.row_lengths[-1:]:
+    is_split = packing.piece_starts is not None
+    if (packing.num_truncated or is_split) and longest != packing.row_lengths[-1:]:
         raise UserError(
-            f"the packing cuts samples at {packing.row_lengths[-1]} tokens, so the longest bucket must have just that "
-            f"length, not {longest[-1]}"
+            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths[-1]} tokens, so the "
+            f"longest bucket must have just that length, not {longest[-1]}"
         )
     rows = plan_of_rows.sample_ids
     row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
+
+    def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
+        return take_segments(values, packing.row_offsets, rows, row_offsets)
+
     return dataclasses.replace(
         plan_of_rows,
-        sample_ids=take_segments(packing.sample_ids, packing.row_offsets, rows, row_offsets),
+        sample_ids=of_rows(packing.sample_ids),
+        piece_starts=None if packing.piece_starts is None else of_rows(packing.piece_starts),
         step_offsets=row_offsets[plan_of_rows.step_offsets],
         row_offsets=row_offsets,
         overlong=packing.overlong,

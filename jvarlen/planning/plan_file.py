@@ -20,7 +20,7 @@ from jaxtyping import Int32, Int64, Integer, Shaped
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.buckets import check_buckets
-from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.lengths import PackedOverlong
 
 __all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "read_plan_file", "write_plan_file"]
 
@@ -32,6 +32,7 @@ _READABLE_VERSIONS = (1, 2)  # the same arrays
 _MAX_REASON = 300  # characters
 _DIGEST_NAME = b"jvarlen-plan-1\0"
 _PACKED_DIGEST_NAME = b"jvarlen-packed-plan-1\0"
+_SPLIT_DIGEST_NAME = b"jvarlen-split-plan-1\0"
 DIGEST_CHUNK = 2**20  # sample ids; processes that hold parts of a plan can hash their chunks each for itself
 
 # The type and the number of dimensions of every array in the file.
@@ -50,6 +51,7 @@ _FIELDS: dict[str, tuple[type, int]] = {
     "checksum": (np.str_, 0),
 }
 _PACKED_FIELDS: dict[str, tuple[type, int]] = {"row_offsets": (np.int64, 1)}  # of packed plans only
+_SPLIT_FIELDS = _PACKED_FIELDS | {"piece_starts": (np.int64, 1)}  # of those that split samples
 
 
 def plan_digest(
@@ -59,10 +61,13 @@ def plan_digest(
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     sample_ids: Int64[np.ndarray, " n"],
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
+    piece_starts: Int64[np.ndarray, " n"] | None = None,
 ) -> str:
     """SHA-256 in hex of everything that decides the batches, as 64 hex digits."""
     chunks = (chunk_digest(sample_ids[i : i + DIGEST_CHUNK]) for i in range(0, len(sample_ids), DIGEST_CHUNK))
-    return digest_of_chunks(microbatches_per_step, buckets, step_bucket, step_offsets, chunks, row_offsets)
+    return digest_of_chunks(
+        microbatches_per_step, buckets, step_bucket, step_offsets, chunks, row_offsets, piece_starts
+    )
 
 
 def chunk_digest(sample_ids: Integer[np.ndarray, " n"]) -> bytes:
@@ -77,9 +82,11 @@ def digest_of_chunks(
     step_offsets: Int64[np.ndarray, " S_plus_1"],
     chunk_digests: Iterable[bytes],
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None,
+    piece_starts: Int64[np.ndarray, " n"] | None = None,
 ) -> str:
     """The digest of a plan from the digests of its chunks of sample ids, which others may have made."""
-    sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else _PACKED_DIGEST_NAME)
+    packed_name = _PACKED_DIGEST_NAME if piece_starts is None else _SPLIT_DIGEST_NAME
+    sha = hashlib.sha256(_DIGEST_NAME if row_offsets is None else packed_name)
     num_samples = int(step_offsets[-1])
     sha.update(np.array([microbatches_per_step, len(buckets), len(step_bucket), num_samples], "<i8").tobytes())
     sha.update(np.array(buckets, "<i8").tobytes())
@@ -88,6 +95,8 @@ def digest_of_chunks(
     if row_offsets is not None:
         sha.update(np.array(len(row_offsets) - 1, "<i8").tobytes())
         sha.update(row_offsets.astype("<i8", copy=False).tobytes())
+    if piece_starts is not None:
+        sha.update(piece_starts.astype("<i8", copy=False).tobytes())
     for digest in chunk_digests:
         sha.update(digest)
     return sha.hexdigest()
@@ -148,8 +157,8 @@ def _read_arrays(archive: zipfile.ZipFile) -> Fields:
         readable = " and ".join(map(str, _READABLE_VERSIONS))
         raise UserError(f"its format_version is {said}, this version of the library reads {readable}")
     expected = {f"{name}.npy" for name in _FIELDS}
-    packed = {f"{name}.npy" for name in _PACKED_FIELDS}
-    if (at_fault := expected ^ set(names)) and at_fault != packed:
+    optional = [{f"{name}.npy" for name in fields} for fields in ({}, _PACKED_FIELDS, _SPLIT_FIELDS)]
+    if (at_fault := expected ^ set(names)) not in optional:
         listed = list_first(reprlib.repr(name.removesuffix(".npy")) for name in sorted(at_fault))
         raise UserError(f"its fields are not those of a plan; at fault: {listed}")
     return {name.removesuffix(".npy"): _read_array(archive.read(name)) for name in names}
@@ -169,7 +178,8 @@ def _read_array(content: bytes) -> Shaped[np.ndarray, ...]:
 
 def _fields_of(fields: Fields) -> dict[str, tuple[type, int]]:
     """The arrays that such a plan has."""
-    return _FIELDS | _PACKED_FIELDS if "row_offsets" in fields else _FIELDS
+    packed = _SPLIT_FIELDS if "piece_starts" in fields else _PACKED_FIELDS
+    return _FIELDS | packed if "row_offsets" in fields else _FIELDS
 
 
 def _check_fields(fields: Fields) -> None:
@@ -191,7 +201,7 @@ def _check_structure(fields: Fields) -> None:
     wrong = []
     if microbatches < 1:
         wrong.append("microbatches_per_step is below 1")
-    if str(fields["overlong"]) not in get_args(Overlong):
+    if str(fields["overlong"]) not in get_args(PackedOverlong):
         wrong.append(f"overlong is {reprlib.repr(str(fields['overlong']))}")
     if fields["num_dropped"] < 0 or fields["num_truncated"] < 0:
         wrong.append("num_dropped or num_truncated is negative")
@@ -218,10 +228,21 @@ def _check_structure(fields: Fields) -> None:
             wrong.append("num_tokens are fewer than samples, or more than their steps have room for")
     if len(ids) and ids.min() < 0:
         wrong.append("sample_ids are negative")
-    if len(np.unique(ids)) != len(ids):
+    starts = fields.get("piece_starts", np.zeros_like(ids))
+    if len(starts) != len(ids) or (len(starts) and starts.min() < 0):
+        wrong.append("piece_starts are negative, or not as many as sample_ids")
+    elif len(np.unique(ids[starts == 0])) != np.count_nonzero(starts == 0):
         wrong.append("sample_ids repeat")
+    elif _repeat(ids[starts > 0], starts[starts > 0]):
+        wrong.append("piece_starts of a sample repeat")
     if wrong:
         raise UserError("; ".join(wrong))
+
+
+def _repeat(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"]) -> bool:
+    """Whether a piece comes twice."""
+    by_piece = np.lexsort([starts, ids])
+    return bool((~np.diff(ids[by_piece]).astype(bool) & ~np.diff(starts[by_piece]).astype(bool)).any())
 
 
 def _check_seals(fields: Fields) -> None:
@@ -233,6 +254,7 @@ def _check_seals(fields: Fields) -> None:
         fields["step_offsets"],
         fields["sample_ids"],
         fields.get("row_offsets"),
+        fields.get("piece_starts"),
     )
     if digest != str(fields["digest"]):
         raise UserError(

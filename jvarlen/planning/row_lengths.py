@@ -28,6 +28,7 @@ __all__ = ["choose_row_lengths", "packed_row_lengths"]
 # Sets of row lengths that are tried at most; trying one takes time in proportion to the distinct lengths.
 _MAX_SETS = 2**12
 _MAX_SETS_TIMES_LENGTHS = 2**20
+_MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW = 2**16  # with a limit on the samples of a row, packing takes longer
 _WIDEST_GRID = 16
 
 
@@ -37,6 +38,7 @@ def choose_row_lengths(
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
+    max_samples_per_row: int | None = None,
     overlong: Overlong = "error",
     **options: Unpack[BudgetOptions],
 ) -> tuple[int, ...]:
@@ -44,7 +46,7 @@ def choose_row_lengths(
 
     For a set of row lengths, the plan is::
 
-        packing = pack_samples(lengths, row_lengths)
+        packing = pack_samples(lengths, row_lengths, ...)
         buckets = make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, ...)
         plan = make_plan(packing, buckets, ...)
 
@@ -53,17 +55,19 @@ def choose_row_lengths(
     rounded lengths of samples and always includes the longest. Among equal costs the fewest lengths win, then, from the
     longest down, the smaller ones.
 
-    If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths, every set is tried. If there are
-    more, that many are tried, by local search from three sets: the longest length alone; the best set under the
-    assumption that samples between two row lengths have rows of their own, as few as possible (an exact dynamic
-    program); and the best set of an even grid. The search removes a length, moves one among the D rounded lengths, or
-    adds one, as long as that is cheaper; it moves by D / 8 places at first and by one at the end.
+    If there are at most 4,096 sets, and at most 2**20 / V for V distinct lengths (2**16 / V with
+    `max_samples_per_row`), every set is tried. If there are more, that many are tried, by local search from three sets:
+    the longest length alone; the best set under the assumption that samples between two row lengths have rows of their
+    own, as few as possible (an exact dynamic program); and the best set of an even grid. The search removes a length,
+    moves one among the D rounded lengths, or adds one, as long as that is cheaper; it moves by D / 8 places at first
+    and by one at the end.
 
     Args:
       lengths: as in `make_buckets`.
       max_tokens: as in `make_buckets`.
       max_shapes: the most lengths.
       max_length: as in `make_buckets`.
+      max_samples_per_row: as in `pack_samples`.
       overlong: as in `make_buckets`.
       options: the other fields of `Budget`.
 
@@ -78,7 +82,11 @@ def choose_row_lengths(
       (8,)
     """
     budget = as_budget(max_tokens, options)
-    check_at_least_one(max_shapes=max_shapes, max_length=1 if max_length is None else max_length)
+    check_at_least_one(
+        max_shapes=max_shapes,
+        max_length=1 if max_length is None else max_length,
+        max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row,
+    )
     counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple)
     histogram = counted.histogram
     caps = counted.checked_caps(budget, histogram.rounded)
@@ -86,13 +94,14 @@ def choose_row_lengths(
 
     def plan_cost(edges: tuple[int, ...]) -> float:
         rows_held = np.zeros(len(edges), np.int64)
-        for tokens, num_rows in rows_by_tokens(descending, counts, edges).items():
+        for tokens, num_rows in rows_by_tokens(descending, counts, edges, max_samples_per_row).items():
             rows_held[bisect.bisect_left(edges, tokens)] += num_rows
         length = np.array(edges)
         costs = budget.bucket_costs(rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
-    max_sets = min(_MAX_SETS, max(_MAX_SETS_TIMES_LENGTHS // len(counts), 1))
+    most = _MAX_SETS_TIMES_LENGTHS if max_samples_per_row is None else _MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW
+    max_sets = min(_MAX_SETS, max(most // len(counts), 1))
     search = _SetSearch(histogram.rounded.tolist(), max_shapes, max_sets, plan_cost)
     if not search.try_all():
         num_held = least_rows_when_packed(histogram)

@@ -9,13 +9,12 @@ import itertools
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Bool, Int32, Int64, Integer, Shaped
 
-from jvarlen._common.checks import UserError
 from jvarlen.planning._kernels import paced_arrival
 from jvarlen.planning.grouping import Ordering
 from jvarlen.planning.order import CHUNK, random_keys, stable_argsort
-from jvarlen.planning.pacing import Pacing
+from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
 
 __all__ = ["CanonicalSteps", "canonical_steps", "emitted_steps", "paced_ranks", "sum_segments"]
 
@@ -126,8 +125,10 @@ def _by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[
 
 def paced_ranks(
     bucket_of_rank: Integer[np.ndarray, " n"],
+    ids: Int64[np.ndarray, " n"],
+    difficulty: Shaped[np.ndarray, " N"],
     rows_per_step: Int64[np.ndarray, " K"],
-    pacing: Pacing,
+    pacing: Pacing | ValuePacing,
     seed: int,
     epoch: int,
 ) -> Int64[np.ndarray, " n"]:
@@ -138,8 +139,10 @@ def paced_ranks(
 
     Args:
       bucket_of_rank: integers[n], the bucket of each sample, easiest first.
+      ids: int64[n], the same samples.
+      difficulty: ints or floats[N], by id, to which a bound of the pacing applies.
       rows_per_step: int64[K], M × rows of each bucket.
-      pacing: from the step, counted over all epochs, int64[S], to the admitted fraction, floats[S].
+      pacing: by share or by value.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
 
@@ -147,20 +150,11 @@ def paced_ranks(
       int64[n] of ranks.
 
     Raises:
-      ValueError: fractions that are not finite and in [0, 1], listed by step.
+      ValueError: what `num_admitted` refuses.
     """
     num_samples = np.bincount(bucket_of_rank, minlength=len(rows_per_step))
     num_steps = int((-(-num_samples // rows_per_step)).sum())
     steps = min(epoch * num_steps, _LATE) + np.arange(num_steps)
-    if not callable(pacing):
-        raise UserError(f"pacing must be a function of the step, such as linear_pacing makes, not {pacing!r}")
-    fractions = np.asarray(pacing(steps), np.float64)
-    if fractions.shape != steps.shape:
-        raise UserError(f"pacing must give one fraction a step, {num_steps}, not an array of shape {fractions.shape}")
-    wrong = ~((fractions >= 0) & (fractions <= 1))
-    if wrong.any():
-        listed = ", ".join(f"step {step}: {fractions[step - steps[0]]}" for step in steps[wrong][:5].tolist())
-        raise UserError(f"pacing must give fractions between 0 and 1: {listed}")
-    admitted = np.maximum.accumulate(np.ceil(fractions * len(bucket_of_rank)).astype(np.int64))
+    admitted = num_admitted(pacing, steps, difficulty[ids])
     keys = random_keys(len(bucket_of_rank), seed=seed, epoch=epoch)
     return paced_arrival(bucket_of_rank.astype(np.int64), rows_per_step, admitted, keys)

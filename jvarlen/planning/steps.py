@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Int32, Int64
 from jvarlen._common.text_table import text_table
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
-from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.lengths import PackedOverlong
 
 __all__ = ["BucketFigures", "PlannedSteps", "bucket_figures", "plan_table"]
 
@@ -32,7 +32,8 @@ class PlannedSteps:
       step_bucket: int32[S], the bucket of each step.
       step_offsets: int64[S+1], the samples before each step; the last is n.
       num_tokens: int64[S], real tokens of each step; a truncated sample counts with its cut length.
-      overlong: the rule for samples longer than the longest bucket: "error", "drop" or "truncate".
+      overlong: the rule for samples longer than the longest bucket: "error", "drop", "truncate", or of packed rows
+        "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
     """
@@ -42,7 +43,7 @@ class PlannedSteps:
     step_bucket: Int32[np.ndarray, " S"]
     step_offsets: Int64[np.ndarray, " S_plus_1"]
     num_tokens: Int64[np.ndarray, " S"]
-    overlong: Overlong = "error"
+    overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
 

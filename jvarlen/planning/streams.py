@@ -34,12 +34,14 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices,
 from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import Overlong, apply_overlong
+from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 from jvarlen.planning.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
 _LARGEST_TABLE = 2**20  # entries; longer buckets are looked up by bisection
 _LENGTHS_PER_SLICE = 2**14
+_KEYS_PER_SLICE = 2**10
 
 
 class StreamStep(NamedTuple):
@@ -68,9 +70,13 @@ def stream_batches(
     num_estimate: int = 10_000,
     max_shapes: int = 16,
     max_length: int | None = None,
+    max_sequences: int | None = None,
     row_multiple: int = 1,
     length_multiple: int = 1,
     max_waiting: int | None = None,
+    shuffle_buffer: int | None = None,
+    seed: int = 0,
+    epoch: int = 0,
     overlong: Overlong = "error",
     state: Mapping[str, Any] | None = None,
 ) -> StreamBatches:
@@ -80,8 +86,8 @@ def stream_batches(
     of the stream the remaining samples come by bucket, ascending, filled up with dummy rows.
 
     Args:
-      lengths: tokens of each sample, integers of at least 1. Apart from the estimate, no more of them are read than a
-        step needs.
+      lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
+        them are read than a step needs.
       buckets: (rows, length) pairs, lengths strictly ascending. Give these or `max_tokens`.
       max_tokens: budget of one microbatch in tokens, padding included. The first `num_estimate` samples are then read
         at once, and `make_buckets` chooses the bucket lengths for them; each bucket has as many rows as the budget
@@ -91,10 +97,15 @@ def stream_batches(
       max_shapes: the most buckets in the estimate.
       max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest of the first
         samples; a longer sample may still follow.
+      max_sequences: the most rows of a microbatch, for the estimate.
       row_multiple: as in `make_buckets`, for the estimate.
       length_multiple: as in `make_buckets`, for the estimate.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
         the shorter) gives a step with dummy rows. None: as many as the buckets hold.
+      shuffle_buffer: so many samples are read ahead, and the next one is drawn from them at random. None: samples come
+        in the order of the stream.
+      seed: 0 ≤ seed < 2**63, of the shuffle buffer.
+      epoch: 0 ≤ epoch < 2**63, likewise: another epoch draws otherwise.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
       state: a state from `StreamBatches.state`. Given the same stream from its beginning, the steps continue after that
         state. All other options come from the state; those given here are ignored.
@@ -124,7 +135,9 @@ def stream_batches(
         microbatches_per_step=microbatches_per_step,
         num_estimate=num_estimate,
         max_waiting=1 if max_waiting is None else max_waiting,
+        shuffle_buffer=1 if shuffle_buffer is None else shuffle_buffer,
     )
+    check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
     if buckets is not None and max_tokens is None:
         chosen = check_single_buckets(buckets)
@@ -136,6 +149,7 @@ def stream_batches(
             microbatches_per_step=microbatches_per_step,
             row_multiple=row_multiple,
             length_multiple=length_multiple,
+            max_sequences=max_sequences,
         )
         chosen = _estimated_buckets(first, budget, max_shapes, max_length)
     else:
@@ -147,11 +161,16 @@ def stream_batches(
         microbatches_per_step=int(microbatches_per_step),
         max_waiting=None if max_waiting is None else int(max_waiting),
         overlong=overlong,
+        shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
+        seed=int(seed),
+        epoch=int(epoch),
         num_read=0,
         num_dropped=0,
         num_truncated=0,
         waiting_ids=waiting_ids,
         waiting_lengths=waiting_ids,
+        buffered_ids=[],
+        buffered_lengths=[],
     )
     return StreamBatches(stream, fresh)
 
@@ -189,8 +208,9 @@ class StreamBatches:
                 zip(self.buckets, start.waiting_ids, start.waiting_lengths, strict=True)
             )
         ]
+        self._buffer = _ShuffleBuffer(start)
         # What is in a step is counted, what was read is not: it follows, whenever and wherever reading stops.
-        self._num_emitted = start.num_read - start.num_dropped - sum(map(len, start.waiting_ids))
+        self._num_emitted = start.num_read - start.num_dropped - len(self._buffer.ids) - self._num_waiting()
         self._steps = self._emit_all(stream)
 
     def __iter__(self) -> Iterator[StreamStep]:
@@ -202,7 +222,10 @@ class StreamBatches:
     @property
     def num_read(self) -> int:
         """Samples taken so far, without those that were only read ahead for the estimate."""
-        return self._num_emitted + self.num_dropped + sum(len(queue.ids) for queue in self._queues)
+        return self._num_emitted + self.num_dropped + self._num_waiting() + len(self._buffer.ids)
+
+    def _num_waiting(self) -> int:
+        return sum(len(queue.ids) for queue in self._queues)
 
     def state(self) -> dict[str, Any]:
         """The state from which `stream_batches(state=)` resumes, after the last step that was returned.
@@ -216,11 +239,16 @@ class StreamBatches:
             microbatches_per_step=self.microbatches_per_step,
             max_waiting=self._max_waiting,
             overlong=self._overlong,
+            shuffle_buffer=self._buffer.size,
+            seed=self._buffer.seed,
+            epoch=self._buffer.epoch,
             num_read=self.num_read,
             num_dropped=self.num_dropped,
             num_truncated=self.num_truncated,
             waiting_ids=[list(queue.ids) for queue in self._queues],
             waiting_lengths=[list(queue.lengths) for queue in self._queues],
+            buffered_ids=list(self._buffer.ids),
+            buffered_lengths=list(self._buffer.lengths),
         )
         return vars(state).copy()
 
@@ -228,31 +256,31 @@ class StreamBatches:
         """The loop over samples, written to do little for each, because there can be very many."""
         start, longest = self.num_read, self.buckets[-1].length
         queue_for = _queues_by_length(self.buckets, self._queues)
-        _skip_read(stream, start, self._queues, longest)
-        overflows_at = self._overflows_at()
-        for i, length in enumerate(stream, start):
+        _skip_read(stream, start, [*self._queues, self._buffer], longest)
+        room = self._room()
+        for i, length in self._buffer.draw_all(enumerate(stream, start), start):
             if type(length) is not int or not 0 < length <= longest:
                 length = self._admitted(i, length, longest)
                 if not length:
-                    overflows_at += 1
                     continue
             queue = queue_for[length]
             ids = queue.ids
             ids.append(i)
             queue.lengths.append(length)
+            room -= 1
             if len(ids) == queue.capacity:
                 yield self._emit(queue)
-                overflows_at = self._overflows_at()
-            elif i >= overflows_at:
+                room = self._room()
+            elif room < 0:
                 yield self._emit(self._fullest())
-                overflows_at = self._overflows_at()
+                room = self._room()
         for queue in self._queues:
             if queue.ids:
                 yield self._emit(queue)
 
-    def _overflows_at(self) -> int:
-        """The id of the sample that is one too many to wait, if no other leaves before."""
-        return sys.maxsize if self._max_waiting is None else self._max_waiting + self._num_emitted + self.num_dropped
+    def _room(self) -> int:
+        """How many more samples may wait."""
+        return sys.maxsize if self._max_waiting is None else self._max_waiting - self._num_waiting()
 
     def _admitted(self, i: int, length: Any, longest: int) -> int:
         """The length that a sample counts with, or 0 where it is dropped; raises ValueError that names it."""
@@ -282,6 +310,49 @@ class StreamBatches:
         queue.ids.clear()
         queue.lengths.clear()
         return StreamStep(queue.index, bucket, ids_BxM.T, lengths_BxM.T)
+
+
+class _ShuffleBuffer:
+    """Samples of a stream that were read and not drawn yet.
+
+    Attributes:
+      size: how many samples it is filled up to before one is drawn; None: it is not used.
+      seed: as in `stream_batches`.
+      epoch: as in `stream_batches`.
+      ids: its samples.
+      lengths: their lengths.
+    """
+
+    def __init__(self, start: StreamState):
+        self.size, self.seed, self.epoch = start.shuffle_buffer, start.seed, start.epoch
+        self.ids, self.lengths = list(start.buffered_ids), list(start.buffered_lengths)
+
+    def draw_all(self, samples: Iterator[tuple[int, Any]], num_read: int) -> Iterator[tuple[int, Any]]:
+        """All samples, (id, length), in the order in which they are drawn after `num_read` were read."""
+        return samples if self.size is None else self._drawn(samples, self._keys(num_read - len(self.ids)))
+
+    def _drawn(self, samples: Iterator[tuple[int, Any]], keys: Iterator[int]) -> Iterator[tuple[int, int]]:
+        for i, length in samples:
+            self.ids.append(i)
+            self.lengths.append(_checked_length(i, length))
+            if len(self.ids) == self.size:
+                yield self._draw(next(keys))
+        while self.ids:
+            yield self._draw(next(keys))
+
+    def _draw(self, key: int) -> tuple[int, int]:
+        """Draws one; the last takes its place."""
+        place = (key * len(self.ids)) >> 32
+        drawn = self.ids[place], self.lengths[place]
+        self.ids[place], self.lengths[place] = self.ids[-1], self.lengths[-1]
+        del self.ids[-1], self.lengths[-1]
+        return drawn
+
+    def _keys(self, first: int) -> Iterator[int]:
+        """The random keys of the draws from number `first` on."""
+        for start in itertools.count(first, _KEYS_PER_SLICE):
+            options = {"seed": self.seed, "epoch": self.epoch, "stream": BUFFER_STREAM}
+            yield from random_keys(_KEYS_PER_SLICE, start=start, **options).tolist()
 
 
 class _Bisected:
@@ -334,9 +405,9 @@ def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_le
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
 
 
-def _skip_read(stream: Iterator[Any], num_read: int, queues: list[_Queue], longest: int) -> None:
+def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _ShuffleBuffer], longest: int) -> None:
     """Passes over what a state has read; raises ValueError where the stream is another, as far as can be seen."""
-    expected = {i: length for queue in queues for i, length in zip(queue.ids, queue.lengths, strict=True)}
+    expected = {i: min(length, longest) for queue in queues for i, length in zip(queue.ids, queue.lengths, strict=True)}
     differing: dict[int, str] = {}
     place = 0
     for i in sorted(expected.keys() | ({num_read - 1} if num_read else set())):

@@ -108,7 +108,7 @@ def _row_fill(plan: Plan, lengths: Int64[np.ndarray, " N"]) -> Picture:
     assert plan.row_offsets is not None
     bucket_length = np.array([bucket.lengths[0] for bucket in plan.buckets])
     rows_per_step = np.diff(np.searchsorted(plan.row_offsets, plan.step_offsets))
-    num_tokens = np.add.reduceat(np.minimum(lengths[plan.sample_ids], bucket_length[-1]), plan.row_offsets[:-1])
+    num_tokens = np.add.reduceat(plan.planned_lengths(lengths), plan.row_offsets[:-1])
     fill = num_tokens / np.repeat(bucket_length[plan.step_bucket], rows_per_step)
     counts, bins = np.histogram(fill, np.linspace(0, 1, _MOST_BINS + 2))
     figure, (axis,) = new_figure()

@@ -81,11 +81,10 @@ def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " 
     largest_id = int(plan.sample_ids.max())
     if largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {largest_id}, but there are only {len(checked):,} lengths")
-    planned = checked[plan.sample_ids]
-    totals = planned.sum(axis=1) if is_pairs else np.minimum(planned, plan.buckets[-1].lengths[0])
-    if totals.sum() != plan.num_tokens.sum():
+    num_tokens = int(plan.planned_lengths(checked).sum())
+    if num_tokens != plan.num_tokens.sum():
         raise UserError(
-            f"these are not the lengths that the plan was made for: its samples have {int(totals.sum()):,} tokens by "
+            f"these are not the lengths that the plan was made for: its samples have {num_tokens:,} tokens by "
             f"them, {int(plan.num_tokens.sum()):,} by the plan"
         )
     return checked

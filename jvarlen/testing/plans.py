@@ -55,6 +55,8 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
     else:
         ids, num_dropped = np.asarray(plan.sample_ids), getattr(plan, "num_dropped", 0)
     ids = ids[ids != -1]
+    if (starts := getattr(plan, "piece_starts", None)) is not None:  # then a sample is its first piece
+        ids = np.asarray(plan.sample_ids)[np.asarray(starts) == 0]
     if num_samples is None:
         num_samples = len(ids) + num_dropped
     problems += _problems_of_ids(ids, num_samples, dropped, num_dropped)

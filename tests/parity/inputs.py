@@ -39,7 +39,9 @@ def difficulties(draw: st.DrawFn, given_lengths: list[int]) -> list[Any] | None:
         st.sampled_from([-np.inf, -1.5, -0.0, 0.0, 0.25, 1e300, np.inf]).map(float),
     ]
     kind = draw(st.sampled_from(kinds))
-    return draw(st.one_of(st.none(), st.just(given_lengths), st.lists(kind, min_size=size, max_size=size)))
+    one = st.lists(kind, min_size=size, max_size=size)
+    of_few = st.lists(st.integers(0, 1), min_size=size, max_size=size)
+    return draw(st.one_of(st.none(), st.just(given_lengths), one, st.tuples(of_few, one).map(list)))
 
 
 @st.composite
@@ -82,7 +84,7 @@ def tile_bytes(rows: Any, length: Any) -> Any:
 
 @st.composite
 def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
-    """Draw a cost and limits of cost and bytes that leave at least one row of any length up to the longest."""
+    """Draw a cost and limits of cost, bytes and rows that leave at least one row of any length up to the longest."""
     cost = draw(st.sampled_from([dyadic_cost, stepped_cost]))
     drawn: dict[str, Any] = {"cost": cost}
     spare = st.sampled_from([1.0, 1.0, 1.5, 4.0, 16.0])
@@ -90,6 +92,8 @@ def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
         drawn["max_cost"] = draw(spare) * max(cost(1, length) for length in range(1, longest + 1))
     if draw(st.booleans()):
         drawn |= {"memory": tile_bytes, "max_bytes": draw(spare) * tile_bytes(1, longest)}
+    if draw(st.booleans()):
+        drawn["max_sequences"] = draw(st.integers(1, 6))
     return drawn
 
 
@@ -176,7 +180,11 @@ def batching_arguments(draw: st.DrawFn, *, shaped: bool) -> dict[str, Any]:
 def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments with number lists as NumPy arrays, as callers pass them."""
     names = ("lengths", "order", "difficulty")
-    return {k: np.array(v) if k in names and isinstance(v, list) else v for k, v in arguments.items()}
+
+    def as_array(value: list[Any]) -> Any:
+        return [np.array(part) for part in value] if isinstance(value[0], list) else np.array(value)
+
+    return {k: as_array(v) if k in names and isinstance(v, list) else v for k, v in arguments.items()}
 
 
 def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import combinations
 from typing import Any
@@ -66,7 +67,9 @@ def sample_order(
     block_size: int | None = None,
 ) -> list[int]:
     """Return the ids of the samples in order."""
-    values = lengths if difficulty is None else difficulty
+    values: Sequence[Any] = lengths if difficulty is None else difficulty
+    if difficulty is not None and isinstance(difficulty[0], list):
+        values = list(zip(*difficulty, strict=True))
     if block_size is not None:
         base = "dataset" if order == "shuffle" else order
         ordered = sample_order(lengths, base, difficulty=difficulty, seed=seed, epoch=epoch)
@@ -153,11 +156,13 @@ def most_rows(
     max_cost: float = math.inf,
     memory: Cost | None = None,
     max_bytes: float = math.inf,
+    max_sequences: float = math.inf,
 ) -> int:
     """Return the most rows inside all limits, by counting up."""
     rows = 0
     while (
         (rows + 1) * length <= max_tokens
+        and rows < max_sequences
         and (cost is None or cost(rows + 1, length) <= max_cost)
         and (memory is None or memory(rows + 1, length) <= max_bytes)
     ):
@@ -271,7 +276,7 @@ def make_buckets(
     compile_seconds: float | None = None,
     **limits: Any,
 ) -> list[tuple[int, int]]:
-    """Return the buckets; "optimal" by trying every set. The limits are max_cost, memory and max_bytes, if any."""
+    """Return the buckets; "optimal" by trying every set; limits are max_cost, memory, max_bytes, max_sequences."""
     if isinstance(strategy, str):
         clipped = clip(lengths, max_length, overlong)
         if strategy == "optimal":
@@ -328,7 +333,8 @@ def make_steps(
     seed: int = 0,
     epoch: int = 0,
     block_size: int | None = None,
-    pacing: Callable[[int], float] | None = None,
+    pacing: Callable[[int], Any] | None = None,
+    value_bound: Callable[[int], float] | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: str = "error",
@@ -342,12 +348,19 @@ def make_steps(
     if overlong == "drop":
         ids = [i for i in ids if bucket_of[i] is not None]
     capacity = [microbatches_per_step * rows for rows, *_ in buckets]
+    if value_bound is not None:
+        first = sums if difficulty is None else difficulty[0] if isinstance(difficulty[0], list) else difficulty
+        ordered = [first[i] for i in ids]
+
+        def pacing(step: int) -> Fraction:
+            return Fraction(sum(value <= value_bound(step) for value in ordered), len(ordered))
+
     if pacing is not None:
         ids = paced_order(ids, [bucket_of[i] for i in ids], capacity, pacing, seed, epoch)
     by_arrival = (
         not isinstance(order, str)
         or order == "dataset"
-        or (difficulty is not None and list(difficulty) != sums)
+        or (difficulty is not None and list(difficulty) not in (sums, [sums]))
         or block_size is not None
         or pacing is not None
     )
@@ -376,7 +389,7 @@ def paced_order(
     ids: Sequence[int],
     bucket_of: Sequence[int | None],
     capacity: Sequence[int],
-    pacing: Callable[[int], float],
+    pacing: Callable[[int], Any],
     seed: int,
     epoch: int,
 ) -> list[int]:
@@ -420,10 +433,12 @@ def digest(
     buckets: Sequence[tuple[int, ...]],
     num_microbatches: int,
     row_offsets: Sequence[int] | None = None,
+    piece_starts: Sequence[int] | None = None,
 ) -> str:
-    """Return the plan's digest; with row offsets that of a plan of packed rows."""
+    """Return the plan's digest; with row offsets that of a plan of packed rows, also with starts of split samples."""
     ids = [i for _, step in steps for i in step]
-    total = hashlib.sha256(b"jvarlen-plan-1\0" if row_offsets is None else b"jvarlen-packed-plan-1\0")
+    kind = b"plan" if row_offsets is None else b"packed-plan" if piece_starts is None else b"split-plan"
+    total = hashlib.sha256(b"jvarlen-" + kind + b"-1\0")
     total.update(pack([num_microbatches, len(buckets), len(steps), len(ids)]))
     total.update(pack([number for bucket in buckets for number in bucket]))
     total.update(struct.pack(f"<{len(steps)}i", *(k for k, _ in steps)))
@@ -431,6 +446,8 @@ def digest(
     if row_offsets is not None:
         total.update(pack([len(row_offsets) - 1]))
         total.update(pack(row_offsets))
+    if piece_starts is not None:
+        total.update(pack(piece_starts))
     for start in range(0, len(ids), 2**20):
         total.update(hashlib.sha256(pack(ids[start : start + 2**20])).digest())
     return total.hexdigest()

@@ -1,6 +1,11 @@
-"""Packing transcribed into plain Python: one sample at a time, a queue of rows for every space left."""
+"""Packing transcribed into plain Python: one sample at a time, a queue of rows for every space left.
+
+With a limit on the samples of a row: one row at a time, ids in a list for every length.
+"""
 
 from collections.abc import Sequence
+from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple
 
 from . import slow
@@ -22,6 +27,7 @@ def pack_samples(
     lengths: Sequence[int],
     row_lengths: Sequence[int],
     *,
+    max_samples_per_row: int | None = None,
     order: str | Sequence[int] = "dataset",
     seed: int = 0,
     epoch: int = 0,
@@ -34,6 +40,8 @@ def pack_samples(
     if overlong == "drop":
         ids = [i for i in ids if lengths[i] <= longest]
     cut = {i: min(lengths[i], longest) for i in ids}
+    if max_samples_per_row is not None:
+        return limited_rows(ids, cut, row_lengths, max_samples_per_row)
     rows: list[Row] = []
     queues: dict[int, list[int]] = {}  # rows by the space they have left, the one that has had it longest first
     for i in sorted(ids, key=lambda i: -cut[i]):
@@ -51,9 +59,75 @@ def pack_samples(
     return rows
 
 
-def rows_held(lengths: Sequence[int], edges: Sequence[int]) -> list[int]:
+def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return the pieces of some samples in order, as (id, start, length)."""
+    return [(i, start, min(longest, lengths[i] - start)) for i in ids for start in range(0, lengths[i], longest)]
+
+
+def distinct_rows(rows: Sequence[Row]) -> dict[tuple[int, tuple[int, ...]], int]:
+    """Return how many rows there are of a capacity and lengths, in the order of the first of each."""
+    counts: dict[tuple[int, tuple[int, ...]], int] = {}
+    for row in rows:
+        kind = row.capacity, tuple(sorted((length for _, length in row.samples), reverse=True))
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def limited_rows(ids: Sequence[int], lengths: dict[int, int], row_lengths: Sequence[int], most: int) -> list[Row]:
+    """Return rows of at most so many samples."""
+    left: dict[int, list[int]] = {}
+    for i in ids:
+        left.setdefault(lengths[i], []).append(i)
+    rows: list[Row] = []
+    while left:
+        counts = {length: len(waiting) for length, waiting in left.items()}
+        row = next_limited_row(counts, row_lengths, most)
+        while all(len(left.get(length, [])) >= row.count(length) for length in row):
+            samples = [(left[length].pop(0), length) for length in sorted(row, reverse=True)]
+            rows.append(Row(next(size for size in row_lengths if size >= sum(row)), samples))
+        left = {length: waiting for length, waiting in left.items() if waiting}
+    return rows
+
+
+def next_limited_row(counts: dict[int, int], row_lengths: Sequence[int], most: int) -> list[int]:
+    """Return the lengths of the samples of the next row."""
+    everything = [length for length, count in counts.items() for _ in range(count)]
+    capacity = next(size for size in row_lengths if size >= max(everything))
+
+    def longest(of: list[int], limit: int) -> list[int]:
+        return [max(length for length in of if length <= limit)] if any(length <= limit for length in of) else []
+
+    def without(row: list[int]) -> list[int]:
+        rest = list(everything)
+        for length in row:
+            rest.remove(length)
+        return rest
+
+    row: list[int] = []
+    while len(row) < most and (taken := longest(without(row), capacity - sum(row))):
+        row += taken
+    if len(without(row)) * row_lengths[0] <= most * sum(without(row)):
+        return row
+    mean = Fraction(sum(everything), len(everything))
+    row = [max(everything) if max(everything) - mean >= mean - min(everything) else min(everything)]
+    while len(row) < most:
+        rest, space, missing = without(row), capacity - sum(row), most - len(row)
+        pairs = {a: min(rest.count(a), rest.count(space - a)) for a in set(rest) if 2 * a < space}
+        if space // 2 in rest and space % 2 == 0:
+            pairs[space // 2] = rest.count(space // 2) // 2
+        shortest = min(pairs, key=lambda a: (-pairs[a], a), default=0)
+        if missing == 2 and pairs.get(shortest):
+            return [*row, shortest, space - shortest]
+        if not (taken := longest(rest, space // missing) or longest(rest, space)):
+            return row
+        row += taken
+    return row
+
+
+def rows_held(lengths: Sequence[int], edges: Sequence[int], max_samples_per_row: int | None = None) -> list[int]:
     """Return how many of the rows that the samples are packed into each edge holds in a plan."""
-    return slow.samples_per_edge([row.num_tokens for row in pack_samples(lengths, edges)], edges)
+    rows = pack_samples(lengths, edges, max_samples_per_row=max_samples_per_row)
+    return slow.samples_per_edge([row.num_tokens for row in rows], edges)
 
 
 def choose_row_lengths(
@@ -62,6 +136,7 @@ def choose_row_lengths(
     *,
     max_shapes: int = 4,
     max_length: int | None = None,
+    max_samples_per_row: int | None = None,
     overlong: str = "truncate",
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
@@ -73,8 +148,9 @@ def choose_row_lengths(
     """Return the cheapest lengths by trying every set."""
     clipped = slow.clip(lengths, max_length, overlong)
     rule = (microbatches_per_step, row_multiple)
+    held = partial(rows_held, max_samples_per_row=max_samples_per_row)
     return slow.best_edges(
-        clipped, max_tokens, max_shapes, length_multiple, *rule, cost, compile_seconds, held=rows_held, **limits
+        clipped, max_tokens, max_shapes, length_multiple, *rule, cost, compile_seconds, held=held, **limits
     )
 
 

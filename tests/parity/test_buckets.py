@@ -260,6 +260,13 @@ def test_trimmed_rows_fill_the_last_step(package: ModuleType) -> None:
     assert as_pairs(package.make_buckets([7] * 11, 70, microbatches_per_step=4)) == [(3, 7)]
 
 
+def test_no_microbatch_has_more_rows_than_allowed(package: ModuleType) -> None:
+    """However short they are; a multiple of the row multiple where one remains."""
+    assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7)) == [(7, 2)]
+    assert as_pairs(package.make_buckets([2] * 100, 70, max_sequences=7, row_multiple=3)) == [(6, 2)]
+    assert as_pairs(package.make_buckets([2] * 100 + [35], 70, max_sequences=7, max_shapes=2)) == [(7, 2), (1, 35)]
+
+
 def test_a_row_multiple_above_the_cap_is_waived(package: ModuleType) -> None:
     """Rounded down only where at least one multiple remains."""
     assert as_pairs(package.make_buckets([10] * 100, 70, row_multiple=8)) == [(7, 10)]
@@ -312,6 +319,8 @@ def test_costs_that_are_not_finite_and_positive_are_refused(
         ({"max_shapes": 0}, "max_shapes"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
         ({"row_multiple": 0}, "row_multiple"),
+        ({"max_sequences": 0}, "max_sequences"),
+        ({"max_sequences": 2.5}, "max_sequences"),
         ({"length_multiple": 0}, "length_multiple"),
         ({"max_length": 0}, "max_length"),
         ({"compile_seconds": 1.0}, "compile_seconds"),

@@ -80,6 +80,34 @@ def test_both_loaders_give_the_same_packed_arrays():
         assert float(batch.num_sequences) == float(reference.num_sequences)
 
 
+def test_both_loaders_cut_the_same_pieces():
+    """All tokens of all samples, once."""
+    plan, torch_plan = (
+        package.make_plan(
+            package.pack_samples(LENGTHS, [8, 20], order="shuffle", overlong="split"),
+            [(6, 8), (3, 20)],
+            order="shuffle",
+            microbatches_per_step=2,
+        )
+        for package in (jvarlen, torch_ref)
+    )
+    assert plan.digest == torch_plan.digest
+    assert plan.num_tokens.sum() == LENGTHS.sum()
+    assert plan.num_samples == (-(-LENGTHS // 20)).sum()
+    read = [np.full(length, -1) for length in LENGTHS]
+    batches = jvarlen.load(plan, DATASET, collate=jvarlen.pack_to_bucket, lengths=LENGTHS)
+    for step, (batch, reference) in enumerate(zip(batches, torch_ref.load(torch_plan, DATASET), strict=True)):
+        for name in ("tokens", "segment_ids", "positions", "weights"):
+            np.testing.assert_array_equal(getattr(batch, name), getattr(reference, name).numpy())
+        ids, starts = plan.rows(step), plan.pieces(step)
+        for m, b, p in np.argwhere(ids >= 0):
+            tokens = np.asarray(batch.tokens[m, b])[np.asarray(batch.segment_ids[m, b]) == p + 1]
+            piece = read[ids[m, b, p]][starts[m, b, p] :][: len(tokens)]
+            assert (piece == -1).all()
+            piece[:] = tokens
+    assert all((tokens == DATASET[i]).all() for i, tokens in enumerate(read))
+
+
 def test_the_models_agree_on_packed_rows():
     plan, torch_plan = packed_plans()
     params = init_params(CONFIG, seed=1)

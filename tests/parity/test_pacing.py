@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow
-from .inputs import Table, few, moderate, pacings, seeds, steps_of, text_of
+from .inputs import Table, as_arrays, difficulties, few, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
@@ -139,6 +139,36 @@ def paced_arguments(draw: st.DrawFn) -> dict[str, Any]:
 def test_paced_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
     """A simulation of the draw, sample by sample."""
     assert steps_of(package.make_plan(**arguments)) == slow.make_steps(**arguments)
+
+
+@moderate
+@given(arguments=paced_arguments(), data=st.data())
+def test_steps_paced_by_value_match_the_contract(
+    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    """Bounds of the length or of a difficulty, integers or floats, also infinite; the highest so far counts."""
+    arguments |= {"order": "length", "difficulty": data.draw(difficulties(arguments["lengths"]))}
+    del arguments["pacing"]
+    number = st.one_of(st.integers(-3, 25), st.sampled_from([-np.inf, 0.5, 12.5, 2.0**53, np.inf]))
+    bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))
+    plan = package.make_plan(**as_arrays(arguments), pacing=package.ValuePacing(bounds))
+    assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
+
+
+def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
+    """In steps of two: up to 3, up to 5, all; what is above comes once nothing else is left."""
+    lengths = [5, 2, 9, 3, 4, 1, 8, 5]
+    pacing = package.ValuePacing(lambda step: np.minimum(3 + 2 * (step // 2), 5))
+    plan = package.make_plan(lengths, [(2, 9)], pacing=pacing)
+    most = [max(lengths[i] for i in ids) for _, ids in steps_of(plan)]
+    assert most[0] <= 3
+    assert max(most[:3]) <= 5
+    assert most[3] == 9
+    with pytest.raises(ValueError, match="length_descending"):
+        package.make_plan(lengths, [(2, 9)], order="length_descending", pacing=pacing)
+    for wrong in (3, lambda step: 4, lambda step: np.full(len(step), np.nan), lambda step: ["a"] * len(step)):
+        with pytest.raises(ValueError, match="pacing"):
+            package.make_plan(lengths, [(2, 9)], pacing=package.ValuePacing(wrong))
 
 
 @moderate

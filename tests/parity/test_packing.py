@@ -42,6 +42,7 @@ def packing_arguments(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "lengths": given_lengths,
         "row_lengths": sorted({*sizes[:-1], max(sizes[-1], needed)}),
+        "max_samples_per_row": draw(st.sampled_from([None, None, 1, 2, 3, 4, 7, 2**40])),
         "order": order,
         "seed": draw(seeds),
         "epoch": draw(seeds),
@@ -100,6 +101,59 @@ def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any])
 
 
 @moderate
+@given(arguments=packing_arguments(), most=st.integers(1, 5))
+def test_rows_of_few_samples_match_the_contract(package: ModuleType, arguments: dict[str, Any], most: int) -> None:
+    """Row by row: the longest that fit, or short and long ones where too many samples would be left."""
+    arguments |= {"max_samples_per_row": most}
+    rows = rows_of(pack(package, arguments))
+    assert rows == slow_packing.pack_samples(**arguments)
+    assert max(len(row.samples) for row in rows) <= most
+
+
+@moderate
+@given(arguments=packing_arguments(), data=st.data())
+def test_a_histogram_is_packed_into_the_same_rows(
+    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    """The distinct rows of the samples that it counts, in the order of the first of each."""
+    del arguments["order"], arguments["seed"], arguments["epoch"]
+    lengths = [min(length, 60) for length in arguments["lengths"]]
+    counts = data.draw(st.lists(st.integers(1, 5), min_size=len(lengths), max_size=len(lengths)))
+    longest = arguments["row_lengths"][-1]
+    if arguments["overlong"] != "truncate" and not any(length <= longest for length in lengths):
+        arguments["overlong"] = "truncate"
+    if arguments["overlong"] == "error" and max(lengths) > longest:
+        arguments["overlong"] = "drop"
+    packed = package.pack_samples(**as_arrays(arguments), counts=np.array(counts))
+    each = [length for length, count in zip(lengths, counts, strict=True) for _ in range(count)]
+    rows = slow_packing.pack_samples(**arguments | {"lengths": each})
+    bounds, lengths_in = packed.row_offsets.tolist(), packed.sample_lengths.tolist()
+    kinds = [(c, tuple(lengths_in[bounds[g] : bounds[g + 1]])) for g, c in enumerate(packed.capacity.tolist())]
+    assert list(zip(kinds, packed.counts.tolist(), strict=True)) == list(slow_packing.distinct_rows(rows).items())
+    assert packed.num_rows == len(rows)
+    assert packed.num_tokens.tolist() == [sum(kind) for _, kind in kinds]
+    assert packed.fill == sum(row.num_tokens for row in rows) / sum(row.capacity for row in rows)
+    num_too_long = sum(length > longest for length in each)
+    assert packed.row_lengths == tuple(arguments["row_lengths"])
+    assert packed.overlong == arguments["overlong"]
+    assert packed.num_dropped == (num_too_long if packed.overlong == "drop" else 0)
+    assert packed.num_truncated == (num_too_long if packed.overlong == "truncate" else 0)
+    names = ("sample_lengths", "row_offsets", "capacity", "counts", "num_tokens")
+    assert all(getattr(packed, name).dtype == np.int64 for name in names)
+
+
+def test_millions_of_samples_are_packed_by_their_histogram(package: ModuleType) -> None:
+    """Sixteen million, of which nobody made a list."""
+    counts = np.full(512, 2**15)
+    packed = package.pack_samples(np.arange(1, 513), 512, counts=counts, max_samples_per_row=3)
+    assert packed.num_tokens @ packed.counts == 2**15 * 512 * 513 // 2
+    assert np.bincount(packed.sample_lengths, np.repeat(packed.counts, np.diff(packed.row_offsets)))[1:].tolist() == (
+        counts.tolist()
+    )
+    assert packed.fill > 0.998
+
+
+@moderate
 @given(arguments=packing_arguments())
 def test_a_packing_describes_its_rows(package: ModuleType, arguments: dict[str, Any]) -> None:
     """Every attribute, with its dtype, computed row by row."""
@@ -145,6 +199,15 @@ def test_rows_fill_as_by_hand(package: ModuleType) -> None:
     assert packing.fill == 23 / 24
 
 
+def test_rows_of_few_samples_fill_as_by_hand(package: ModuleType) -> None:
+    """Two full rows of three: after 6 and 4, which fill a row as well, four samples would be left for the other."""
+    packing = package.pack_samples([6, 4, 2, 2, 3, 3], 10, max_samples_per_row=3)
+    assert rows_of(packing) == [
+        slow_packing.Row(10, [(0, 6), (2, 2), (3, 2)]),
+        slow_packing.Row(10, [(1, 4), (4, 3), (5, 3)]),
+    ]
+
+
 def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleType) -> None:
     """And take further samples up to it."""
     packing = package.pack_samples([3, 9, 4, 1, 1, 1], [4, 10])
@@ -157,14 +220,16 @@ def test_rows_open_in_the_smallest_length_that_holds_the_sample(package: ModuleT
     assert package.pack_samples([1, 2], 3).row_lengths == (3,)
 
 
+@pytest.mark.parametrize("most", [None, 3])
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
-def test_large_packings_match_the_contract(package: ModuleType, order: str) -> None:
+def test_large_packings_match_the_contract(package: ModuleType, order: str, most: int | None) -> None:
     """Thousands of samples of many lengths: long queues, split intervals."""
     rng = np.random.default_rng(3)
     lengths = np.minimum(rng.zipf(1.3, 3000) + rng.integers(0, 40, 3000), 700)
     arguments: dict[str, Any] = {
         "lengths": lengths.tolist(),
         "row_lengths": [64, 100, 512],
+        "max_samples_per_row": most,
         "order": rng.permutation(3000)[:2000].tolist() if order == "subset" else order,
         "seed": 5,
         "overlong": "truncate",
@@ -182,7 +247,13 @@ def test_large_packings_match_the_contract(package: ModuleType, order: str) -> N
         ({"row_lengths": 0}, "0"),
         ({"row_lengths": 8.5}, r"8\.5"),
         ({"row_lengths": [8.5]}, r"8\.5"),
+        ({"max_samples_per_row": 0}, "max_samples_per_row"),
+        ({"max_samples_per_row": 2.0}, "max_samples_per_row"),
         ({"overlong": "ignore"}, "ignore"),
+        ({"counts": [1, 2]}, "counts"),
+        ({"counts": [1, 2, 3.5]}, "counts"),
+        ({"counts": [1, 2, -7]}, r"counts.*id 2: -7"),
+        ({"counts": [1, 2, 3], "order": "shuffle"}, "shuffle"),
         ({"order": "random"}, "random"),
         ({"order": [0, 0]}, "0"),
         ({"seed": -1}, "seed"),
@@ -208,6 +279,106 @@ def test_samples_above_the_longest_row_are_listed(package: ModuleType) -> None:
     assert package.pack_samples(lengths, 10, order=[2, 0]).sample_ids.tolist() == [2, 0]
 
 
+# Split samples
+
+
+@st.composite
+def split_arguments(draw: st.DrawFn) -> tuple[dict[str, Any], list[slow_packing.Row], list[tuple[int, int, int]]]:
+    """Draw arguments of `pack_samples` that split, the rows that come of them, of pieces by number, and the pieces."""
+    arguments = draw(packing_arguments()) | {"overlong": "split"}
+    order = arguments["order"]
+    seed, epoch = arguments["seed"], arguments["epoch"]
+    shuffled = slow.random_order(seed, epoch, 0, len(arguments["lengths"]), stream=1)
+    ids = shuffled if order == "shuffle" else slow.sample_order(arguments["lengths"], order)
+    pieces = slow_packing.split_samples(arguments["lengths"], arguments["row_lengths"][-1], ids)
+    rest = {name: arguments[name] for name in ("row_lengths", "max_samples_per_row")}
+    return arguments, slow_packing.pack_samples([length for _, _, length in pieces], **rest), pieces
+
+
+@moderate
+@given(drawn=split_arguments())
+def test_pieces_are_packed_like_samples(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
+    """Each piece once, as long as the longest row or what is left."""
+    arguments, rows, pieces = drawn
+    packing = pack(package, arguments)
+    placed = [pieces[p] for row in rows for p, _ in row.samples]
+    assert packing.sample_ids.tolist() == [i for i, _, _ in placed]
+    assert packing.sample_lengths.tolist() == [length for _, _, length in placed]
+    assert packing.capacity.tolist() == [row.capacity for row in rows]
+    assert np.diff(packing.row_offsets).tolist() == [len(row.samples) for row in rows]
+    assert (packing.overlong, packing.num_dropped, packing.num_truncated) == ("split", 0, 0)
+    if any(start for _, start, _ in pieces):
+        assert packing.piece_starts.dtype == np.int64
+        assert packing.piece_starts.tolist() == [start for _, start, _ in placed]
+    else:
+        assert packing.piece_starts is None
+
+
+@few
+@given(drawn=split_arguments(), data=st.data())
+def test_plans_of_pieces_match_the_contract(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, drawn: tuple[Any, Any, Any], data: st.DataObject
+) -> None:
+    """Rows of pieces are planned like other rows; the digest and the file cover where pieces begin."""
+    arguments, rows, pieces = drawn
+    options = data.draw(plan_options(rows, arguments["row_lengths"][-1]))
+    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
+    ids, starts = ([pieces[p][part] for _, step in steps for p in step] for part in (0, 1))
+    is_split = any(start for _, start, _ in pieces)
+    assert plan.sample_ids.tolist() == ids
+    assert plan.num_tokens.tolist() == [sum(pieces[p][2] for p in step) for _, step in steps]
+    assert (plan.piece_starts is not None) == is_split
+    in_steps = [(k, [pieces[p][0] for p in step]) for k, step in steps]
+    microbatches, piece_starts = options["microbatches_per_step"], starts if is_split else None
+    assert plan.digest == slow.digest(in_steps, options["buckets"], microbatches, offsets, piece_starts)
+    path = tmp_path_factory.mktemp("pieces") / "plan.npz"
+    plan.save(path)
+    loaded = package.Plan.load(path)
+    assert loaded.digest == plan.digest
+    for step, held in enumerate(rows_of_step):
+        laid_out = loaded.pieces(step)
+        if not is_split:
+            assert laid_out is None
+            continue
+        assert laid_out.shape == loaded.rows(step).shape
+        for j, row in enumerate(held):
+            in_row = laid_out[j % microbatches, j // microbatches].tolist()
+            assert in_row == [pieces[p][1] for p in row] + [-1] * (len(in_row) - len(row))
+
+
+def test_a_split_histogram_counts_pieces(package: ModuleType) -> None:
+    """Two samples of 25 are four pieces of 10 and two of 5."""
+    packed = package.pack_samples([25, 3], [5, 10], counts=[2, 1], overlong="split")
+    rows = package.pack_samples([25, 25, 3], [5, 10], overlong="split")
+    assert packed.counts.tolist() == [4, 2, 1]
+    assert packed.sample_lengths.tolist() == [10, 5, 3]
+    assert packed.num_rows == rows.num_rows
+    assert packed.fill == rows.fill
+
+
+def test_pieces_need_their_bucket(package: ModuleType) -> None:
+    """A longer bucket would read on into the next piece."""
+    packing = package.pack_samples([9, 4, 40], 10, overlong="split")
+    with pytest.raises(ValueError, match=r"\b12\b"):
+        package.make_plan(packing, [(2, 12)])
+    assert package.make_plan(packing, [(2, 10)]).num_samples == 6
+
+
+def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None:
+    """Other starts, fewer, none: the digest covers them."""
+    path = tmp_path / "pieces.npz"
+    package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)]).save(path)
+    with np.load(path, allow_pickle=False) as archive:
+        fields = {name: archive[name] for name in archive.files}
+    starts = fields.pop("piece_starts")
+    others = [starts + 10, starts[:-1], starts.astype(np.int32)]
+    for changed in [fields, *(fields | {"piece_starts": other} for other in others)]:
+        np.savez(path, **changed)
+        with pytest.raises(ValueError, match=r"pieces\.npz"):
+            package.Plan.load(path)
+
+
 # Lengths of rows
 
 
@@ -220,6 +391,7 @@ def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.Data
     if limited:
         arguments |= data.draw(limits(20))
         arguments["compile_seconds"] = data.draw(st.sampled_from([None, 0.0, 1.5]))
+    arguments["max_samples_per_row"] = data.draw(st.sampled_from([None, 1, 2, 3]))
     chosen = package.choose_row_lengths(**as_arrays(arguments))
     assert isinstance(chosen, tuple)
     assert all(isinstance(length, int) for length in chosen)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow, slow_streams
-from .inputs import few, moderate, offenders
+from .inputs import few, moderate, offenders, seeds
 
 
 @st.composite
@@ -28,6 +28,9 @@ def stream_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "buckets": [(draw(st.integers(1, 4)), edge) for edge in sorted(edges)],
         "microbatches_per_step": draw(st.integers(1, 3)),
         "max_waiting": draw(st.one_of(st.none(), st.integers(1, 12))),
+        "shuffle_buffer": draw(st.one_of(st.none(), st.integers(1, 12), st.just(1000))),
+        "seed": draw(seeds),
+        "epoch": draw(seeds),
         "overlong": overlong,
     }
 
@@ -46,6 +49,7 @@ def estimated_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "max_length": max_length,
         "microbatches_per_step": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
+        "max_sequences": draw(st.sampled_from([None, 1, 2, 5])),
         "length_multiple": multiple,
     }
 
@@ -140,6 +144,7 @@ def test_a_state_keeps_the_buckets_that_were_chosen(
 @given(arguments=stream_arguments(), limit=st.integers(1, 10))
 def test_never_more_samples_wait_than_allowed(package: ModuleType, arguments: dict[str, Any], limit: int) -> None:
     """What was read and not yet in a step, at every step and at the end; each sample in one step."""
+    arguments |= {"shuffle_buffer": None}
     steps = package.stream_batches(**(arguments | {"max_waiting": limit}))
     emitted: list[int] = []
     for step in steps:
@@ -168,6 +173,24 @@ def test_an_endless_stream_is_read_no_further_than_needed(package: ModuleType) -
     chosen = package.stream_batches(lengths(), max_tokens=14, num_estimate=50)
     assert chosen.buckets[-1] == (2, 7)
     assert next(chosen).ids.min() >= 0
+
+
+def test_a_shuffle_buffer_is_all_that_is_read_ahead(package: ModuleType) -> None:
+    """Of an endless stream; a sample comes no earlier than it can be in the buffer, and the order is another."""
+    drawn = []
+
+    def lengths() -> Iterator[int]:
+        for number in itertools.count():
+            drawn.append(number)
+            yield 4
+
+    steps = package.stream_batches(lengths(), [(8, 4)], shuffle_buffer=32, seed=1)
+    ids = [i for step in itertools.islice(steps, 20) for i in step.ids[0].tolist()]
+    assert len(drawn) == len(ids) + 31 == steps.num_read
+    assert all(i < place + 32 for place, i in enumerate(ids))
+    assert ids != sorted(ids)
+    again = package.stream_batches(lengths(), [(8, 4)], shuffle_buffer=32, seed=1, epoch=1)
+    assert ids != [i for step in itertools.islice(again, 20) for i in step.ids[0].tolist()]
 
 
 def test_the_longest_bucket_holds_max_length(package: ModuleType) -> None:
@@ -222,10 +245,13 @@ def test_a_stream_without_samples_has_no_steps(package: ModuleType) -> None:
         ({"overlong": "ignore"}, "ignore"),
         ({"max_waiting": -1}, "max_waiting"),
         ({"max_waiting": 1.5}, "max_waiting"),
+        ({"shuffle_buffer": 0}, "shuffle_buffer"),
+        ({"shuffle_buffer": 3, "seed": -1}, "seed"),
         ({"buckets": None, "max_tokens": 0}, "max_tokens"),
         ({"buckets": None, "max_tokens": 10, "num_estimate": 0}, "num_estimate"),
         ({"buckets": None, "max_tokens": 10, "max_shapes": 0}, "max_shapes"),
         ({"buckets": None, "max_tokens": 10, "row_multiple": 0}, "row_multiple"),
+        ({"buckets": None, "max_tokens": 10, "max_sequences": 0}, "max_sequences"),
         ({"buckets": None, "max_tokens": 10, "length_multiple": 0}, "length_multiple"),
         ({"buckets": None, "max_tokens": 7}, "7"),
     ],

@@ -1,5 +1,8 @@
 """Packing: full rows, every sample once, fast planning of rows, and the same training as without."""
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +33,7 @@ from jvarlen.loading.loader import PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.plan import Plan
+from jvarlen.testing import assert_exactly_once
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(90, 40)
@@ -46,6 +50,18 @@ def test_rows_of_4096_are_998_thousandths_full():
     assert (np.sort(packing.sample_ids) == np.arange(200_000)).all()
     assert packing.num_tokens.max() <= 4096
     assert (packing.starts + packing.sample_lengths <= np.repeat(packing.capacity, np.diff(packing.row_offsets))).all()
+
+
+@pytest.mark.parametrize(("most", "fill"), [(None, 0.9994), (3, 0.9980), (12, 0.9995)])
+def test_wikipedia_lengths_fill_rows_of_few_samples(most, fill):
+    counts = np.loadtxt(Path(__file__).parents[2] / "benchmarks" / "support" / "wikipedia_lengths.txt", np.int64)
+    lengths = np.flatnonzero(counts.reshape(-1)) + 1
+    packed = pack_samples(lengths, 512, counts=counts.reshape(-1)[lengths - 1], max_samples_per_row=most)
+    assert packed.fill >= fill
+    assert packed.num_tokens.max() <= 512
+    num_placed = np.bincount(packed.sample_lengths, np.repeat(packed.counts, np.diff(packed.row_offsets)))
+    assert (num_placed[1:] == counts.reshape(-1)).all()
+    assert most is None or np.diff(packed.row_offsets).max() == most
 
 
 @pytest.mark.parametrize("row_lengths", [(512, 1024, 2048, 4096), 4096], ids=["chosen by hand", "one"])
@@ -104,6 +120,18 @@ def test_a_packed_plan_comes_back_from_disk(tmp_path):
     assert loaded.num_rows == plan.num_rows
     assert (loaded.rows(0) == plan.rows(0)).all()
     assert "samples a row" in loaded.report()
+
+
+def test_pieces_of_every_sample_come_exactly_once():
+    packing = pack_samples(LENGTHS, 16, overlong="split")
+    plan = make_plan(packing, [(8, 16)], order="shuffle")
+    assert_exactly_once(packing, len(LENGTHS))
+    assert_exactly_once(plan, len(LENGTHS))
+    by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
+    assert (plan.planned_lengths(LENGTHS)[by_piece] == [min(16, n - s) for n in LENGTHS for s in range(0, n, 16)]).all()
+    repeated = dataclasses.replace(packing, sample_ids=np.zeros_like(packing.sample_ids))
+    with pytest.raises(AssertionError, match="more than once"):
+        assert_exactly_once(repeated, len(LENGTHS))
 
 
 def test_every_sample_is_laid_out_as_planned():

@@ -351,7 +351,14 @@ def test_what_is_no_state_at_all_is_refused(state):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
+        ({"shuffle_buffer": 0}, r"shuffle_buffer \(0\)"),
+        ({"seed": -1}, "seed"),
+        ({"buffered_ids": [0], "buffered_lengths": [3]}, "1 ids and 1 lengths in a shuffle buffer of None"),
+        ({"buffered_ids": [0], "shuffle_buffer": 4}, "1 ids and 0 lengths in a shuffle buffer of 4"),
+        ({"buffered_ids": [9], "buffered_lengths": [3], "shuffle_buffer": 4}, "not read"),
+        ({"buffered_ids": [0], "buffered_lengths": [0], "shuffle_buffer": 4}, "no length"),
+        ({"buffered_ids": [3], "buffered_lengths": [8], "shuffle_buffer": 4}, "an id waits twice"),
         ({"surplus": 1}, "surplus"),
         ({"buckets": [[3, 4], [2, 4], [1, 20]]}, "ascend"),
         ({"buckets": [[3, 4], [2, 9]]}, "2 buckets, and waiting samples of 3 and 3"),
@@ -380,6 +387,14 @@ def test_what_is_no_state_at_all_is_refused(state):
 def test_a_state_that_no_stream_can_have_is_refused(changed, said):
     with pytest.raises(ValueError, match=f"no state of a stream: .*{said}"):
         stream_batches(LENGTHS, state=state_in_the_middle() | changed)
+
+
+def test_a_state_of_version_1_resumes():
+    state = state_in_the_middle()
+    new = {"shuffle_buffer", "seed", "epoch", "buffered_ids", "buffered_lengths"}
+    old = {name: value for name, value in state.items() if name not in new} | {"version": 1}
+    expected = [plain(step) for step in stream_batches(LENGTHS, state=state)]
+    assert [plain(step) for step in stream_batches(LENGTHS, state=old)] == expected
 
 
 def test_options_beside_a_state_are_those_of_the_state():
