@@ -1,4 +1,4 @@
-"""Datasets in a column of Parquet or Arrow files.
+"""Datasets in a column of Parquet, Arrow, CSV or TSV files.
 
 Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in the extra `data`.
 """
@@ -20,6 +20,7 @@ from jvarlen.data.tokens import TokenDataset, check_tokens
 
 __all__ = ["ColumnDataset", "saved_shards"]
 
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 
 
@@ -31,8 +32,9 @@ class _TokenColumn(NamedTuple):
 class ColumnDataset:
     """Rows of a column of strings, bytes or lists of integers: a data source.
 
-    Parquet is decoded into memory. Arrow (a file or a stream; also "Feather") is memory-mapped, and uncompressed
-    columns stay on disk. Worker processes open the files themselves.
+    Parquet, CSV and TSV are decoded into memory. The first line of CSV and TSV names the columns, and every value is a
+    string, in quotes where it holds a delimiter or a newline. Arrow (a file or a stream; also "Feather") is
+    memory-mapped, and uncompressed columns stay on disk. Worker processes open the files themselves.
 
     Args:
       paths: the files, whose rows are concatenated; the file extension tells the format. They must not change while in
@@ -223,6 +225,8 @@ def _read(path: Path, field: str) -> Any:
         with parquet.ParquetFile(path, memory_map=True) as file:
             _check_field(file.schema_arrow.names, field)
             column = file.read(columns=[field]).column(field)
+    elif path.suffix in _DELIMITERS:
+        column = _read_csv(path, field)
     else:
         with pa.memory_map(str(path)) as file:
             is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
@@ -234,6 +238,20 @@ def _read(path: Path, field: str) -> Any:
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     return column
+
+
+def _read_csv(path: Path, field: str) -> Any:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix], newlines_in_values=True)
+    with csv.open_csv(path, parse_options=parsing) as reader:
+        _check_field(reader.schema.names, field)
+    return csv.read_csv(
+        path,
+        parse_options=parsing,
+        convert_options=csv.ConvertOptions(column_types={field: pa.large_string()}, include_columns=[field]),
+    ).column(field)
 
 
 def _check_field(names: list[str], field: str) -> None:

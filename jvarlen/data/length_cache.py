@@ -139,6 +139,10 @@ class _Lengths:
         except ValueError:
             return 0
 
+    def values_of(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, where the dataset reads them at once."""
+        return self._dataset.lengths_of(samples) if hasattr(self._dataset, "lengths_of") else None
+
 
 class _Measurement(NamedTuple):
     """An integer of every sample of a dataset, and how it is measured."""

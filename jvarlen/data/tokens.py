@@ -12,7 +12,7 @@ from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["Subset", "TokenDataset", "as_data_source", "check_tokens", "to_tokens"]
+__all__ = ["Joined", "Subset", "TokenDataset", "as_data_source", "check_tokens", "to_tokens"]
 
 
 class TokenDataset:
@@ -93,6 +93,48 @@ class Subset:
     def lengths(self) -> Int64[np.ndarray, " n"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
+
+
+class Joined:
+    """Datasets one after the other, without copying: a data source.
+
+    Args:
+      datasets: random access to the samples of each; sample ids go on from one to the next.
+
+    Example:
+      >>> joined = Joined([["a", "b"], [], ["c"]])
+      >>> len(joined), joined[2], joined.locate(2)
+      (3, 'c', (2, 0))
+    """
+
+    def __init__(self, datasets: Sequence[DataSource]):
+        self._datasets = tuple(datasets)
+        self._starts = np.cumsum([0, *map(len, datasets)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        d, own = self.locate(index)
+        return self._datasets[d][own]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """The dataset of a sample, and its id there."""
+        d = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return d, index - int(self._starts[d])
+
+    def lengths_of(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, if all datasets read them at once; None otherwise."""
+        if not all(hasattr(dataset, "lengths_of") for dataset in self._datasets):
+            return None
+        lengths: list[int] = []
+        while len(lengths) < len(samples):
+            d, own = self.locate(samples.start + len(lengths))
+            end = min(len(self._datasets[d]), own + len(samples) - len(lengths))
+            lengths += self._datasets[d].lengths_of(range(own, end))  # type: ignore[attr-defined]
+        return lengths
 
 
 class _Tokens:

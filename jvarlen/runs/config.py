@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import glob
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
 import dacite
@@ -18,6 +19,7 @@ import tyro
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.data.find_files import is_remote
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.models import TransformerConfig
@@ -32,6 +34,7 @@ __all__ = [
     "OptimizerConfig",
     "PlanConfig",
     "changes_between",
+    "evaluation_name",
     "load_config",
     "save_config",
     "saved_settings",
@@ -91,13 +94,16 @@ class OptimizerConfig:
 class DataConfig:
     """The data to train and evaluate on."""
 
-    data: tuple[Path, ...] = ()
+    data: tuple[Path | str, ...] = ()
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
-    tokens and offsets (.npz), a column (.parquet, .arrow), or a directory of a Hugging Face dataset."""
+    a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
+    Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
     field: str = "text"
     """JSON field or column that holds the text or the tokens."""
     tokenizer: Path | None = None
     """Tokenizer file (tokenizer.json); None trains on bytes."""
+    end_token: int | None = None
+    """Token that ends every document of a .bin without index; None for blocks of plan.max_length."""
     weights: tuple[float, ...] = ()
     """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
     Without weights, an epoch has every sample of all files."""
@@ -105,7 +111,7 @@ class DataConfig:
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
     """Share of the samples held out from training, chosen by the hash of their content."""
-    eval_data: tuple[Path, ...] = ()
+    eval_data: tuple[Path | str, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_COURSE)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
@@ -113,21 +119,37 @@ class DataConfig:
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
-        check_at_least(self, 0, "num_workers")
+        check_at_least(self, 0, "num_workers", "end_token")
         check_at_least(self, 1, "mixture_samples")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         if self.weights and len(self.weights) != len(self.data):
             raise UserError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
-        names = collections.Counter([HELD_OUT, *(path.stem for path in self.eval_data)])
+        names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
         # Absolute, so that the run can be resumed from another directory.
         for name in ("data", "eval_data"):
-            object.__setattr__(self, name, tuple(path.absolute() for path in getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", self.tokenizer.absolute())
+
+
+def evaluation_name(path: Path | str) -> str:
+    """The name of the evaluation on files: that of the file without its ending, or of the directory.
+
+    Example:
+      >>> evaluation_name("gs://bucket/val.jsonl.gz"), evaluation_name(Path("books/*.txt"))
+      ('val', 'books')
+    """
+    names = [name for name in PurePosixPath(str(path)).parts if not glob.has_magic(name)]
+    own = PurePosixPath(names[-1])
+    return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
+
+
+def _absolute(path: Path | str) -> Path | str:
+    return str(path) if is_remote(path) else Path(path).absolute()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
