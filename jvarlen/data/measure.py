@@ -145,7 +145,7 @@ def measure_integers(
     Returns:
       int64[N].
     """
-    quantity = _Quantity(name, "integers that fit int64", is_integer, lambda words, is_float: words)
+    quantity = _Quantity(name, "integers that fit int64", is_integer, _unchecked)
     return _measure(dataset, function, quantity, num_workers, None, progress, shards, shard_size)
 
 
@@ -213,6 +213,10 @@ def _refuse_records(lengths: list[Any], samples: range) -> None:
             f"length_fn=len counts fields of these samples, not tokens: {list_offenders(np.array(ids), fields)}; give "
             "measure_lengths a length_fn that counts the tokens, such as lambda sample: len(sample[0])"
         )
+
+
+def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
+    return words
 
 
 def _check_lengths(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
