@@ -24,7 +24,7 @@ except ModuleNotFoundError:
         return json.loads(line.decode())  # of bytes it would also take UTF-16
 
 
-__all__ = ["LineDataset"]
+__all__ = ["LineDataset", "LineRecords", "first_record"]
 
 _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"
@@ -124,6 +124,32 @@ class LineDataset:
         self._bytes = _map(self._path)
 
 
+class LineRecords:
+    """The JSON objects of the lines of a file: a data source of dicts.
+
+    Args:
+      path: the file; it must not change while it is in use.
+
+    Raises:
+      ValueError: it has no lines; and, when a record is read, the reason why its line is none.
+    """
+
+    def __init__(self, path: Path):
+        self._lines = LineDataset(path)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _parse_record(self._lines[index].tobytes())
+
+
+def first_record(path: Path) -> dict[str, Any]:
+    """The JSON object of the first line; raises ValueError if it is none."""
+    with path.open("rb") as file:
+        return _parse_record(file.readline())
+
+
 def _map(path: Path) -> UInt8[np.ndarray, " total"]:
     return np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
 
@@ -140,6 +166,21 @@ def _find_lines(data: UInt8[np.ndarray, " total"]) -> tuple[Int64[np.ndarray, " 
 
 def _parse(line: bytes, field: str) -> bytes:
     """The text of a JSON line; raises ValueError with a short reason, in one line, if there is none."""
+    record = _parse_record(line)
+    if field not in record:
+        raise UserError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
+    text = record[field]
+    if not isinstance(text, str):
+        raise UserError(f"no string, but {reprlib.repr(text)}")
+    if not text:
+        raise UserError("empty")
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise UserError("half a surrogate pair, which has no UTF-8") from None
+
+
+def _parse_record(line: bytes) -> dict[str, Any]:
     try:
         try:
             record = _loads(line)
@@ -155,14 +196,4 @@ def _parse(line: bytes, field: str) -> bytes:
         raise UserError("a number of too many digits") from None
     if not isinstance(record, dict):
         raise UserError("no JSON object")
-    if field not in record:
-        raise UserError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
-    text = record[field]
-    if not isinstance(text, str):
-        raise UserError(f"no string, but {reprlib.repr(text)}")
-    if not text:
-        raise UserError("empty")
-    try:
-        return text.encode()
-    except UnicodeEncodeError:
-        raise UserError("half a surrogate pair, which has no UTF-8") from None
+    return record

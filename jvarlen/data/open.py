@@ -16,14 +16,15 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen.data.arrow_files import ColumnDataset, saved_shards
+from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, holds_messages, saved_shards
 from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.find_files import DataFile, find_files, is_remote
 from jvarlen.data.length_cache import cached_hashes, cached_lengths
-from jvarlen.data.line_files import LineDataset
+from jvarlen.data.line_files import LineDataset, LineRecords, first_record
+from jvarlen.data.records import ChatTemplate, MarkedBytes, RecordFormat, RecordTexts
 from jvarlen.data.token_files import open_indexed_tokens, open_token_file
 from jvarlen.data.tokenized import TokenizedDataset
-from jvarlen.data.tokens import Joined, TokenDataset, check_tokens
+from jvarlen.data.tokens import Joined, TokenDataset, WeightedTokens, check_tokens
 from jvarlen.planning.lengths import DataSource
 
 __all__ = ["StoredDataset", "open_data"]
@@ -85,7 +86,7 @@ class StoredDataset:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         try:
             return self._samples[index]
         except ValueError as error:  # it was read once, when the lengths were measured
@@ -95,7 +96,9 @@ class StoredDataset:
 def open_data(
     path: Path | str,
     *,
-    field: str = "text",
+    field: str | Sequence[str] = "text",
+    template: str | None = None,
+    loss_on: Sequence[str] = (),
     tokenizer: Path | None = None,
     num_values: int | None = None,
     end_token: int | None = None,
@@ -120,6 +123,10 @@ def open_data(
 
     With a tokenizer, text becomes token ids; see `TokenizedDataset`.
 
+    Text may come from several fields, or from a list of messages with `role` and `content`; see `RecordFormat`. A chat
+    is written by the `chat_template` beside the tokenizer file, if there is one. With `loss_on`, samples are
+    `WeightedTokens`.
+
     Lines, `.bin` and uncompressed Arrow columns stay on disk until they are read. Arrays of an `.npz`, Parquet and CSV
     are held in memory. Columns and `.zst` need pyarrow, tokenizers need the package tokenizers and URLs need fsspec,
     all in the extra `data`.
@@ -129,7 +136,9 @@ def open_data(
 
     Args:
       path: a file, a directory, a glob or a URL.
-      field: the name of the JSON field that holds the text, or of the column.
+      field: the name of the JSON field that holds the text, or of the column; or the names of several.
+      template: text with names of fields in braces; None joins the fields by newlines.
+      loss_on: fields, or roles of messages, that are learned; all others have loss weight 0. Empty: all are learned.
       tokenizer: a file of the package `tokenizers`; None for the bytes of the text.
       num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
       end_token: the token that ends every document of a `.bin`; None for blocks.
@@ -138,14 +147,16 @@ def open_data(
       progress: whether downloading, decompressing, and measuring lengths show a progress bar.
 
     Returns:
-      A `StoredDataset`: a data source of 1-D integer arrays with known lengths.
+      A `StoredDataset`: a data source of 1-D integer arrays, or of `WeightedTokens`, with known lengths.
 
     Raises:
       FileNotFoundError: there is no such file or directory.
       ValueError: another extension; a package is needed and missing; a damaged or truncated file; no samples, or empty
-        ones; a line that is not a JSON object with a string in `field`; arrays that do not match; a column of another
-        type or with nulls; tokens out of range; a file that is not a tokenizer, a tokenizer for data that is not text,
-        or one with more ids than `num_values`. The first offending lines or samples are listed.
+        ones; a line that is not a JSON object with a string in `field`; a record that lacks a field or has nothing to
+        learn; a template that does not fit the fields; messages that the chat template rejects; arrays that do not
+        match; a column of another type or with nulls; tokens out of range; a file that is not a tokenizer, a tokenizer
+        for data that is not text, or one with more ids than `num_values`. The first offending lines or samples are
+        listed.
 
     Example:
       >>> import tempfile
@@ -157,23 +168,27 @@ def open_data(
       (array([3, 5]), b'seven')
     """
     check_at_least_one(block_length=block_length)
-    opening = _Opening(field, num_values if tokenizer is None else None, end_token, block_length, progress)
-    opened = opening.open(path)
+    record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
+    tokenized = None if tokenizer is None else TokenizedDataset([], tokenizer)
+    limit = num_values if tokenized is None else None
+    opened = _Opening(record_format, tokenized, limit, end_token, block_length, progress).open(path)
     read_content = functools.cache(lambda: content_key(*opened.files))
     choice = opened.choice
-    if tokenizer is not None:
+    if tokenized is not None:
         if not opened.is_text:
             raise UserError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
-        tokenized = TokenizedDataset(opened.samples, tokenizer)
         if num_values is not None and tokenized.num_values > num_values:
             raise UserError(f"{tokenizer} has {tokenized.num_values:,} ids; at most {num_values:,} are allowed")
+        tokenized = tokenized.with_texts(opened.samples)
         opened = opened._replace(samples=tokenized, lengths=None, num_values=tokenized.num_values)
+    elif opened.is_marked:
+        opened = opened._replace(samples=MarkedBytes(opened.samples))
 
     def read_key() -> str:
-        return combine_keys(read_content(), choice, tokenized.key if tokenizer is not None else None)
+        return combine_keys(read_content(), choice, tokenized.key if tokenized is not None else None)
 
     def read_lengths_key() -> str:
-        return combine_keys(read_content(), choice, tokenized.lengths_key if tokenizer is not None else None)
+        return combine_keys(read_content(), choice, tokenized.lengths_key if tokenized is not None else None)
 
     beside = _place_of_caches(path, opened.files)
     lengths = opened.lengths
@@ -212,6 +227,7 @@ class _Opened(NamedTuple):
       num_values: all tokens are below it; None if unknown.
       wanted: what every sample must be.
       name_of: returns the name of a sample.
+      is_marked: whether samples are `MarkedText`.
     """
 
     files: list[Path]
@@ -222,26 +238,70 @@ class _Opened(NamedTuple):
     num_values: int | None
     wanted: str
     name_of: Callable[[int], str]
+    is_marked: bool = False
 
 
 class _Opening(NamedTuple):
-    """How files are opened; the fields are those of `open_data`."""
+    """How files are opened; the fields are those of `open_data`, with a tokenizer of no texts yet."""
 
-    field: str
+    format: RecordFormat
+    tokenized: TokenizedDataset | None
     num_values: int | None
     end_token: int | None
     block_length: int
     progress: bool
 
+    @property
+    def field(self) -> str:
+        """The only field of plain text."""
+        return self.format.fields[0]
+
     def open(self, path: Path | str) -> _Opened:
         """The samples of a path, one file after the other."""
         if not is_remote(path) and any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            return self._open_columns(saved_shards(Path(path)))
-        files = find_files(path, progress=self.progress)
+            shards = saved_shards(Path(path))
+            files = [DataFile(str(shard), shard, ".arrow", shard) for shard in shards]
+        else:
+            files = find_files(path, progress=self.progress)
+        if not self.format.is_plain or self._holds_messages(files[0]):
+            return self._open_records(files)
         if files[0].ending in _COLUMN_ENDINGS:
             columns = self._open_columns([file.path for file in files])
             return columns._replace(files=[file.source for file in files])
         return _join(files, [self._open_file(file) for file in files])
+
+    def _holds_messages(self, file: DataFile) -> bool:
+        """Whether the only field of a file holds chats, by its type or by the first line."""
+        if file.ending in _COLUMN_ENDINGS:
+            return len(self.format.fields) == 1 and holds_messages(file.path, self.field)
+        if file.ending != ".jsonl" or len(self.format.fields) > 1:
+            return False
+        try:
+            return isinstance(first_record(file.path).get(self.field), list)
+        except ValueError:  # which reading the lines will tell
+            return False
+
+    def _open_records(self, files: Sequence[DataFile]) -> _Opened:
+        if files[0].ending != ".jsonl" and files[0].ending not in _COLUMN_ENDINGS:
+            raise UserError(
+                f"{files[0].name} has no fields: fields, template and loss_on go with JSON lines and columns"
+            )
+        record_format = self.format
+        tokenized = self.tokenized
+        if tokenized is not None and record_format.takes_chat_template and self._holds_messages(files[0]):
+            chat = ChatTemplate.beside(tokenized.path, tokenized.special_tokens)
+            record_format = record_format.with_chat_template(chat)
+        what = ", ".join(map(repr, record_format.fields))
+        wanted = f"every record must have text or messages in {what}"
+
+        def opened(records: DataSource, of_files: Sequence[DataFile], name_of: Callable[[int], str]) -> _Opened:
+            texts = RecordTexts(records, record_format)
+            sources = [file.source for file in of_files]
+            return _Opened(sources, record_format.key, texts, None, True, _NUM_BYTES, wanted, name_of, True)
+
+        if files[0].ending in _COLUMN_ENDINGS:
+            return opened(ColumnRecords([file.path for file in files], record_format.fields), files, _id)
+        return _join(files, [opened(LineRecords(file.path), [file], _line) for file in files])
 
     def _open_file(self, file: DataFile) -> _Opened:
         path = file.path

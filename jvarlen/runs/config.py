@@ -20,6 +20,7 @@ from jvarlen._common.checks import UserError, check_above, check_at_least, check
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.data.find_files import is_remote
+from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.models import TransformerConfig
@@ -98,8 +99,14 @@ class DataConfig:
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
     a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
     Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
-    field: str = "text"
-    """JSON field or column that holds the text or the tokens."""
+    field: tuple[str, ...] = ("text",)
+    """JSON field or column that holds the text, the tokens, or a list of messages with role and content.
+    Several are joined by newlines."""
+    template: str | None = None
+    """Text with the names of fields in braces, such as "Q: {question}\\nA: {answer}\\n"; \\n is a newline.
+    For messages, the template of one, with {role} and {content}."""
+    loss_on: tuple[str, ...] = ()
+    """Fields, or roles of messages, to learn; the rest has loss weight 0. Without, everything is learned."""
     tokenizer: Path | None = None
     """Tokenizer file (tokenizer.json); None trains on bytes."""
     end_token: int | None = None
@@ -129,6 +136,11 @@ class DataConfig:
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
+        if isinstance(self.field, str):
+            object.__setattr__(self, "field", (self.field,))
+        if self.template is not None:  # as a shell hands it over
+            object.__setattr__(self, "template", self.template.replace("\\n", "\n").replace("\\t", "\t"))
+        RecordFormat(self.field, self.template, self.loss_on)  # checks them
         # Absolute, so that the run can be resumed from another directory.
         for name in ("data", "eval_data"):
             object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))

@@ -59,6 +59,8 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         dataset = open_data(
             path,
             field=config.field,
+            template=config.template,
+            loss_on=config.loss_on,
             tokenizer=config.tokenizer,
             num_values=None if config.tokenizer else config.model.vocab_size,
             end_token=config.end_token,
