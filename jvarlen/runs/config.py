@@ -168,10 +168,11 @@ def _absolute(path: Path | str) -> Path | str:
 class FitConfig(DataConfig, DeviceConfig):
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
-    max_steps: int | None = dataclasses.field(default=360, metadata=_COURSE)
-    """Stop after this many steps; None for all epochs."""
-    num_epochs: int = dataclasses.field(default=1, metadata=_COURSE)
-    """Passes over the data, unless max_steps ends training earlier."""
+    max_steps: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
+    num_epochs: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    """Passes over the data, unless max_steps ends training earlier.
+    With neither, training takes one epoch, or 360 steps on the built-in corpus."""
     seed: int = 0
     """Seed of the initial weights, of mixtures, and of every shuffle."""
     eval_every: int | None = dataclasses.field(default=None, metadata=_COURSE)
