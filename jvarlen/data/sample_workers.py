@@ -42,19 +42,21 @@ class Work(NamedTuple):
     """Everything needed to measure ranges of samples; a worker process gets it once, pickled.
 
     Attributes:
-      dataset: has `len()` and integer indexing. If it has a method `values_of(range)`, this gives the values of
-        consecutive samples in place of `function`, or None.
+      dataset: has `len()` and integer indexing.
       function: returns the value of a sample.
       to_words: takes the n values of a range of samples and the range; returns int64[n], ints as they are and floats as
         their bits, and which are floats, bool or bool[n]. A ValueError lists the values that it rejects.
       careful_function: replaces `function` for the first 4,096 samples and every 1,024th after them; inspecting every
         sample would take longer than measuring it. None: `function`.
+      read_values: the values of consecutive samples, read at once in place of `function`; None, also as its result,
+        where that is not possible.
     """
 
     dataset: DataSource
     function: Callable[[Any], Any]
     to_words: Callable[[list[Any], range], tuple[Words, IsFloat]]
     careful_function: Callable[[Any], Any] | None = None
+    read_values: Callable[[range], list[int] | None] | None = None
 
 
 class Part(NamedTuple):
@@ -144,9 +146,8 @@ class _Ranges:
 def _measure_range(work: Work, samples: range) -> Part:
     start = time.perf_counter()
     dataset, function, careful = work.dataset, work.function, work.careful_function or work.function
-    values = dataset.values_of(samples) if hasattr(dataset, "values_of") else None
-    if values is not None:
-        return Part(samples, *work.to_words(values, samples), time.perf_counter() - start)
+    if work.read_values is not None and (known := work.read_values(samples)) is not None:
+        return Part(samples, *work.to_words(known, samples), time.perf_counter() - start)
     values = []
     try:
         for sample_id in samples:
