@@ -95,7 +95,7 @@ class OptimizerConfig:
 class DataConfig:
     """The data to train and evaluate on."""
 
-    data: tuple[Path | str, ...] = ()
+    data: tuple[str | Path, ...] = ()
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
     a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
     Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
@@ -118,7 +118,7 @@ class DataConfig:
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
     """Share of the samples held out from training, chosen by the hash of their content."""
-    eval_data: tuple[Path | str, ...] = ()
+    eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_COURSE)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""

@@ -179,3 +179,8 @@ def test_a_file_cut_short_is_one_line_on_the_command_line_and_nothing_is_written
     assert f"{path} is damaged or was cut short" in message
     assert message.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_line_takes_urls(store, capsys):
+    assert main(["train", "--data", "memory://missing.jsonl"]) == 2
+    assert "there is no data file memory://missing.jsonl" in capsys.readouterr().err
