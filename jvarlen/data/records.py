@@ -14,7 +14,7 @@ import json
 import reprlib
 import string
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = ["ChatTemplate", "MarkedBytes", "MarkedText", "RecordFormat", "RecordT
 _JOINT = "\n"
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
+_TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
 
 
 class MarkedText(NamedTuple):
@@ -171,6 +172,8 @@ class ChatTemplate:
       source: a Jinja template with the variable `messages`.
       special_tokens: the texts of the tokenizer's special tokens; the one that ends a message is learned with it.
       variables: more variables, such as `bos_token`.
+
+    A template that writes today's date gets 26 July 2024, so that a sample is the same in every epoch.
 
     Raises:
       ValueError: it is no template.
@@ -411,6 +414,6 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = tojson
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
+        "strftime_now": _TODAY.strftime,
     }
     return environment

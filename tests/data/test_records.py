@@ -144,6 +144,10 @@ def test_what_a_chat_template_cannot_write_is_refused(source, chat, said):
         ChatTemplate(source).render(chat, frozenset(["user", "assistant"]))
 
 
+def test_a_chat_has_the_same_tokens_on_every_day():
+    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}").render(CHATS[1], frozenset()).text == "26 Jul 2024"
+
+
 def test_a_damaged_chat_template_is_refused():
     with pytest.raises(UserError, match="is no Jinja template"):
         ChatTemplate("{% for %}")
