@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_difficulty, measure_lengths
     from jvarlen.data.mixtures import Mixture, mixture_counts
+    from jvarlen.data.tokens import WeightedTokens
     from jvarlen.distributed.mesh import data_mesh, replicate
     from jvarlen.distributed.processes import agree, initialize_processes, together
     from jvarlen.loading.collate import StepSamples, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
@@ -78,6 +79,7 @@ _NAMES = {
     "compiling.recompiles": ("RecompileError", "no_recompiles",),
     "data.measure": ("measure_difficulty", "measure_lengths",),
     "data.mixtures": ("Mixture", "mixture_counts",),
+    "data.tokens": ("WeightedTokens",),
     "distributed.mesh": ("data_mesh", "replicate",),
     "distributed.processes": ("agree", "initialize_processes", "together",),
     "loading.collate": ("StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",),
@@ -112,16 +114,16 @@ __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
     "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "PackedHistogram",
     "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep",
-    "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "agree", "attend", "attend_within_segments",
-    "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets",
-    "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale",
-    "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan", "make_train_step",
-    "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles", "pack_samples",
-    "pack_to_bucket", "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec",
-    "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing", "sample_order",
-    "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
-    "token_batch_spec", "use_compilation_cache", "write_ordered",
+    "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "attend",
+    "attend_within_segments", "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths",
+    "competence_pacing", "compile_buckets", "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model",
+    "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
+    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan",
+    "make_train_step", "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",
+    "pack_samples", "pack_to_bucket", "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
+    "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
+    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",
+    "together", "token_batch_spec", "use_compilation_cache", "write_ordered",
 ]
 
 

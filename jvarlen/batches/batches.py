@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     Attributes:
       tokens: int32[M, B, T], zero where there is no token.
       lengths: int32[M, B], tokens a row; 0 marks a dummy row.
-      weights: float32[M, B, T], 1 on tokens and 0 elsewhere.
+      weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
     """
 
@@ -49,7 +49,7 @@ class PackedBatch(NamedTuple):
       tokens: int32[M, B, T], zero where there is no token.
       segment_ids: int32[M, B, T], the sample of each token: 1, 2, … within its row, 0 where there is no token.
       positions: int32[M, B, T], the place of each token in its own sample, from 0.
-      weights: float32[M, B, T], 1 on tokens and 0 elsewhere.
+      weights: float32[M, B, T], the loss weights of tokens, 1 unless the samples have their own; 0 elsewhere.
       num_sequences: float32[], real samples in the whole step.
     """
 

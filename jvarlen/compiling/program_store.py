@@ -160,7 +160,7 @@ def _own_key() -> bytes:
 def _read_key(path: Path) -> bytes:
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise ValueError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
     return key
 
 

@@ -2,8 +2,9 @@
 
 Every dataset gives random access by sample id, and int64 lengths. In reading order:
 
-- `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
-- `open`, `line_files`, `arrow_files`, `tokenized`: files of text, JSON, tokens, Parquet, Arrow.
+- `tokens`: samples and datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
+- `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
+- `records`, `tokenized`: text from several fields or chats, and its tokens.
 - `measure`, `sample_workers`, `shard_files`: sample lengths, measured in worker processes; can be resumed.
 - `content_key`, `length_cache`: lengths cached by file content.
 - `mixtures`: several datasets as one, with exact counts.

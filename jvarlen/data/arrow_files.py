@@ -1,4 +1,4 @@
-"""Datasets in a column of Parquet or Arrow files.
+"""Datasets in a column of Parquet, Arrow, CSV or TSV files.
 
 Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in the extra `data`.
 """
@@ -18,8 +18,9 @@ from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.data.tokens import TokenDataset, check_tokens
 
-__all__ = ["ColumnDataset", "saved_shards"]
+__all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
 
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ARROW_FILE_MAGIC = b"ARROW1"  # what has none is a stream
 
 
@@ -31,8 +32,9 @@ class _TokenColumn(NamedTuple):
 class ColumnDataset:
     """Rows of a column of strings, bytes or lists of integers: a data source.
 
-    Parquet is decoded into memory. Arrow (a file or a stream; also "Feather") is memory-mapped, and uncompressed
-    columns stay on disk. Worker processes open the files themselves.
+    Parquet, CSV and TSV are decoded into memory. The first line of CSV and TSV names the columns, and every value is a
+    string, in quotes where it holds a delimiter or a newline. Arrow (a file or a stream; also "Feather") is
+    memory-mapped, and uncompressed columns stay on disk. Worker processes open the files themselves.
 
     Args:
       paths: the files, whose rows are concatenated; the file extension tells the format. They must not change while in
@@ -91,10 +93,65 @@ class ColumnDataset:
 
     def __setstate__(self, state: tuple[Any, list[int]]) -> None:
         arguments, num_bytes = state
-        for path, expected in zip(arguments[0], num_bytes, strict=True):
-            if path.stat().st_size != expected:
-                raise UserError(f"{path} has changed: it had {expected:,} bytes")
+        _check_unchanged(arguments[0], num_bytes)
         ColumnDataset.__init__(self, *arguments)
+
+
+class ColumnRecords:
+    """Rows of several columns: a data source of dicts.
+
+    Columns are read as by `ColumnDataset`, but may be of any type. Worker processes open the files themselves.
+
+    Args:
+      paths: the files, whose rows are concatenated. They must not change while in use.
+      fields: the names of the columns.
+
+    Raises:
+      ValueError: pyarrow is missing; a damaged file; no such column; no rows.
+    """
+
+    def __init__(self, paths: Sequence[Path], fields: Sequence[str]):
+        self._arguments = list(paths), list(fields)
+        self._num_bytes = [path.stat().st_size for path in paths]
+        self._files = [{field: _read_column(path, field) for field in fields} for path in paths]
+        self._starts = np.cumsum([0, *(len(next(iter(columns.values()))) for columns in self._files)])
+        if not len(self):
+            raise UserError(f"{_name(paths)} holds no rows: at least one is needed")
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        own = index - int(self._starts[file])
+        return {field: column[own].as_py() for field, column in self._files[file].items()}
+
+    def __getstate__(self) -> tuple[Any, list[int]]:
+        return self._arguments, self._num_bytes
+
+    def __setstate__(self, state: tuple[Any, list[int]]) -> None:
+        arguments, num_bytes = state
+        _check_unchanged(arguments[0], num_bytes)
+        ColumnRecords.__init__(self, *arguments)
+
+
+def holds_messages(path: Path, field: str) -> bool:
+    """Whether a column of a file holds lists of records, such as the messages of chats; False for a damaged file."""
+    try:
+        import pyarrow as pa  # here: an extra
+        from pyarrow import parquet
+
+        if path.suffix in _DELIMITERS:
+            return False
+        if path.suffix == ".parquet":
+            kind = parquet.read_schema(path).field(field).type
+        else:
+            kind = _read_arrow(path).schema.field(field).type
+        return (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and pa.types.is_struct(kind.value_type)
+    except Exception:  # which reading the column will tell
+        return False
 
 
 def saved_shards(directory: Path) -> list[Path]:
@@ -147,6 +204,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read
 
 
+def _check_unchanged(paths: Sequence[Path], num_bytes: Sequence[int]) -> None:
+    for path, expected in zip(paths, num_bytes, strict=True):
+        if path.stat().st_size != expected:
+            raise UserError(f"{path} has changed: it had {expected:,} bytes")
+
+
 def _name(paths: Sequence[Path]) -> str:
     return str(paths[0] if len(paths) == 1 else paths[0].parent)
 
@@ -173,18 +236,25 @@ def _is_bytes(kind: Any) -> bool:
     return any(is_kind(kind) for is_kind in kinds)
 
 
-def _read_arrays(path: Path, field: str) -> list[Any]:
-    """The column as Arrow arrays of bytes or of lists of integers, one after the other."""
+def _read_column(path: Path, field: str) -> Any:
+    """The column as a chunked Arrow array; raises ValueError that names the file."""
     try:
-        import pyarrow as pa  # here: an extra
+        import pyarrow  # noqa: F401  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
 
     raise_if_interrupted()
     try:
-        column = _read(path, field)
+        return _read(path, field)
     except Exception as error:  # pyarrow has errors of many types
         raise UserError(f"{path}: no readable column {field!r}: {error}") from None
+
+
+def _read_arrays(path: Path, field: str) -> list[Any]:
+    """The column as Arrow arrays of bytes or of lists of integers, one after the other."""
+    column = _read_column(path, field)
+    import pyarrow as pa  # after the column, which tells if it is missing
+
     kind = column.type
     is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
     if not _is_bytes(kind) and not (is_list and pa.types.is_integer(kind.value_type)):
@@ -223,17 +293,39 @@ def _read(path: Path, field: str) -> Any:
         with parquet.ParquetFile(path, memory_map=True) as file:
             _check_field(file.schema_arrow.names, field)
             column = file.read(columns=[field]).column(field)
+    elif path.suffix in _DELIMITERS:
+        column = _read_csv(path, field)
     else:
-        with pa.memory_map(str(path)) as file:
-            is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
-            file.seek(0)
-            table = (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
+        table = _read_arrow(path)
         _check_field(table.column_names, field)
         column = table.column(field)
     column.validate(full=True)  # before anything follows an offset or an index in it
     if pa.types.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     return column
+
+
+def _read_arrow(path: Path) -> Any:
+    import pyarrow as pa
+
+    with pa.memory_map(str(path)) as file:
+        is_file = file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
+        file.seek(0)
+        return (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
+
+
+def _read_csv(path: Path, field: str) -> Any:
+    import pyarrow as pa
+    from pyarrow import csv
+
+    parsing = csv.ParseOptions(delimiter=_DELIMITERS[path.suffix], newlines_in_values=True)
+    with csv.open_csv(path, parse_options=parsing) as reader:
+        _check_field(reader.schema.names, field)
+    return csv.read_csv(
+        path,
+        parse_options=parsing,
+        convert_options=csv.ConvertOptions(column_types={field: pa.large_string()}, include_columns=[field]),
+    ).column(field)
 
 
 def _check_field(names: list[str], field: str) -> None:

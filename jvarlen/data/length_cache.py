@@ -61,7 +61,8 @@ def cached_lengths(
       ValueError: an empty dataset; one that does not pickle, with workers.
       RuntimeError: a sample cannot be read; see `measure_lengths`.
     """
-    return _cached(_Measurement("lengths", _Lengths(dataset), int, num_workers, progress), path, key)
+    lengths = _Lengths(dataset)
+    return _cached(_Measurement("lengths", lengths, int, num_workers, progress, lengths.of_range), path, key)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
@@ -139,6 +140,10 @@ class _Lengths:
         except ValueError:
             return 0
 
+    def of_range(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, where the dataset reads them at once."""
+        return self._dataset.lengths_of(samples) if hasattr(self._dataset, "lengths_of") else None
+
 
 class _Measurement(NamedTuple):
     """An integer of every sample of a dataset, and how it is measured."""
@@ -148,6 +153,7 @@ class _Measurement(NamedTuple):
     function: Callable[[Any], int]
     num_workers: int
     progress: bool
+    read_values: Callable[[range], list[int] | None] | None = None
 
     def measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
         """Measures all samples; parts that are damaged are measured again."""
@@ -168,6 +174,7 @@ class _Measurement(NamedTuple):
             progress=self.progress,
             shards=parts,
             shard_size=_SHARD_SIZE,
+            read_values=self.read_values,
         )
 
 

@@ -130,6 +130,7 @@ def measure_integers(
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
+    read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Int64[np.ndarray, " N"]:
     """Measures any integer of every sample, zero and negative ones too; otherwise as `measure_lengths`.
 
@@ -141,12 +142,14 @@ def measure_integers(
       progress: likewise.
       shards: likewise.
       shard_size: likewise.
+      read_values: the integers of consecutive samples, read at once in place of `function`; None, also as its result,
+        where that is not possible.
 
     Returns:
       int64[N].
     """
-    quantity = _Quantity(name, "integers that fit int64", is_integer, _check_nothing)
-    return _measure(dataset, function, quantity, num_workers, None, progress, shards, shard_size)
+    quantity = _Quantity(name, "integers that fit int64", is_integer, _unchecked)
+    return _measure(dataset, function, quantity, num_workers, None, progress, shards, shard_size, read_values)
 
 
 class _Quantity(NamedTuple):
@@ -215,7 +218,7 @@ def _refuse_records(lengths: list[Any], samples: range) -> None:
         )
 
 
-def _check_nothing(words: Words, is_float: Bool[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+def _unchecked(words: Words, is_float: Bool[np.ndarray, " n"]) -> Values:
     return words
 
 
@@ -252,6 +255,7 @@ def _measure(
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
+    read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
     if not is_integer(num_workers) or num_workers < 0:
         raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
@@ -272,7 +276,7 @@ def _measure(
             check=quantity.check,
         )
         missing = files.read()
-    work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None)
+    work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
     bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
         contextlib.closing(measure_ranges(work, missing, num_workers, executor)) as parts,

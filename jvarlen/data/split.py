@@ -48,9 +48,14 @@ def split_held_out(dataset: DataSource, fraction: float) -> Split:
     """
     if not 0 < fraction < 1:
         raise UserError(f"the held-out fraction must lie between 0 and 1, not {fraction}")
-    is_held_out = _hashes_of(dataset) / 2**_HASH_BITS < fraction
+    shares = _hashes_of(dataset) / 2**_HASH_BITS
+    is_held_out = shares < fraction
     if is_held_out.all() or not is_held_out.any():
-        raise UserError(f"a held-out fraction of {fraction} leaves one side of {len(dataset)} samples empty")
+        use, change = ("train on", "smaller") if is_held_out.all() else ("evaluate on", "larger")
+        advice = f"take a {change} one, between {shares.min():.3g} and {shares.max():.3g}"
+        if shares.min() == shares.max():
+            advice = "they are all alike"
+        raise UserError(f"a held-out fraction of {fraction} leaves none of {len(dataset):,} samples to {use}: {advice}")
     return Split(Subset(dataset, np.flatnonzero(~is_held_out)), Subset(dataset, np.flatnonzero(is_held_out)))
 
 

@@ -7,6 +7,7 @@ path.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen.data.content_key import combine_keys, content_key
-from jvarlen.data.tokens import to_tokens
+from jvarlen.data.records import MarkedText
+from jvarlen.data.tokens import WeightedTokens, to_tokens
 from jvarlen.planning.lengths import DataSource
 
 __all__ = ["TokenizedDataset"]
@@ -31,12 +33,14 @@ class TokenizedDataset:
     gets no others. Worker processes load the tokenizer themselves.
 
     Args:
-      texts: random access to strings, or to their UTF-8 as bytes or uint8[length].
+      texts: random access to strings, to their UTF-8 as bytes or uint8[length], or to `MarkedText`.
       tokenizer_path: a file of the package `tokenizers`, `tokenizer.json` by custom; it must not change while in use.
 
     Attributes:
+      path: the tokenizer file.
       num_values: the number of ids: the greatest plus 1.
       key: hex key of the tokenizer file.
+      special_tokens: the texts of its special tokens.
 
     Raises:
       ValueError: tokenizers is missing; the file is not a tokenizer; and, when a sample is read, it is not UTF-8 or has
@@ -60,25 +64,41 @@ class TokenizedDataset:
 
     def __init__(self, texts: DataSource, tokenizer_path: Path):
         self._texts = texts
-        self._path = tokenizer_path
+        self.path = tokenizer_path
         if not tokenizer_path.is_file():  # nor what can be read without end
             raise FileNotFoundError(f"there is no tokenizer file {tokenizer_path}")
         self.key = content_key(tokenizer_path)
         self._tokenizer = _load(tokenizer_path)
         self.num_values = _num_values(self._tokenizer, tokenizer_path)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
+
+    def with_texts(self, texts: DataSource) -> TokenizedDataset:
+        """The same tokenizer on other texts."""
+        other = copy.copy(self)
+        other._texts = texts
+        return other
 
     def __len__(self) -> int:
         return len(self._texts)
 
-    def __getitem__(self, index: int) -> Int32[np.ndarray, " length"]:
-        text = _to_text(self._texts[index])
-        with _only_value_errors(f"{self._path} fails on the text"):
-            ids = self._tokenizer.encode(text).ids
+    def __getitem__(self, index: int) -> Int32[np.ndarray, " length"] | WeightedTokens:
+        sample = self._texts[index]
+        marked = sample if isinstance(sample, MarkedText) else MarkedText(_to_text(sample))
+        with _only_value_errors(f"{self.path} fails on the text"):
+            encoded = self._tokenizer.encode(marked.text, add_special_tokens=not marked.has_special_tokens)
+            ids = encoded.ids
         if not ids:
             raise UserError("no tokens, by this tokenizer")
         if max(ids) >= self.num_values:
-            raise UserError(f"token {max(ids)}, but {self._path} has only {self.num_values} ids")
-        return np.array(ids, np.int32)
+            raise UserError(f"token {max(ids)}, but {self.path} has only {self.num_values} ids")
+        tokens = np.array(ids, np.int32)
+        if marked.learned is None:
+            return tokens
+        weights = _weights_of(marked, encoded.offsets)
+        if not any(weights):
+            raise UserError("no token to learn from")
+        return WeightedTokens(tokens, weights)
 
     @functools.cached_property
     def lengths_key(self) -> str:
@@ -92,9 +112,18 @@ class TokenizedDataset:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if content_key(self._path) != self.key:
-            raise UserError(f"{self._path} has changed")
-        self._tokenizer = _load(self._path)
+        if content_key(self.path) != self.key:
+            raise UserError(f"{self.path} has changed")
+        self._tokenizer = _load(self.path)
+
+
+def _weights_of(marked: MarkedText, offsets: list[tuple[int, int]]) -> list[bool]:
+    """Whether each token is learned: it has a learned character, or was added after such a token."""
+    weights: list[bool] = []
+    for start, end in offsets:
+        is_added = start == end
+        weights.append(bool(weights) and weights[-1] if is_added else marked.is_learned(start, end))
+    return weights
 
 
 def _load(path: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Datasets of tokens in memory, subsets of datasets, and the tokens of any sample."""
+"""Samples of tokens, with loss weights or without; datasets of them in memory, and subsets of datasets."""
 
 from __future__ import annotations
 
@@ -6,13 +6,83 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64, Integer
+import numpy.typing as npt
+from jaxtyping import Float32, Int, Int64, Integer
 
-from jvarlen._common.checks import UserError, list_offenders
+from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["Subset", "TokenDataset", "as_data_source", "check_tokens", "to_tokens"]
+__all__ = ["Joined", "Subset", "TokenDataset", "WeightedTokens", "as_data_source", "check_tokens", "to_tokens"]
+
+
+class WeightedTokens:
+    """A sample whose tokens have loss weights.
+
+    Datasets return it in place of an array of tokens. It has the length of its tokens; a slice is a part of it.
+
+    Args:
+      tokens: integers[L].
+      weights: numbers[L], finite and at least 0: by how much the prediction of each token counts in the loss.
+
+    Attributes:
+      tokens: integers[L].
+      weights: float32[L].
+
+    Raises:
+      ValueError: other weights, or another number of them than of tokens.
+
+    Example:
+      >>> answer = WeightedTokens(np.array([7, 8, 9]), [0, 0, 1])
+      >>> len(answer), answer[1:]
+      (3, WeightedTokens(tokens=[8, 9], weights=[0.0, 1.0]))
+    """
+
+    __slots__ = ("tokens", "weights")
+
+    def __init__(self, tokens: npt.ArrayLike, weights: npt.ArrayLike):
+        self.tokens: Integer[np.ndarray, " L"] = to_tokens(tokens)
+        self.weights: Float32[np.ndarray, " L"] = np.asarray(weights, np.float32)
+        if self.weights.shape != self.tokens.shape:
+            raise UserError(f"{self.tokens.shape} tokens need as many weights, not {self.weights.shape}")
+        if len(self.weights) and not (0 <= self.weights.min() <= self.weights.max() < np.inf):
+            raise UserError("loss weights must be finite and at least 0")
+
+    @classmethod
+    def from_labels(cls, tokens: npt.ArrayLike, labels: npt.ArrayLike, ignored: int = -100) -> WeightedTokens:
+        """The sample of labels as Hugging Face has them: a copy of the tokens, with `ignored` where none is learned.
+
+        Args:
+          tokens: integers[L].
+          labels: integers[L].
+          ignored: the label of tokens that have weight 0.
+
+        Returns:
+          The sample; all other tokens have weight 1.
+
+        Raises:
+          ValueError: another number of labels than of tokens, or labels that are neither the token nor `ignored`.
+
+        Example:
+          >>> WeightedTokens.from_labels([5, 6], [-100, 6])
+          WeightedTokens(tokens=[5, 6], weights=[0.0, 1.0])
+        """
+        tokens, labels = to_tokens(tokens), to_tokens(labels)
+        if tokens.shape != labels.shape:
+            raise UserError(f"{tokens.shape} tokens need as many labels, not {labels.shape}")
+        is_learned = labels != ignored
+        if wrong := np.flatnonzero(is_learned & (labels != tokens)).tolist():
+            raise UserError(f"labels must be the tokens, or {ignored}; others are at {list_first(wrong)}")
+        return cls(tokens, is_learned)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> WeightedTokens:
+        return WeightedTokens(self.tokens[part], self.weights[part])
+
+    def __repr__(self) -> str:
+        return f"WeightedTokens(tokens={self.tokens.tolist()}, weights={self.weights.tolist()})"
 
 
 class TokenDataset:
@@ -95,6 +165,62 @@ class Subset:
         return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
 
 
+class Joined:
+    """Datasets one after the other, without copying: a data source.
+
+    Args:
+      datasets: random access to the samples of each; sample ids go on from one to the next.
+
+    Example:
+      >>> joined = Joined([["a", "b"], [], ["c"]])
+      >>> len(joined), joined[2], joined.locate(2)
+      (3, 'c', (2, 0))
+    """
+
+    def __init__(self, datasets: Sequence[DataSource]):
+        self._datasets = tuple(datasets)
+        self._starts = np.cumsum([0, *map(len, datasets)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        d, own = self.locate(index)
+        return self._datasets[d][own]
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Where a sample is.
+
+        Args:
+          index: its id.
+
+        Returns:
+          The number of its dataset, and its id there.
+        """
+        d = int(np.searchsorted(self._starts, index, side="right")) - 1
+        return d, index - int(self._starts[d])
+
+    def lengths_of(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, if all datasets read them at once.
+
+        Args:
+          samples: their ids.
+
+        Returns:
+          A list of integers, 0 where there is no sample; None if a dataset has no such method.
+        """
+        if not all(hasattr(dataset, "lengths_of") for dataset in self._datasets):
+            return None
+        lengths: list[int] = []
+        while len(lengths) < len(samples):
+            d, own = self.locate(samples.start + len(lengths))
+            end = min(len(self._datasets[d]), own + len(samples) - len(lengths))
+            lengths += self._datasets[d].lengths_of(range(own, end))  # type: ignore[attr-defined]
+        return lengths
+
+
 class _Tokens:
     """The samples of any dataset as arrays of tokens."""
 
@@ -104,10 +230,11 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        return to_tokens(self._dataset[index])
+        sample = self._dataset[index]
+        return sample if isinstance(sample, WeightedTokens) else to_tokens(sample)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
@@ -116,7 +243,7 @@ class _Tokens:
 
 
 def as_data_source(dataset: DataSource) -> DataSource:
-    """Any random-access dataset as a data source whose samples are 1-D integer arrays.
+    """Any random-access dataset as a data source whose samples are 1-D integer arrays, or `WeightedTokens`.
 
     It takes a list, a Grain `RandomAccessDataSource` or a map-style `torch.utils.data.Dataset`. If their samples are
     already arrays, lists or tensors, `load` takes the dataset directly; here, strings and bytes become arrays as well.
@@ -147,7 +274,8 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
     """The tokens of a sample.
 
     Args:
-      sample: a string, which becomes its UTF-8; bytes; or integers as a list, an array, or a tensor in host memory.
+      sample: a string, which becomes its UTF-8; bytes; integers as a list, an array, or a tensor in host memory; or
+        `WeightedTokens`.
 
     Returns:
       integers[L], L the length of the sample: uint8 for strings and bytes, otherwise of its own dtype. Copied only if
@@ -160,6 +288,8 @@ def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
       >>> to_tokens("ö")
       array([195, 182], dtype=uint8)
     """
+    if isinstance(sample, WeightedTokens):
+        return sample.tokens
     if isinstance(sample, str):
         return np.frombuffer(sample.encode(), np.uint8)
     if isinstance(sample, bytes | bytearray | memoryview):

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Integer
+from jaxtyping import Bool, Float32, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
+from jvarlen.data.tokens import WeightedTokens
 from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
@@ -51,7 +52,7 @@ def pad_to_bucket(step: StepSamples) -> Batch:
     """Pads the samples of a step with zeros to the shape of its bucket.
 
     Args:
-      step: its samples are 1-D integer arrays whose tokens fit int32.
+      step: its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of such.
 
     Returns:
       A `Batch` of NumPy arrays.
@@ -62,17 +63,18 @@ def pad_to_bucket(step: StepSamples) -> Batch:
     """
     _check_kind(step, "pad_to_bucket", num_lengths=1, is_packed=False)
     max_length = step.bucket.lengths[0]
-    samples = _cut(step)
+    samples, weights = _cut(step)
     tokens_MxBxT, lengths_MxB, is_token_MxBxT = _padded(step.ids, samples, max_length)
     _check_planned(step, lengths_MxB[step.ids >= 0])
-    return Batch(tokens_MxBxT, lengths_MxB, is_token_MxBxT.astype(np.float32), np.float32(step.num_sequences))
+    return Batch(tokens_MxBxT, lengths_MxB, _placed(weights, is_token_MxBxT), np.float32(step.num_sequences))
 
 
 def pack_to_bucket(step: StepSamples) -> PackedBatch:
     """Concatenates the samples of each packed row, and pads the rows to the shape of the bucket.
 
     Args:
-      step: a step of a packed plan; its samples are 1-D integer arrays whose tokens fit int32.
+      step: a step of a packed plan; its samples are 1-D integer arrays whose tokens fit int32, or `WeightedTokens` of
+        such.
 
     Returns:
       A `PackedBatch` of NumPy arrays.
@@ -82,7 +84,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
     """
     _check_kind(step, "pack_to_bucket", num_lengths=1, is_packed=True)
     is_sample_MxBxP = step.ids >= 0
-    samples = _cut(step)
+    samples, weights = _cut(step)
     tokens = _checked_tokens(step.ids[is_sample_MxBxP], samples)
     lengths = np.fromiter(map(len, samples), np.int64, len(samples))
     _check_planned(step, lengths)
@@ -107,7 +109,7 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
         tokens=filled(tokens),
         segment_ids=filled(np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)),
         positions=filled(np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)),
-        weights=is_token_MxBxT.astype(np.float32),
+        weights=_placed(weights, is_token_MxBxT),
         num_sequences=np.float32(step.num_sequences),
     )
 
@@ -145,14 +147,37 @@ def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bo
     raise UserError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
 
 
-def _cut(step: StepSamples) -> list[np.ndarray]:
-    """All samples of the step, in the order of its ids; cut at the bucket or to their piece where the plan does so."""
-    samples = [np.asarray(sample) for microbatch in step.samples for sample in microbatch]
-    length = step.bucket.lengths[0]
-    if step.starts is not None:
-        starts = step.starts[step.ids >= 0].tolist()
-        return [sample[start : start + length] for sample, start in zip(samples, starts, strict=True)]
-    return [sample[:length] for sample in samples] if step.truncate else samples
+def _cut(step: StepSamples) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
+    """The tokens of each sample of the step, in the order of its ids, and the loss weights of all, one after the other.
+
+    They are cut at the bucket, or to their piece, where the plan does so. Weights are None where no sample has any of
+    its own.
+    """
+    flat = [sample for microbatch in step.samples for sample in microbatch]
+    samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
+    weights = None
+    if any(isinstance(sample, WeightedTokens) for sample in flat):
+        weights = [
+            sample.weights if isinstance(sample, WeightedTokens) else np.ones(len(tokens), np.float32)
+            for sample, tokens in zip(flat, samples, strict=True)
+        ]
+    if step.truncate or step.starts is not None:
+        most = step.bucket.lengths[0]
+        starts = [0] * len(samples) if step.starts is None else step.starts[step.ids >= 0].tolist()
+        pieces = [slice(start, start + most) for start in starts]
+        samples = [tokens[piece] for tokens, piece in zip(samples, pieces, strict=True)]
+        weights = weights and [of_sample[piece] for of_sample, piece in zip(weights, pieces, strict=True)]
+    return samples, None if weights is None else np.concatenate(weights)
+
+
+def _placed(
+    weights: Float32[np.ndarray, " tokens"] | None, is_token_MxBxT: Bool[np.ndarray, "M B T"]
+) -> Float32[np.ndarray, "M B T"]:
+    """The loss weights where the tokens are; 1 if None."""
+    weights_MxBxT = is_token_MxBxT.astype(np.float32)
+    if weights is not None:
+        weights_MxBxT[is_token_MxBxT] = weights
+    return weights_MxBxT
 
 
 def _padded(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import glob
 import json
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
 import dacite
@@ -18,6 +19,8 @@ import tyro
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_fraction, check_setting, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.data.find_files import is_remote
+from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.models import TransformerConfig
@@ -32,6 +35,7 @@ __all__ = [
     "OptimizerConfig",
     "PlanConfig",
     "changes_between",
+    "evaluation_name",
     "load_config",
     "save_config",
     "saved_settings",
@@ -91,13 +95,22 @@ class OptimizerConfig:
 class DataConfig:
     """The data to train and evaluate on."""
 
-    data: tuple[Path, ...] = ()
+    data: tuple[str | Path, ...] = ()
     """Files to train on instead of the built-in corpus: lines of text (.txt) or JSON (.jsonl),
-    tokens and offsets (.npz), a column (.parquet, .arrow), or a directory of a Hugging Face dataset."""
-    field: str = "text"
-    """JSON field or column that holds the text or the tokens."""
+    a column (.csv, .tsv, .parquet, .arrow), tokens (.bin, .npz), or a directory of a Hugging Face dataset.
+    Each may be a directory, a quoted glob, or a URL of an object store; text may be compressed (.gz, .zst)."""
+    field: tuple[str, ...] = ("text",)
+    """JSON field or column that holds the text, the tokens, or a list of messages with role and content.
+    Several are joined by newlines."""
+    template: str | None = None
+    """Text with the names of fields in braces, such as "Q: {question}\\nA: {answer}\\n"; \\n is a newline.
+    For messages, the template of one, with {role} and {content}."""
+    loss_on: tuple[str, ...] = ()
+    """Fields, or roles of messages, to learn; the rest has loss weight 0. Without, everything is learned."""
     tokenizer: Path | None = None
     """Tokenizer file (tokenizer.json); None trains on bytes."""
+    end_token: int | None = None
+    """Token that ends every document of a .bin without index; None for blocks of plan.max_length."""
     weights: tuple[float, ...] = ()
     """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
     Without weights, an epoch has every sample of all files."""
@@ -105,7 +118,7 @@ class DataConfig:
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
     """Share of the samples held out from training, chosen by the hash of their content."""
-    eval_data: tuple[Path, ...] = ()
+    eval_data: tuple[str | Path, ...] = ()
     """More files to evaluate on, each separately, besides the held-out samples."""
     on_mismatch: Literal["error", "adjust"] = dataclasses.field(default="error", metadata=_COURSE)
     """A sample of another length than planned ends the run (error), or is cut or left shorter and counted (adjust)."""
@@ -113,31 +126,53 @@ class DataConfig:
     """Worker processes that read, collate, and measure lengths; 0 for a thread of the main process."""
 
     def __post_init__(self):
-        check_at_least(self, 0, "num_workers")
+        check_at_least(self, 0, "num_workers", "end_token")
         check_at_least(self, 1, "mixture_samples")
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         if self.weights and len(self.weights) != len(self.data):
             raise UserError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
-        names = collections.Counter([HELD_OUT, *(path.stem for path in self.eval_data)])
+        names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])
         if repeated := [name for name, count in names.items() if count > 1]:
             raise UserError(f"eval_data name their evaluations, so that names must differ: {list_first(repeated)}")
+        if isinstance(self.field, str):
+            object.__setattr__(self, "field", (self.field,))
+        if self.template is not None:  # as a shell hands it over
+            object.__setattr__(self, "template", self.template.replace("\\n", "\n").replace("\\t", "\t"))
+        RecordFormat(self.field, self.template, self.loss_on)  # checks them
         # Absolute, so that the run can be resumed from another directory.
         for name in ("data", "eval_data"):
-            object.__setattr__(self, name, tuple(path.absolute() for path in getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(_absolute, getattr(self, name))))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", self.tokenizer.absolute())
+
+
+def evaluation_name(path: Path | str) -> str:
+    """The name of the evaluation on files: that of the file without its ending, or of the directory.
+
+    Example:
+      >>> evaluation_name("gs://bucket/val.jsonl.gz"), evaluation_name(Path("books/*.txt"))
+      ('val', 'books')
+    """
+    names = [name for name in PurePosixPath(str(path)).parts if not glob.has_magic(name)]
+    own = PurePosixPath(names[-1])
+    return own.with_suffix("").stem if own.suffix in (".gz", ".zst") else own.stem
+
+
+def _absolute(path: Path | str) -> Path | str:
+    return str(path) if is_remote(path) else Path(path).absolute()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(DataConfig, DeviceConfig):
     """Train a language model on the built-in corpus or your own data, with every shape compiled ahead of time."""
 
-    max_steps: int | None = dataclasses.field(default=360, metadata=_COURSE)
-    """Stop after this many steps; None for all epochs."""
-    num_epochs: int = dataclasses.field(default=1, metadata=_COURSE)
-    """Passes over the data, unless max_steps ends training earlier."""
+    max_steps: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    """Steps to train, over as many epochs as they take. None for all steps of num_epochs."""
+    num_epochs: int | None = dataclasses.field(default=None, metadata=_COURSE)
+    """Passes over the data, unless max_steps ends training earlier.
+    With neither, training takes one epoch, or 360 steps on the built-in corpus."""
     seed: int = 0
     """Seed of the initial weights, of mixtures, and of every shuffle."""
     eval_every: int | None = dataclasses.field(default=None, metadata=_COURSE)

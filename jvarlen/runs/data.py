@@ -11,9 +11,11 @@ from jvarlen.data.open import open_data
 from jvarlen.data.split import HELD_OUT, Split, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.planning.lengths import DataSource
-from jvarlen.runs.config import FitConfig
+from jvarlen.runs.config import FitConfig, evaluation_name
 
 __all__ = ["TrainingData", "open_training_data"]
+
+_BLOCK_LENGTH = 1024  # of files of tokens, where no length is the longest
 
 
 class TrainingData(NamedTuple):
@@ -52,13 +54,17 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         raise UserError(f"data are given twice, as an argument and as settings: {', '.join(map(str, config.data))}")
     vocab_size, is_bytes, content_keys = config.model.vocab_size, given is None, {}
 
-    def opened(path: Path) -> DataSource:
+    def opened(path: Path | str) -> DataSource:
         nonlocal vocab_size, is_bytes
         dataset = open_data(
             path,
             field=config.field,
+            template=config.template,
+            loss_on=config.loss_on,
             tokenizer=config.tokenizer,
             num_values=None if config.tokenizer else config.model.vocab_size,
+            end_token=config.end_token,
+            block_length=config.plan.max_length or _BLOCK_LENGTH,
             num_workers=config.num_workers,
             progress=config.progress,
         )
@@ -82,11 +88,11 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
         given = Split(mixed, Mixture([split.held_out for split in splits]))
     elif given is None:
         given = split_held_out(stdlib_functions(progress=config.progress), config.held_out_fraction)
-    evaluation = {HELD_OUT: given.held_out} | {path.stem: opened(path) for path in config.eval_data}
+    evaluation = {HELD_OUT: given.held_out} | {evaluation_name(path): opened(path) for path in config.eval_data}
     return TrainingData(given.train, evaluation, vocab_size, is_bytes, content_keys)
 
 
-def _split(path: Path, dataset: DataSource, fraction: float) -> Split:
+def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:
     try:
         return split_held_out(dataset, fraction)
     except ValueError as error:

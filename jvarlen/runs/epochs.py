@@ -90,8 +90,11 @@ class Course:
 
         self.plan_of_epoch = plan_of_epoch
         self.steps_per_epoch = plan_of_epoch(0).num_steps  # no shuffle changes how many samples a bucket has
-        all_steps = self.steps_per_epoch * config.num_epochs
-        self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
+        if config.num_epochs is None and config.max_steps is not None:
+            self.num_steps = config.max_steps
+        else:
+            all_steps = self.steps_per_epoch * (config.num_epochs or 1)
+            self.num_steps = all_steps if config.max_steps is None else min(config.max_steps, all_steps)
 
         self.rates_of_epoch: Callable[[int], Rates] | None = None
         if optimizer is None:
@@ -131,6 +134,16 @@ class Course:
             return Rates(base, scale, base * scale)
 
         self.rates_of_epoch = rates_of_epoch
+
+    def describe(self) -> str:
+        """How many steps training takes, in one line, and how many epochs they are."""
+        epochs = self.num_steps / self.steps_per_epoch
+        if self.num_steps < self.steps_per_epoch:
+            return f"training takes {self.num_steps:,} of the {self.steps_per_epoch:,} steps of an epoch"
+        if self.num_steps == self.steps_per_epoch:
+            return f"training takes {self.num_steps:,} steps, one epoch"
+        over = f"{epochs:,.0f}" if epochs.is_integer() else f"{epochs:,.1f}"
+        return f"training takes {self.num_steps:,} steps, {over} epochs of {self.steps_per_epoch:,}"
 
     def first_place(self) -> Place:
         """The place before the first step."""

@@ -28,7 +28,7 @@ class Evaluation(NamedTuple):
 
     Attributes:
       loss: Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight.
-      weight: Σ weight; for a language model the number of tokens, truncated samples with their cut length.
+      weight: Σ weight; for a language model the tokens that are learned, truncated samples with their cut length.
       sums: further scalar sums of the loss, over Σ weight.
     """
 

@@ -58,6 +58,8 @@ from jvarlen.training.train_state import TrainState
 
 __all__ = ["FitResult", "fit"]
 
+_DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
+
 
 class FitResult(NamedTuple):
     """The result of `fit`.
@@ -391,10 +393,13 @@ def _plan(config: FitConfig, task: Task, given: Split | None) -> _Planned:
     _say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
 
     eval_lengths = {name: lengths_of(dataset, False) for name, dataset in data.evaluation.items()}
+    is_demo = given is None and not config.data
+    if is_demo and config.max_steps is None and config.num_epochs is None:
+        config = dataclasses.replace(config, max_steps=_DEMO_STEPS)
     course = Course(config, lengths, eval_lengths, task.optimizer)
     rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-    _say("Plan", report, f"training takes {course.num_steps:,} steps")
+    _say("Plan", report, course.describe())
     raise_if_interrupted()
     return _Planned(data, course, lengths, eval_lengths)
 

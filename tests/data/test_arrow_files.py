@@ -245,7 +245,7 @@ def test_a_damaged_state_is_refused(tmp_path, state, said):
 
 
 def test_a_directory_of_anything_else_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="is no dataset that save_to_disk has saved"):
+    with pytest.raises(ValueError, match="holds no data files, whose names end with"):
         open_data(tmp_path)
 
 

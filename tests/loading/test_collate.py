@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jvarlen import (
     Bucket,
     StepSamples,
+    WeightedTokens,
     load,
     make_plan,
     pack_samples,
@@ -18,6 +19,7 @@ from jvarlen import (
     token_batch_spec,
 )
 from jvarlen.batches.batches import count_tokens
+from jvarlen.loading.plan_source import PlanSource
 
 
 def make_step(microbatches, bucket, *, truncate=False, num_tokens=None):
@@ -47,6 +49,34 @@ def test_rows_hold_their_samples_and_nothing_else(data, num_microbatches, rows, 
             assert batch.tokens[m, row, : len(tokens)].tolist() == tokens.tolist()
             assert not batch.tokens[m, row, len(tokens) :].any()
             assert batch.weights[m, row].tolist() == [1.0] * len(tokens) + [0.0] * (length - len(tokens))
+
+
+@given(st.data(), st.booleans(), st.booleans())
+def test_loss_weights_come_with_their_tokens(data, truncate, packed):
+    token = st.tuples(st.integers(1, 9), st.sampled_from([0.0, 0.5, 1.0]))
+    rows = data.draw(st.lists(st.lists(token, min_size=1, max_size=6), min_size=1, max_size=5))
+    is_weighted = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
+    dataset = [
+        WeightedTokens(*zip(*row, strict=True)) if weighted else np.array([token for token, _ in row])
+        for row, weighted in zip(rows, is_weighted, strict=True)
+    ]
+    expected = {  # of every token in order, with the place of its row among all
+        i: [weight if is_weighted[i] else 1.0 for _, weight in row] for i, row in enumerate(rows)
+    }
+    lengths = list(map(len, rows))
+    if packed:
+        planned = make_plan(pack_samples(lengths, 6), [(1, 6)])
+        collate = pack_to_bucket
+    else:
+        most = 4 if truncate else 6
+        expected = {i: weights[:most] for i, weights in expected.items()}
+        planned, collate = make_plan(lengths, [(2, most)], overlong="truncate"), pad_to_bucket
+    source = PlanSource(planned, dataset, collate, lengths=lengths)
+    for step, batch in enumerate(map(source.__getitem__, range(len(source)))):
+        for ids, tokens, weights in zip(planned.rows(step)[0], batch.tokens[0], batch.weights[0], strict=True):
+            in_row = [weight for i in np.atleast_1d(ids) if i >= 0 for weight in expected[int(i)]]
+            assert weights.tolist() == in_row + [0.0] * (len(weights) - len(in_row))
+            assert np.count_nonzero(tokens) == len(in_row)
 
 
 def test_a_batch_has_the_planned_shapes_and_dtypes():

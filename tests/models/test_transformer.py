@@ -8,7 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import compile_buckets, init_train_state, make_train_step
+from jvarlen import (
+    WeightedTokens,
+    compile_buckets,
+    init_train_state,
+    load,
+    make_plan,
+    make_train_step,
+    pack_samples,
+    pack_to_bucket,
+    pad_to_bucket,
+)
 from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 
@@ -91,6 +101,42 @@ def growth_of_temporaries(attention):
 def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_those_that_do_not():
     assert growth_of_temporaries("mask") > 3.5
     assert growth_of_temporaries(None) < 2.1  # in chunks, which rows as long as these are taken in by themselves
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(packed):
+    rng = np.random.default_rng(0)
+    samples = [
+        WeightedTokens(rng.integers(0, 256, n), rng.choice([0.0, 0.25, 1.0], n)) for n in (3, 17, 1, 9, 24, 5, 12, 2)
+    ]
+    lengths = list(map(len, samples))
+    if packed:
+        plan, collate = make_plan(pack_samples(lengths, [24, 32]), [(2, 24), (1, 32)]), pack_to_bucket
+    else:
+        plan, collate = make_plan(lengths, [(3, 12), (2, 24)]), pad_to_bucket
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        loss_and_grad = jax.jit(jax.value_and_grad(make_loss_fn(CONFIG), has_aux=True))
+
+        def sums(microbatches):
+            (loss, weight), grads = loss_and_grad(params, next(microbatches))
+            for each in microbatches:
+                (more, of_more), further = loss_and_grad(params, each)
+                loss, weight, grads = loss + more, weight + of_more, jax.tree.map(jnp.add, grads, further)
+            return loss / weight, jax.tree.map(lambda leaf: leaf / weight, grads)
+
+        def of_rows():
+            for batch in load(plan, samples, collate=collate):
+                yield jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+
+        def alone():
+            for sample in samples:
+                one = microbatch([sample.tokens.tolist()], [len(sample)], len(sample))
+                yield one._replace(weights=sample.weights[None].astype(np.float64))
+
+        for of_row, of_sample in zip(jax.tree.leaves(sums(of_rows())), jax.tree.leaves(sums(alone())), strict=True):
+            assert of_row.dtype == jnp.float64
+            np.testing.assert_allclose(of_row, of_sample, rtol=1e-12, atol=1e-14)
 
 
 def test_an_untrained_model_knows_nothing():

@@ -2,13 +2,17 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jvarlen import Batch, CompileOptions, fit
+from jvarlen._common.units import nats_to_bits
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import Split, split_held_out
-from jvarlen.models import TransformerConfig
-from jvarlen.runs.config import FitConfig
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.data import open_training_data
 
 
@@ -28,6 +32,36 @@ def files(tmp_path):
 
 def config_of(*paths, **settings):
     return FitConfig(data=paths, held_out_fraction=0.1, progress=False, **settings)
+
+
+@pytest.mark.slow
+def test_evaluation_counts_loss_weights_packed_or_not(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "t.jsonl"
+    records = [{"q": "x" * rng.integers(1, 9), "a": "y" * rng.integers(1, 17)} for _ in range(60)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    model = TransformerConfig(num_layers=1, width=8, num_heads=1)
+    means = []
+    for pack in (False, True):
+        config = config_of(
+            path,
+            field=("q", "a"),
+            loss_on=("a",),
+            max_steps=1,
+            model=model,
+            plan=PlanConfig(max_tokens=64, max_shapes=2, pack=pack),
+            compile=CompileOptions(cache_dir=None),
+            runs_dir=tmp_path / "runs",
+        )
+        means.append(fit(config).summary.held_out_before)
+    loss_fn, params, sums = make_loss_fn(model), init_params(model, config.seed), np.zeros(2)
+    held_out = open_training_data(config).evaluation["held_out"]
+    samples = [held_out[i] for i in range(len(held_out))]
+    for sample in samples:
+        arrays = sample.tokens[None].astype(np.int32), np.array([len(sample)], np.int32), sample.weights[None]
+        sums += jax.device_get(jax.jit(loss_fn)(params, jax.tree.map(jnp.asarray, Batch(*arrays, np.float32(1)))))
+    np.testing.assert_allclose(means, nats_to_bits(sums[0] / sums[1]), rtol=1e-5)
+    assert sums[1] == sum(sample.tokens.tobytes().count(b"y") for sample in samples)
 
 
 def test_without_weights_every_sample_comes_once_on_one_side(files):
@@ -100,5 +134,5 @@ def test_data_are_given_once(tmp_path, files):
 
 def test_a_side_without_samples_is_refused_by_the_name_of_its_file(tmp_path, files):
     few = text_file(tmp_path / "few.txt", "c", 1)
-    with pytest.raises(ValueError, match=r"few\.txt: a held-out fraction of 0\.1 leaves one side"):
+    with pytest.raises(ValueError, match=r"few\.txt: a held-out fraction of 0\.1 leaves none of 1 samples"):
         open_training_data(config_of(*files, few))

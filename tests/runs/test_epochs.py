@@ -1,6 +1,8 @@
 """Course: places follow each other over epochs, and what is logged is what the plan says."""
 
 import dataclasses
+import math
+import re
 from itertools import pairwise
 
 import jax
@@ -204,6 +206,26 @@ def test_the_optimizer_applies_the_rates_and_goes_on_where_it_was_resumed(units)
 @pytest.mark.parametrize(("unit", "num_planned"), [("steps", 1), ("sequences", 3), ("tokens", 3)])
 def test_epochs_are_planned_ahead_only_where_rates_depend_on_them(unit, num_planned):
     assert in_units((unit, "sequences")).plan_of_epoch.cache_info().misses == num_planned
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "num_epochs", "expected", "said"),
+    [
+        (None, None, 1.0, r"training takes \d+ steps, one epoch$"),
+        (None, 3, 3.0, r"training takes \d+ steps, 3 epochs of \d+$"),
+        (2.5, None, 2.5, r"training takes \d+ steps, 2\.\d epochs of \d+$"),
+        (2.5, 2, 2.0, r"training takes \d+ steps, 2 epochs of \d+$"),
+        (0.5, None, 0.5, r"training takes \d+ of the \d+ steps of an epoch$"),
+    ],
+)
+def test_training_takes_an_epoch_unless_steps_or_epochs_are_given(max_steps, num_epochs, expected, said):
+    steps_per_epoch = Course(CONFIG, LENGTHS, EVAL_LENGTHS).steps_per_epoch
+    steps = None if max_steps is None else int(max_steps * steps_per_epoch)
+    config = dataclasses.replace(CONFIG, max_steps=steps, num_epochs=num_epochs)
+    course = Course(config, LENGTHS, EVAL_LENGTHS)
+    assert course.num_steps == int(expected * steps_per_epoch)
+    assert re.match(said, course.describe())
+    assert len({place.plan_digest for place in list(places(course))[:-1]}) == math.ceil(expected)
 
 
 def test_max_steps_ends_training_within_an_epoch():

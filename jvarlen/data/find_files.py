@@ -1,0 +1,251 @@
+"""Finds data files: globs, directories, object stores and compressed files, all as plain local files.
+
+Downloads and decompressed files are kept in the user's cache directory, and can be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import gzip
+import hashlib
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from filelock import FileLock, Timeout
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import default_cache_dir
+from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
+from jvarlen._common.progress import progress_bar
+from jvarlen.data.content_key import content_key
+
+__all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote"]
+
+ENDINGS = (".txt", ".jsonl", ".csv", ".tsv", ".npz", ".bin", ".parquet", ".arrow", ".feather")
+_COMPRESSIBLE = (".txt", ".jsonl", ".csv", ".tsv")
+_CODECS = (".gz", ".zst")
+_CHUNK_BYTES = 1 << 20
+_OWN_CACHE = re.compile(r"\.(lengths|hashes)-[0-9a-f]{16}\.npz$")  # of `length_cache`, beside the data
+
+
+class DataFile(NamedTuple):
+    """A file that can be read where it is.
+
+    Attributes:
+      name: the name it was found under.
+      path: a plain local file: the same, or its copy in the cache.
+      ending: one of `ENDINGS`.
+      source: the local file whose content decides: the same, but compressed where it is compressed.
+    """
+
+    name: str
+    path: Path
+    ending: str
+    source: Path
+
+
+def is_remote(path: Path | str) -> bool:
+    """Whether it is the URL of an object store, such as `gs://bucket/train.jsonl`."""
+    return re.match(r"[a-z][a-z0-9+.-]+://", str(path)) is not None
+
+
+def ending_of(name: str) -> str | None:
+    """The ending that tells the format of a file, without that of a compression; None for a file of no known format.
+
+    Example:
+      >>> ending_of("train.jsonl.zst"), ending_of("README.md")
+      ('.jsonl', None)
+    """
+    own = PurePosixPath(name)
+    if own.suffix in _CODECS:
+        return own.with_suffix("").suffix if own.with_suffix("").suffix in _COMPRESSIBLE else None
+    return own.suffix if own.suffix in ENDINGS else None
+
+
+def find_files(path: Path | str, *, progress: bool = True) -> list[DataFile]:
+    """The data files of a path, downloaded and decompressed.
+
+    Args:
+      path: a file; a directory, for the data files directly in it; a glob, in which `**` matches directories; or the
+        URL of one of these that fsspec reads.
+      progress: whether downloading and decompressing show a progress bar.
+
+    Returns:
+      The files in the order of their names, all of one format.
+
+    Raises:
+      FileNotFoundError: there is no such file or directory, or the glob matches none.
+      ValueError: a file of no known format; files of several formats; a damaged or truncated compressed file; a package
+        is missing that reads an object store or a compression.
+      OSError: the cache cannot be written.
+    """
+    names = _names_in_store(str(path)) if is_remote(path) else _local_names(Path(path))
+    endings = {name: ending_of(name) for name in names}
+    if unknown := [name for name, ending in endings.items() if ending is None]:
+        compressed = f", or {', '.join(_COMPRESSIBLE)} followed by {' or '.join(_CODECS)}"
+        raise UserError(
+            f"{list_first(unknown)} is no data file: its name must end with {', '.join(ENDINGS)}{compressed}"
+        )
+    if len(set(endings.values())) > 1:
+        first_of = {ending: name for name, ending in reversed(endings.items())}
+        raise UserError(
+            f"{path} holds files of several formats, such as {list_first(sorted(first_of.values()))}: choose those of "
+            "one format with a glob, such as '*.jsonl'"
+        )
+    found = []
+    for name, ending in endings.items():
+        source = _downloaded(name, progress) if is_remote(name) else Path(name)
+        local = _decompressed(source, name, progress) if source.suffix in _CODECS else source
+        assert ending is not None
+        found.append(DataFile(name, local, ending, source))
+    return found
+
+
+def _local_names(path: Path) -> list[str]:
+    if path.is_dir():
+        names = [str(each) for each in sorted(path.iterdir()) if each.is_file() and _is_data(each.name)]
+        if not names:
+            raise UserError(f"{path} holds no data files, whose names end with {', '.join(ENDINGS)}")
+        return names
+    if path.exists():
+        if not path.is_file():
+            raise UserError(f"{path} is no data file")
+        return [str(path)]
+    if not glob.has_magic(str(path)):
+        raise FileNotFoundError(f"there is no data file {path}")
+    matches = sorted(glob.glob(str(path), recursive=True))
+    names = [each for each in matches if Path(each).is_file() and not _OWN_CACHE.search(each)]
+    if not names:
+        raise FileNotFoundError(f"no data file matches {path}")
+    return names
+
+
+def _is_data(name: str) -> bool:
+    return ending_of(name) is not None and not name.startswith(".") and not _OWN_CACHE.search(name)
+
+
+def _names_in_store(url: str) -> list[str]:
+    with _naming(url):
+        store, root = _open_store(url)
+        if glob.has_magic(root):
+            names = [each for each in sorted(store.glob(root)) if store.isfile(each)]
+        elif store.isdir(root):
+            names = [each for each in sorted(store.ls(root, detail=False)) if _is_data(PurePosixPath(each).name)]
+        else:
+            names = [root] if store.exists(root) else []
+        if not names:
+            raise FileNotFoundError(f"there is no data file {url}")
+        return [store.unstrip_protocol(name) for name in names]
+
+
+def _open_store(url: str) -> tuple[Any, str]:
+    try:
+        import fsspec  # here: only object stores need it
+    except ModuleNotFoundError:
+        raise UserError(f"{url} can only be read with fsspec: pip install 'jvarlen[data]'") from None
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:  # which tells the package to install
+        raise UserError(f"{url} cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Within, errors of a store, which has types of its own, become ones that name the URL."""
+    try:
+        yield
+    except (UserError, FileNotFoundError, MemoryError):
+        raise
+    except Exception as error:
+        raise OSError(f"{url}: {type(error).__name__}: {error}") from error
+
+
+def _downloaded(url: str, progress: bool) -> Path:
+    """The copy of a file of an object store; it is downloaded again when the store has another version."""
+    with _naming(url):
+        store, root = _open_store(url)
+        size, version = store.size(root), store.ukey(root)
+
+        def download(part: Path) -> None:
+            with _bar(f"downloading {url}", size, progress) as shown, store.open(root) as file, part.open("wb") as out:
+                while chunk := file.read(_CHUNK_BYTES):
+                    raise_if_interrupted()
+                    out.write(chunk)
+                    shown.update(len(chunk))
+
+        key = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
+        return _made_once(key, PurePosixPath(root).name, download)
+
+
+def _decompressed(path: Path, name: str, progress: bool) -> Path:
+    """The decompressed copy of a file, made anew when its content changes."""
+    if not path.stat().st_size:
+        raise UserError(f"{name} is empty")
+
+    def decompress(part: Path) -> None:
+        with contextlib.ExitStack() as held:
+            source = held.enter_context(path.open("rb"))
+            stream = held.enter_context(_open_compressed(source, path))
+            shown = held.enter_context(_bar(f"decompressing {name}", path.stat().st_size, progress))
+            out = held.enter_context(part.open("wb"))
+            writer = held.enter_context(ThreadPoolExecutor(1))
+            written = None
+            try:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    raise_if_interrupted()
+                    if written is not None:
+                        written.result()
+                    written = writer.submit(out.write, chunk)
+                    shown.update(source.tell() - shown.n)
+                if written is not None:
+                    written.result()
+            except (EOFError, zlib.error, gzip.BadGzipFile, OSError) as error:
+                if isinstance(error, OSError) and error.errno is not None:  # of the disk, not of the content
+                    raise
+                raise UserError(f"{name} is damaged or was cut short: {error}") from None
+
+    return _made_once(content_key(path), path.with_suffix("").name, decompress)
+
+
+def _open_compressed(source: Any, path: Path) -> Any:
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=source)
+    try:
+        import pyarrow as pa  # here: an extra
+    except ModuleNotFoundError:
+        raise UserError(f"{path} can only be read with pyarrow: pip install 'jvarlen[data]'") from None
+    return pa.CompressedInputStream(source, "zstd")
+
+
+def _bar(text: str, num_bytes: int, progress: bool) -> Any:
+    return progress_bar(total=num_bytes, desc=text, unit="B", unit_scale=True, progress=progress)
+
+
+def _made_once(key: str, name: str, make: Callable[[Path], None]) -> Path:
+    """The file of a key in the user's caches, made by the first process that needs it; the others wait for it."""
+    directory = default_cache_dir() / "files" / key[:16]
+    path = directory / name
+    if path.exists():
+        return path
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / ".lock")
+    try:
+        held = lock.acquire(cancel_check=is_interrupted)
+    except Timeout:
+        raise KeyboardInterrupt from None
+    with held:
+        if not path.exists():
+            part = directory / f".{name}.{secrets.token_hex(4)}.part"
+            try:
+                make(part)
+                os.replace(part, path)
+            finally:
+                part.unlink(missing_ok=True)
+    return path

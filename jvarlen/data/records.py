@@ -1,0 +1,419 @@
+"""Records of several fields, and chats, as texts of which parts are learned.
+
+Records and the chat templates of tokenizers are untrusted: a bad one is a ValueError with the reason, and templates run
+in Jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import itertools
+import json
+import reprlib
+import string
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import numpy as np
+from jaxtyping import UInt8
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.data.tokens import WeightedTokens
+from jvarlen.planning.lengths import DataSource
+
+__all__ = ["ChatTemplate", "MarkedBytes", "MarkedText", "RecordFormat", "RecordTexts"]
+
+_JOINT = "\n"
+_MESSAGE = "{role}: {content}\n"
+_MESSAGE_NAMES = ("role", "content")
+_TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
+
+
+class MarkedText(NamedTuple):
+    """A text of which parts are learned.
+
+    Attributes:
+      text: all of it.
+      learned: the characters that are learned, as ascending ranges (start, end); None for all.
+      has_special_tokens: whether special tokens are written in the text, so that a tokenizer must not add any.
+    """
+
+    text: str
+    learned: tuple[tuple[int, int], ...] | None = None
+    has_special_tokens: bool = False
+
+    def is_learned(self, start: int, end: int) -> bool:
+        """Whether any of these characters is learned."""
+        return self.learned is None or any(first < end and start < last for first, last in self.learned)
+
+
+class RecordFormat:
+    r"""How a record becomes a text, and what of it is learned.
+
+    Several fields are joined by newlines, or fill a template. A single field may also hold a chat: a list of messages
+    with `role` and `content`. Each message fills the template, `"{role}: {content}\n"` by default, unless there is a
+    chat template.
+
+    With `loss_on`, only the text of these fields, or of messages of these roles, is learned. So is what follows the
+    last field in the template, which is how a model learns to end.
+
+    Args:
+      fields: names of the fields.
+      template: text with the names of the fields in braces; the names of `fields` then follow from it unless they are
+        given. For chats, the template of a message, with `{role}` and `{content}`.
+      loss_on: the fields or roles that are learned; none for all.
+
+    Attributes:
+      fields: names of the fields that a record must have.
+      key: tells one format from another.
+      takes_chat_template: whether chats are written by the chat template of a tokenizer, if it has one.
+
+    Raises:
+      ValueError: a template that cannot be filled, or whose names are not the fields; `loss_on` that names none of
+        several fields.
+
+    Example:
+      >>> asked = RecordFormat(template="Q: {question}\nA: {answer}\n", loss_on=["answer"])
+      >>> marked = asked.render({"question": "1 + 1?", "answer": "2"})
+      >>> marked.text, [marked.text[start:end] for start, end in marked.learned]
+      ('Q: 1 + 1?\nA: 2\n', ['2\n'])
+      >>> RecordFormat(["messages"], loss_on=["b"]).render({"messages": [{"role": "b", "content": "hi"}]})
+      MarkedText(text='b: hi\n', learned=((3, 6),), has_special_tokens=False)
+    """
+
+    def __init__(
+        self,
+        fields: Sequence[str] = ("text",),
+        template: str | None = None,
+        loss_on: Sequence[str] = (),
+    ):
+        parts = None if template is None else _parse_template(template)
+        names = () if parts is None else tuple(dict.fromkeys(name for _, name in parts if name is not None))
+        fields = tuple(fields)
+        is_of_messages = len(fields) == 1 and set(names) == set(_MESSAGE_NAMES) and fields != ("text",)
+        if parts is not None and not is_of_messages and set(fields) != set(names):
+            if fields != ("text",):
+                raise UserError(
+                    f"the template has {list_first(map(repr, names))}, the fields are {list_first(map(repr, fields))}: "
+                    "they must be the same, or for chats 'role' and 'content'"
+                )
+            fields = names
+        if unknown := [name for name in loss_on if len(fields) > 1 and name not in fields]:
+            listed, known = list_first(map(repr, unknown)), list_first(map(repr, fields))
+            raise UserError(f"loss_on must name fields, which are {known}, not {listed}")
+        if len(set(fields)) < len(fields):
+            raise UserError(f"a field is named twice: {list_first(map(repr, fields))}")
+        self.fields = fields
+        self._loss_on = frozenset(loss_on)
+        self._message = parts if parts is not None and is_of_messages else _parse_template(_MESSAGE)
+        self._parts = parts if parts is not None and not is_of_messages else _joined(fields)
+        self._chat: ChatTemplate | None = None
+        self.takes_chat_template = template is None
+        self.key = json.dumps([fields, template, sorted(loss_on)])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the text is that of a single field, unless it holds a chat."""
+        return len(self.fields) == 1 and self._parts == [("", self.fields[0])] and not self._loss_on
+
+    def with_chat_template(self, chat: ChatTemplate | None) -> RecordFormat:
+        """The same, with chats written by a template; None changes nothing."""
+        if chat is None:
+            return self
+        other = copy.copy(self)
+        other._chat, other.key = chat, json.dumps([self.key, chat.key])
+        return other
+
+    def render(self, record: dict[str, Any]) -> MarkedText:
+        """The text of a record.
+
+        Args:
+          record: values by field name.
+
+        Returns:
+          The text, with what is learned of it.
+
+        Raises:
+          ValueError: the record lacks a field, or it is no text; messages that are none, or that the chat template
+            rejects.
+        """
+        missing = [field for field in self.fields if field not in record]
+        if missing:
+            names = list_first(map(repr, missing))
+            raise UserError(f"no such field {names}, but {list_first(map(reprlib.repr, record)) or 'none'}")
+        first = record[self.fields[0]]
+        if len(self.fields) == 1 and isinstance(first, list):
+            return self._render_chat(first)
+        texts = {field: _text_of(field, record[field]) for field in self.fields}
+        return _marked(_filled(self._parts, texts, self._loss_on), self._loss_on)
+
+    def _render_chat(self, messages: list[Any]) -> MarkedText:
+        _check_messages(messages)
+        if self._chat is not None:
+            return self._chat.render(messages, self._loss_on)
+        pieces = []
+        for message in messages:
+            learned = frozenset(["content"] if message["role"] in self._loss_on else [])
+            pieces += _filled(self._message, message, learned)
+        return _marked(pieces, self._loss_on)
+
+
+class ChatTemplate:
+    """The chat template that comes with a tokenizer.
+
+    Args:
+      source: a Jinja template with the variable `messages`.
+      special_tokens: the texts of the tokenizer's special tokens; the one that ends a message is learned with it.
+      variables: more variables, such as `bos_token`.
+
+    A template that writes today's date gets 26 July 2024, so that a sample is the same in every epoch.
+
+    Raises:
+      ValueError: it is no template.
+
+    References:
+      Hugging Face, "Chat templates", https://huggingface.co/docs/transformers/chat_templating
+    """
+
+    def __init__(self, source: str, special_tokens: Iterable[str] = (), variables: dict[str, str] | None = None):
+        self._arguments = source, sorted(special_tokens), variables or {}
+        self.key = json.dumps(self._arguments, sort_keys=True)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template is no Jinja template: {error}") from None
+
+    @classmethod
+    def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
+        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer file, if there is one."""
+        source = None
+        settings: dict[str, Any] = {}
+        config, own = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
+        if config.is_file():
+            try:
+                settings = json.loads(config.read_bytes())
+                source = settings.get("chat_template")
+            except (ValueError, AttributeError, RecursionError) as error:
+                raise UserError(f"{config} is damaged: {error}") from None
+        if isinstance(source, list):  # several by name
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+        if own.is_file():
+            source = own.read_text(errors="replace")
+        if not isinstance(source, str):
+            return None
+        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+        variables = {name: text for name, text in texts.items() if isinstance(text, str)}
+        try:
+            return cls(source, special_tokens, variables)
+        except UserError as error:
+            raise UserError(f"{own if own.is_file() else config}: {error}") from None
+
+    def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
+        """The text of a chat.
+
+        Args:
+          messages: with `role` and `content`.
+          loss_on: the roles that are learned; empty for everything.
+
+        Returns:
+          The text. Of a learned message, the content and the special token that ends it are learned.
+
+        Raises:
+          ValueError: the template rejects the messages, or leaves out or changes one of them.
+        """
+        text = self._fill(messages)
+        if not loss_on:
+            return MarkedText(text, None, True)
+        # Where contents begin is found with others that occur nowhere else.
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        marked = self._fill([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+        learned, written, rest = [], "", marked
+        for i, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise UserError(f"the chat template leaves out message {i + 1}, of role {message['role']!r}")
+            written += before
+            content = message["content"]
+            if not text.startswith(written + content):
+                content = content.strip()  # as many templates do
+            if not text.startswith(written + content):
+                raise UserError(f"the chat template changes the content of message {i + 1}: loss_on cannot find it")
+            start = len(written)
+            written += content
+            if message["role"] in loss_on:
+                learned.append((start, self._end_of(text, len(written))))
+        return MarkedText(text, tuple(learned), True)
+
+    def _fill(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=False, **self._arguments[2])
+        except Exception as error:  # the template may do anything
+            raise UserError(f"the chat template rejects it: {error}") from None
+
+    def _end_of(self, text: str, end: int) -> int:
+        """The end of the special token that follows, or `end`."""
+        start = end + len(text[end:]) - len(text[end:].lstrip())
+        fitting = [token for token in self._arguments[1] if token and text.startswith(token, start)]
+        return start + max(map(len, fitting)) if fitting else end
+
+    def __getstate__(self) -> Any:
+        return self._arguments
+
+    def __setstate__(self, state: Any) -> None:
+        ChatTemplate.__init__(self, *state)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordTexts:
+    """The texts of records: a data source of `MarkedText`.
+
+    Attributes:
+      records: random access to dicts.
+      format: how they become texts.
+    """
+
+    records: DataSource
+    format: RecordFormat
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, index: int) -> MarkedText:
+        marked = self.format.render(self.records[index])
+        if not marked.text:
+            raise UserError("empty")
+        return marked
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedBytes:
+    """The UTF-8 of texts: a data source of uint8[L], or of `WeightedTokens` where only a part is learned.
+
+    Attributes:
+      texts: random access to `MarkedText`.
+    """
+
+    texts: DataSource
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> UInt8[np.ndarray, " L"] | WeightedTokens:
+        text, learned, _ = self.texts[index]
+        try:
+            tokens = np.frombuffer(text.encode(), np.uint8)
+        except UnicodeEncodeError:
+            raise UserError("half a surrogate pair, which has no UTF-8") from None
+        if learned is None:
+            return tokens
+        weights = np.zeros(len(tokens), np.float32)
+        for start, end in learned:
+            first = len(text[:start].encode())
+            weights[first : first + len(text[start:end].encode())] = 1
+        if not weights.any():
+            raise UserError("no token to learn from")
+        return WeightedTokens(tokens, weights)
+
+
+_Parts = list[tuple[str, str | None]]  # a literal, and the name of the field after it
+
+
+def _parse_template(template: str) -> _Parts:
+    try:
+        parsed = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(f"the template {template!r} cannot be filled: {error}") from None
+    wrong = [name for _, name, spec, conversion in parsed if name is not None and (not name or spec or conversion)]
+    if wrong:
+        raise UserError(f"the template {template!r} must have names of fields in its braces, and nothing else")
+    parts = [(literal, name) for literal, name, _, _ in parsed]
+    if not any(name is not None for _, name in parts):
+        raise UserError(f"the template {template!r} has no field, such as {{answer}}")
+    return parts
+
+
+def _joined(fields: Sequence[str]) -> _Parts:
+    return [(_JOINT if place else "", field) for place, field in enumerate(fields)]
+
+
+def _filled(parts: _Parts, texts: dict[str, Any], learned: frozenset[str]) -> list[tuple[str, bool]]:
+    """Pieces of text, and whether each is learned; what follows the last field goes with it."""
+    pieces, is_learned = [], False
+    last = max(place for place, (_, name) in enumerate(parts) if name is not None)
+    for place, (literal, name) in enumerate(parts):
+        pieces.append((literal, is_learned and place > last))
+        if name is not None:
+            is_learned = name in learned
+            pieces.append((texts[name], is_learned))
+    return pieces
+
+
+def _marked(pieces: list[tuple[str, bool]], loss_on: frozenset[str]) -> MarkedText:
+    text = "".join(piece for piece, _ in pieces)
+    if not loss_on:
+        return MarkedText(text)
+    ends = itertools.accumulate(len(piece) for piece, _ in pieces)
+    ranges: list[tuple[int, int]] = []
+    for (piece, is_learned), end in zip(pieces, ends, strict=True):
+        if is_learned and piece:
+            start = end - len(piece)
+            if ranges and ranges[-1][1] == start:
+                start = ranges.pop()[0]
+            ranges.append((start, end))
+    return MarkedText(text, tuple(ranges))
+
+
+def _text_of(field: str, value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str):
+        raise UserError(f"no string in {field!r}, but {reprlib.repr(value)}")
+    return value
+
+
+def _check_messages(messages: list[Any]) -> None:
+    if not messages:
+        raise UserError("no messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in _MESSAGE_NAMES):
+            raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tags around what a model writes; here they change nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What chat templates of Hugging Face may use."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": _TODAY.strftime,
+    }
+    return environment

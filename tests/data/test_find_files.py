@@ -1,0 +1,186 @@
+"""Files as they lie around: every way to name them gives the samples of the files themselves."""
+
+import gzip
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from jvarlen import UserError
+from jvarlen.cli import main
+from jvarlen.data.find_files import find_files
+from jvarlen.data.open import open_data
+from jvarlen.runs.config import DataConfig
+
+fsspec = pytest.importorskip("fsspec")
+pa = pytest.importorskip("pyarrow")
+csv = pytest.importorskip("pyarrow.csv")
+
+TEXTS = ["one", 'größer, "quoted"', "tab\there", "two\nlines", "x" * 5000]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def store():
+    files = fsspec.filesystem("memory")
+    yield files
+    files.rm("/", recursive=True)
+
+
+def lines(texts):
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def zstd(content):
+    out = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(out, "zstd") as stream:
+        stream.write(content)
+    return out.getvalue().to_pybytes()
+
+
+def write(path, content):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def texts_of(dataset):
+    return [dataset[i].tobytes().decode() for i in range(len(dataset))]
+
+
+@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+def test_compressed_lines_are_those_of_the_file(tmp_path, ending, compress, cache):
+    path = write(tmp_path / f"t.jsonl{ending}", compress(lines(TEXTS)))
+    dataset = open_data(path, progress=False)
+    assert texts_of(dataset) == TEXTS
+    assert dataset.lengths.tolist() == [len(text.encode()) for text in TEXTS]
+    assert texts_of(pickle.loads(pickle.dumps(dataset))) == TEXTS
+    (kept,) = cache.rglob("t.jsonl")
+    before = kept.stat().st_mtime_ns
+    open_data(path, progress=False)
+    assert kept.stat().st_mtime_ns == before, "decompressed once"
+    write(path, compress(lines(["other"])))
+    assert texts_of(open_data(path, progress=False)) == ["other"]
+
+
+@pytest.mark.parametrize(("ending", "compress"), [(".gz", gzip.compress), (".zst", zstd)])
+def test_a_compressed_file_cut_short_or_damaged_is_named_and_nothing_is_kept(tmp_path, ending, compress, cache):
+    whole = compress(lines(TEXTS) + np.random.default_rng(0).bytes(3000))
+    for content in (whole[:-1], whole[: len(whole) // 2], b"", b"nonsense"):
+        with pytest.raises(UserError, match=rf"t\.txt{ending} is (damaged or was cut short|empty)"):
+            open_data(write(tmp_path / f"t.txt{ending}", content), progress=False)
+    assert not list(cache.rglob("*t.txt*"))
+
+
+@pytest.mark.parametrize(("ending", "delimiter"), [(".csv", ","), (".tsv", "\t")])
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_a_column_of_a_delimited_file_is_read(tmp_path, ending, delimiter, compression):
+    table = pa.table({"id": range(len(TEXTS)), "body": TEXTS})
+    csv.write_csv(table, tmp_path / f"t{ending}", csv.WriteOptions(delimiter=delimiter))
+    path = tmp_path / f"t{ending}{compression}"
+    if compression:
+        write(path, gzip.compress((tmp_path / f"t{ending}").read_bytes()))
+    dataset = open_data(path, field="body", progress=False)
+    assert texts_of(dataset) == TEXTS
+    assert texts_of(pickle.loads(pickle.dumps(dataset))) == TEXTS
+    with pytest.raises(UserError, match=r"no readable column 'text': the columns are 'id', 'body'"):
+        open_data(path, progress=False)
+
+
+def test_numbers_in_a_delimited_file_are_texts_and_empty_values_are_refused_by_row(tmp_path):
+    assert texts_of(open_data(write(tmp_path / "t.csv", b"text\n007\n1.50\nnull\n"))) == ["007", "1.50", "null"]
+    with pytest.raises(UserError, match=r"t\.csv.*empty: id 1$"):
+        open_data(write(tmp_path / "t.csv", b"text,n\na,1\n,2\n"))
+
+
+@pytest.mark.parametrize("name", ["", "/", "/*.jsonl", "/part-?.jsonl", "/../*/part-*"])
+def test_a_directory_or_a_glob_stands_for_all_its_files_by_name(tmp_path, name, monkeypatch):
+    for i, text in ((1, "b"), (0, "a"), (2, "c")):
+        write(tmp_path / "data" / f"part-{i}.jsonl", lines([text, text * 2]))
+    for other in ("README.md", ".hidden.jsonl", "part-0.jsonl.lengths-0123456789abcdef.npz"):
+        if "part-*" not in name:
+            write(tmp_path / "data" / other, b"")
+    dataset = open_data(f"{tmp_path}/data{name}", progress=False)
+    assert texts_of(dataset) == ["a", "aa", "b", "bb", "c", "cc"]
+    assert dataset.lengths.tolist() == [1, 2] * 3
+    assert texts_of(pickle.loads(pickle.dumps(dataset))) == texts_of(dataset)
+    monkeypatch.setattr("jvarlen.data.line_files.LineDataset.lengths_of", lambda *_: pytest.fail("measured again"))
+    assert open_data(f"{tmp_path}/data{name}", progress=False).content_key == dataset.content_key
+
+
+def test_a_bad_line_among_several_files_is_named_with_its_file(tmp_path):
+    write(tmp_path / "data" / "a.jsonl", lines(["x"] * 3))
+    write(tmp_path / "data" / "b.jsonl", lines(["x"]) + b"{}\n")
+    with pytest.raises(UserError, match=r"data/b\.jsonl line 2: no such field"):
+        open_data(tmp_path / "data", progress=False)
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+    write(tmp_path / "a[0].txt", b"brackets")
+    write(tmp_path / "a0.txt", b"none")
+    assert texts_of(open_data(tmp_path / "a[0].txt")) == ["brackets"]
+
+
+def test_what_cannot_be_found_or_told_apart_is_refused_by_name(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data file matches .*\*\.jsonl"):
+        find_files(tmp_path / "*.jsonl")
+    with pytest.raises(UserError, match="holds no data files"):
+        find_files(tmp_path)
+    write(tmp_path / "a.txt", b"a")
+    write(tmp_path / "b.jsonl", b"b")
+    with pytest.raises(UserError, match=r"several formats, such as .*a\.txt, .*b\.jsonl: choose .* a glob"):
+        find_files(tmp_path)
+    with pytest.raises(
+        UserError, match=r"t\.npz\.gz is no data file: .* \.txt, \.jsonl, \.csv, \.tsv followed by \.gz"
+    ):
+        find_files(write(tmp_path / "t.npz.gz", b""))
+
+
+@pytest.mark.parametrize("name", ["data/t.jsonl.gz", "data", "data/*.gz"])
+def test_an_object_store_is_read_through_fsspec(store, name, cache):
+    store.pipe("/data/t.jsonl.gz", gzip.compress(lines(TEXTS)))
+    dataset = open_data(f"memory://{name}", progress=False)
+    assert texts_of(dataset) == TEXTS
+    assert texts_of(pickle.loads(pickle.dumps(dataset))) == TEXTS
+    assert all(cache in path.parents for path in cache.rglob("t.jsonl*"))
+    store.pipe("/data/t.jsonl.gz", gzip.compress(lines(["newer"])))
+    assert texts_of(open_data(f"memory://{name}", progress=False)) == ["newer"]
+
+
+def test_a_store_that_cannot_be_read_is_named(store, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"there is no data file memory://missing\.txt"):
+        open_data("memory://missing.txt")
+    with pytest.raises(UserError, match=r"nowhere://t\.txt cannot be read: .*nowhere"):
+        open_data("nowhere://t.txt")
+    store.pipe("/t.txt", b"a")
+    monkeypatch.setattr(type(store), "open", lambda *_: (_ for _ in ()).throw(RuntimeError("access denied")))
+    with pytest.raises(OSError, match=r"memory://.*t\.txt: RuntimeError: access denied"):
+        open_data("memory://t.txt", progress=False)
+
+
+def test_settings_keep_urls_and_name_evaluations_by_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = DataConfig(data=("gs://bucket/train.jsonl", "*.txt"), eval_data=("s3://b/a.val.jsonl.gz", "books/*.txt"))
+    assert config.data == ("gs://bucket/train.jsonl", tmp_path / "*.txt")
+    with pytest.raises(UserError, match=r"names must differ: a\.val"):
+        DataConfig(eval_data=("s3://b/a.val.jsonl.gz", "a.val.txt"))
+
+
+def test_a_file_cut_short_is_one_line_on_the_command_line_and_nothing_is_written(tmp_path, capsys):
+    path = write(tmp_path / "t.jsonl.gz", gzip.compress(lines(TEXTS))[:-9])
+    assert main(["train", "--data", str(path), "--no-progress", "--runs-dir", str(tmp_path / "runs")]) == 2
+    message = capsys.readouterr().err
+    assert f"{path} is damaged or was cut short" in message
+    assert message.count("\n") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_command_line_takes_urls(store, capsys):
+    assert main(["train", "--data", "memory://missing.jsonl"]) == 2
+    assert "there is no data file memory://missing.jsonl" in capsys.readouterr().err
