@@ -103,15 +103,20 @@ def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_tho
     assert growth_of_temporaries(None) < 2.1  # in chunks, which rows as long as these are taken in by themselves
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(packed):
+@pytest.mark.parametrize("how", ["padded", "packed", "split"])
+def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(how):
     rng = np.random.default_rng(0)
     samples = [
         WeightedTokens(rng.integers(0, 256, n), rng.choice([0.0, 0.25, 1.0], n)) for n in (3, 17, 1, 9, 24, 5, 12, 2)
     ]
     lengths = list(map(len, samples))
-    if packed:
+    pieces = samples
+    if how == "packed":
         plan, collate = make_plan(pack_samples(lengths, [24, 32]), [(2, 24), (1, 32)]), pack_to_bucket
+    elif how == "split":
+        packing = pack_samples(lengths, 10, overlong="split")
+        plan, collate = make_plan(packing, [(2, 10)]), pack_to_bucket
+        pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
         plan, collate = make_plan(lengths, [(3, 12), (2, 24)]), pad_to_bucket
     with jax.enable_x64(True):
@@ -130,7 +135,7 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
                 yield jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
 
         def alone():
-            for sample in samples:
+            for sample in pieces:
                 one = microbatch([sample.tokens.tolist()], [len(sample)], len(sample))
                 yield one._replace(weights=sample.weights[None].astype(np.float64))
 
