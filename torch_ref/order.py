@@ -17,6 +17,7 @@ __all__ = [
     "check_difficulty",
     "random_keys",
     "sample_order",
+    "split_difficulty",
     "stable_argsort",
 ]
 

@@ -52,6 +52,8 @@ class PlanConfig:
     """Rows of a bucket are a multiple of this where the budget allows it."""
     length_multiple: int = 8
     """Lengths of buckets are rounded up to a multiple of this."""
+    max_sequences: int | None = None
+    """The most rows of a microbatch, however short they are; None for any number."""
     order: Order = "shuffle"
     """The order in which samples come."""
     shuffle_steps: bool = False
@@ -94,6 +96,7 @@ class PlanConfig:
             "microbatches_per_step",
             "row_multiple",
             "length_multiple",
+            "max_sequences",
             "block_size",
             "pacing_steps",
             "pacing_stages",
