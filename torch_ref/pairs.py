@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_ref.buckets import PairBucket, check_rule, make_buckets
 from torch_ref.checks import check_integer, to_tensor
 from torch_ref.lengths import check_pair_lengths, list_pairs
-from torch_ref.rows import RowRule, round_caps
+from torch_ref.rows import Budget, RowRule
 
 __all__ = ["PAIR_BUDGETS", "make_pair_buckets"]
 
@@ -34,6 +34,7 @@ def make_pair_buckets(
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int | None = None,
 ) -> tuple[PairBucket, ...]:
     """Choose the static shapes for a list of pairs, with the fewest positions in all.
 
@@ -46,6 +47,7 @@ def make_pair_buckets(
         microbatches_per_step: M.
         row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
         length_multiple: both lengths are multiples of it.
+        max_sequences: a microbatch has at most so many rows; None is no limit.
 
     Returns:
         The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
@@ -66,10 +68,13 @@ def make_pair_buckets(
     max_candidates = check_integer("max_candidates", max_candidates)
     rule = check_rule(microbatches_per_step, row_multiple)
     length_multiple = check_integer("length_multiple", length_multiple)
+    if max_sequences is not None:
+        max_sequences = check_integer("max_sequences", max_sequences)
     options: dict[str, Any] = {
         "microbatches_per_step": rule.microbatches_per_step,
         "row_multiple": rule.row_multiple,
         "length_multiple": length_multiple,
+        "max_sequences": max_sequences,
     }
     sources, targets = (
         np.array([edge for _, edge in make_buckets(side, max_tokens, max_shapes=max_candidates, **options)])
@@ -78,7 +83,7 @@ def make_pair_buckets(
     shapes = _measure(sources[:, None], targets, budget)
     table = _Table(
         before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), shapes.shape),
-        caps=round_caps(to_tensor(max_tokens // shapes), rule.row_multiple),
+        caps=Budget(max_tokens=max_tokens, max_sequences=max_sequences).caps(to_tensor(shapes), rule.row_multiple),
         positions=to_tensor(sources[:, None] + targets),
         rule=rule,
     )

@@ -129,14 +129,12 @@ class Budget:
           ValueError: a cost that is not finite or below 0.
         """
         most = self.max_tokens // length
-        if self.max_sequences is not None:
-            most = np.minimum(most, self.max_sequences)
         for limit in self._limits():
             most = _most_rows_within(limit, length, most)
         return self.rounded_caps(most)
 
     def rounded_caps(self, most: Int64[np.ndarray, " *n"]) -> Int64[np.ndarray, " *n"]:
-        """Rounds rows down to `row_multiple`, where one remains.
+        """Cuts rows at `max_sequences`, and rounds them down to `row_multiple` where one remains.
 
         Args:
           most: int64[...], rows.
@@ -144,6 +142,8 @@ class Budget:
         Returns:
           int64[...].
         """
+        if self.max_sequences is not None:
+            most = np.minimum(most, self.max_sequences)
         return np.where(most >= self.row_multiple, most - most % self.row_multiple, most)
 
     def steps_and_rows(

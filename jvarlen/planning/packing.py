@@ -17,7 +17,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Int64
+from jaxtyping import Bool, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen.planning.edges import check_edges
@@ -244,10 +244,11 @@ def pack_samples(
 class _Fitted(NamedTuple):
     """What is packed: samples, or pieces of them, in order.
 
-    Which sample each is, its length, and the token with which it begins, None where no sample is split.
+    Which samples they are, as an index; the length of each, and the token with which it begins, None where no sample is
+    split.
     """
 
-    which: Int64[np.ndarray, " n"]
+    which: Integer[np.ndarray, " n"] | Bool[np.ndarray, " N"] | slice
     lengths: Int64[np.ndarray, " n"]
     starts: Int64[np.ndarray, " n"] | None
     num_dropped: int
@@ -261,13 +262,12 @@ def _fit(
     ids: Int64[np.ndarray, " N"] | None = None,
 ) -> _Fitted:
     """Applies the rule for samples that are longer than the longest row."""
-    which = np.arange(len(lengths))
     if overlong != "split" or lengths.max() <= longest:
         rule = "error" if overlong == "split" else overlong
         fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
-        return _Fitted(which[fitted.kept], fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+        return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
     num_pieces = -(-lengths // longest)
-    which = np.repeat(which, num_pieces)
+    which = np.repeat(np.arange(len(lengths)), num_pieces)
     starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
     return _Fitted(which, np.minimum(lengths[which] - starts, longest), starts, 0, 0)
 

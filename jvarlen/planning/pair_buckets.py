@@ -34,6 +34,7 @@ def make_pair_buckets(
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int | None = None,
 ) -> tuple[PairBucket, ...]:
     """Chooses the static shapes for a dataset of pairs, such as translations.
 
@@ -53,6 +54,7 @@ def make_pair_buckets(
       microbatches_per_step: M.
       row_multiple: rows are a multiple of this where the budget allows it.
       length_multiple: lengths are rounded up to a multiple of this.
+      max_sequences: the most rows of one microbatch; None: any number.
 
     Returns:
       A tuple of `PairBucket`, ascending by source, then target.
@@ -75,6 +77,7 @@ def make_pair_buckets(
         microbatches_per_step=microbatches_per_step,
         row_multiple=row_multiple,
         length_multiple=length_multiple,
+        max_sequences=max_sequences,
     )
     lengths = check_pair_lengths(lengths)
     of_sides = (make_buckets(side, rule, max_shapes=max_candidates) for side in lengths.T)

@@ -228,21 +228,22 @@ def _check_structure(fields: Fields) -> None:
             wrong.append("num_tokens are fewer than samples, or more than their steps have room for")
     if len(ids) and ids.min() < 0:
         wrong.append("sample_ids are negative")
-    starts = fields.get("piece_starts", np.zeros_like(ids))
-    if len(starts) != len(ids) or (len(starts) and starts.min() < 0):
+    starts = fields.get("piece_starts")
+    if starts is not None and (len(starts) != len(ids) or (len(starts) and starts.min() < 0)):
         wrong.append("piece_starts are negative, or not as many as sample_ids")
-    elif len(np.unique(ids[starts == 0])) != np.count_nonzero(starts == 0):
+    elif _repeat(ids, starts):
         wrong.append("sample_ids repeat")
-    elif _repeat(ids[starts > 0], starts[starts > 0]):
-        wrong.append("piece_starts of a sample repeat")
     if wrong:
         raise UserError("; ".join(wrong))
 
 
-def _repeat(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"]) -> bool:
-    """Whether a piece comes twice."""
+def _repeat(ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"] | None) -> bool:
+    """Whether a sample comes twice, or a piece of one."""
+    if starts is None:
+        return len(np.unique(ids)) != len(ids)
     by_piece = np.lexsort([starts, ids])
-    return bool((~np.diff(ids[by_piece]).astype(bool) & ~np.diff(starts[by_piece]).astype(bool)).any())
+    ids, starts = ids[by_piece], starts[by_piece]
+    return bool(((ids[1:] == ids[:-1]) & (starts[1:] == starts[:-1])).any())
 
 
 def _check_seals(fields: Fields) -> None:

@@ -53,6 +53,7 @@ def make_pair_buckets(
     microbatches_per_step: int = 1,
     row_multiple: int = 1,
     length_multiple: int = 1,
+    max_sequences: int = 10**9,
 ) -> list[Bucket] | None:
     """Return the buckets by trying everything, or None where nothing fits."""
     if slow.round_up(max(map(max, lengths)), length_multiple) > max_tokens:
@@ -67,6 +68,7 @@ def make_pair_buckets(
                 microbatches_per_step=microbatches_per_step,
                 row_multiple=row_multiple,
                 length_multiple=length_multiple,
+                max_sequences=max_sequences,
             )
         ]
         for side in (0, 1)
@@ -77,7 +79,7 @@ def make_pair_buckets(
         owners = [next(edge for edge in edges if s <= edge[0] and t <= edge[1]) for s, t in lengths]
         positions, buckets = 0, []
         for source, target in edges:
-            cap = max_tokens // (source + target if budget == "sum" else max(source, target))
+            cap = min(max_tokens // (source + target if budget == "sum" else max(source, target)), max_sequences)
             if cap < 1:
                 return None
             held = owners.count((source, target))

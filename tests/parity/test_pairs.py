@@ -30,6 +30,7 @@ def pair_bucket_arguments(draw: st.DrawFn) -> dict[str, Any]:
         "microbatches_per_step": draw(st.integers(1, 3)),
         "row_multiple": draw(st.integers(1, 3)),
         "length_multiple": draw(st.sampled_from([1, 1, 2, 4])),
+        "max_sequences": draw(st.sampled_from([1, 2, 5, 1000])),
     }
 
 
@@ -112,7 +113,7 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
     for k, (rows, source, target) in enumerate(buckets):
         held = int(plan.num_sequences[plan.step_bucket == k].sum())
         size = source + target if arguments["budget"] == "sum" else max(source, target)
-        limit = arguments["max_tokens"] // size
+        limit = min(arguments["max_tokens"] // size, arguments["max_sequences"])
         expected = slow.capped_rows_and_steps(held, limit, num_microbatches, arguments["row_multiple"])
         assert (rows, int((plan.step_bucket == k).sum())) == expected
 
@@ -132,6 +133,7 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
         ({"max_candidates": 0}, "max_candidates"),
         ({"microbatches_per_step": 0}, "microbatches_per_step"),
         ({"row_multiple": 0}, "row_multiple"),
+        ({"max_sequences": 0}, "max_sequences"),
         ({"length_multiple": 0}, "length_multiple"),
         ({"lengths": [[1, 2], [30, 35], [3, 4]]}, r"\b1\D+30\D+35\b"),
     ],
