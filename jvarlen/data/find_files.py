@@ -6,6 +6,7 @@ Downloads and decompressed files are kept in the user's cache directory, and can
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import gzip
 import hashlib
@@ -171,17 +172,25 @@ def _downloaded(url: str, progress: bool) -> Path:
     """The copy of a file of an object store; it is downloaded again when the store has another version."""
     with _naming(url):
         store, root = _open_store(url)
-        size, version = store.size(root), store.ukey(root)
+        roots = [root]
+        if root.endswith(".bin") and store.exists(index := root.removesuffix(".bin") + ".idx"):
+            roots.append(index)  # which tells where documents begin
+        versions = [store.ukey(each) for each in roots]
+        key = hashlib.sha256(f"{url} {versions}".encode()).hexdigest()
 
-        def download(part: Path) -> None:
-            with _bar(f"downloading {url}", size, progress) as shown, store.open(root) as file, part.open("wb") as out:
+        def download(from_root: str, part: Path) -> None:
+            with (
+                _bar(f"downloading {from_root}", store.size(from_root), progress) as shown,
+                store.open(from_root) as file,
+                part.open("wb") as out,
+            ):
                 while chunk := file.read(_CHUNK_BYTES):
                     raise_if_interrupted()
                     out.write(chunk)
                     shown.update(len(chunk))
 
-        key = hashlib.sha256(f"{url} {version}".encode()).hexdigest()
-        return _made_once(key, PurePosixPath(root).name, download)
+        paths = [_made_once(key, PurePosixPath(each).name, functools.partial(download, each)) for each in roots]
+        return paths[0]
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:

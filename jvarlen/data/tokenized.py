@@ -7,7 +7,6 @@ path.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,8 +74,8 @@ class TokenizedDataset:
 
     def with_texts(self, texts: DataSource) -> TokenizedDataset:
         """The same tokenizer on other texts."""
-        other = copy.copy(self)
-        other._texts = texts
+        other = object.__new__(TokenizedDataset)  # a copy would load the tokenizer again, as a worker does
+        vars(other).update(vars(self), _texts=texts)
         return other
 
     def __len__(self) -> int:

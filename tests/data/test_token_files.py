@@ -126,6 +126,20 @@ def test_documents_of_an_index_are_read(tmp_path, dtype, modes):
     assert samples_of(pickle.loads(pickle.dumps(dataset))) == samples_of(dataset)
 
 
+def test_the_index_of_a_file_in_an_object_store_is_found(tmp_path, monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = write_indexed(tmp_path / "t.bin", [[[1, 2], [3]], [[4]]])
+    store = fsspec.filesystem("memory")
+    for file in (path, path.with_suffix(".idx")):
+        store.pipe(f"/tokens/{file.name}", file.read_bytes())
+    assert samples_of(open_data("memory://tokens/t.bin", progress=False)) == [[1, 2, 3], [4]]
+    write_indexed(path, [[[1, 2]], [[3], [4]]])
+    store.pipe("/tokens/t.idx", path.with_suffix(".idx").read_bytes())
+    assert samples_of(open_data("memory://tokens/t.bin", progress=False)) == [[1, 2], [3, 4]]
+    store.rm("/tokens", recursive=True)
+
+
 def test_the_content_key_tells_index_and_cut_apart(tmp_path):
     path = write_indexed(tmp_path / "t.bin", [[[1, 2]], [[3]]])
     keys = {open_data(path).content_key}
