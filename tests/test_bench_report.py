@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 REPORT = re.compile(r"benchmarks/results/[\w-]+\.md")
 # Not those of names: int64, 64-bit, AVX-512.
 NUMBER = re.compile(r"(?<![\w.])(?<!\w-)(≈ ?)?([−-]?\d[\d,]*+(?:\.\d+)?+)(?!-?[^\W\d])( million)?")

@@ -20,7 +20,7 @@ from jvarlen.cli import main
 ROOT = Path(jvarlen.__file__).parents[1]
 DOCS = ROOT / "docs"
 API = DOCS / "api"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])
 TEXTS = [ROOT / "README.md", *PAGES]
 # Of these modules every name is public, and not only those that pages name.
 PUBLIC_MODULES = [

@@ -22,6 +22,8 @@ from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import BudgetOptions
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
+PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])]
 # What the pages name of other programs.
 FLAGS_OF_OTHERS = {
     "fairseq": {
@@ -250,7 +252,7 @@ def code_lines(text):
         yield span.replace("\n", " ")
 
 
-@pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").rglob("*.md"))], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_settings_that_the_pages_name_exist(page, settings):
     of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, *FLAGS_OF_OTHERS.values())
     for line in code_lines(page.read_text()):
