@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from jaxtyping import Int64, UInt8
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 
-try:  # an extra, several times as fast
-    from orjson import loads as _loads
+_loads: Callable[[bytes], Any]
+try:
+    import orjson  # an extra, several times as fast
+
+    _loads = orjson.loads
 except ModuleNotFoundError:
-
-    def _loads(line: bytes) -> Any:
-        return json.loads(line.decode())  # of bytes it would also take UTF-16
-
+    _loads = lambda line: json.loads(line.decode())  # noqa: E731; of bytes it would also take UTF-16
 
 __all__ = ["LineDataset", "LineRecords", "first_record"]
 
