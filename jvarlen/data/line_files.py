@@ -5,6 +5,7 @@ Files are untrusted: a line without text is a ValueError that gives the reason.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import reprlib
 from collections.abc import Callable
@@ -17,13 +18,16 @@ from jaxtyping import Int64, UInt8
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 
-_loads: Callable[[bytes], Any]
-try:
+
+def _json_loads(line: bytes) -> Any:
+    return json.loads(line.decode())  # of bytes it would also take UTF-16
+
+
+_loads: Callable[[bytes], Any] = _json_loads
+with contextlib.suppress(ModuleNotFoundError):
     import orjson  # an extra, several times as fast
 
     _loads = orjson.loads
-except ModuleNotFoundError:
-    _loads = lambda line: json.loads(line.decode())  # noqa: E731; of bytes it would also take UTF-16
 
 __all__ = ["LineDataset", "LineRecords", "first_record"]
 
