@@ -259,6 +259,8 @@ def load_config(path: Path) -> FitConfig:
     """
     try:
         settings = json.loads(path.read_text())
+        if isinstance(settings.get("field"), str):  # as it was saved when there was one field
+            settings["field"] = [settings["field"]]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
         models = {name: model for name in _MODELS if (model := getattr(config.plan, name)) is not None}
     except (FileNotFoundError, NotADirectoryError):

@@ -45,6 +45,7 @@ from jvarlen.training.manifest import check_manifest, write_manifest
 
 __all__ = ["Checkpoints", "Place", "open_checkpoints"]
 
+_OLD_NAMES = {"held_out_bits_per_byte_before": "held_out_before"}  # of fields of `Place` in earlier checkpoints
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
 
 
@@ -272,7 +273,8 @@ class Checkpoints:
         try:
             check_manifest(path)
             about = _read_json(path / "about.json")
-            place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
+            saved = {_OLD_NAMES.get(name, name): value for name, value in about["place"].items()}
+            place = dacite.from_dict(Place, saved, dacite.Config(strict=True))
             if place.num_steps_done != step:
                 raise UserError(f"{path} is of {place.num_steps_done} steps")
             if about["run"] != run:

@@ -104,3 +104,11 @@ def test_missing_settings_are_an_error(tmp_path):
 def test_the_file_is_plain_json(tmp_path):
     save_config(FitConfig(), tmp_path / "config.json")
     assert json.loads((tmp_path / "config.json").read_text())["plan"]["max_tokens"] == 4096
+
+
+def test_settings_saved_with_a_single_field_are_read(tmp_path):
+    path = tmp_path / "config.json"
+    save_config(FitConfig(field=("body",)), path)
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"field": "body"}))
+    assert load_config(path).field == ("body",)
