@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from .processes import COMPILE_FAST
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OWN_MODELS = sorted(EXAMPLES.glob("own_model_*.py"))
 SECONDS = 300
@@ -23,7 +25,7 @@ def run(tmp_path):
     environment = os.environ | {
         "PYTHONPATH": str(EXAMPLES.parent),
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiled soon rather than well
+        "XLA_FLAGS": COMPILE_FAST,
         "OMP_NUM_THREADS": "1",
         "JAX_ENABLE_COMPILATION_CACHE": "true",  # a resumed run reads what it compiled before
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),

@@ -23,7 +23,7 @@ import pytest
 
 from jvarlen.cli import main
 
-from .processes import ROOT
+from .processes import COMPILE_FAST, ROOT
 
 NUM_STEPS = 120
 SECONDS = 120
@@ -90,8 +90,13 @@ class Place:
         """A script of bash that runs while the block does, with what it starts."""
         (self.folder / "tasks").write_text("")
         path = f"{self.folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-        environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-        environment |= {"JAX_ENABLE_COMPILATION_CACHE": "true"}  # all compile the same few programs
+        environment = os.environ | {
+            "PATH": path,
+            "PYTHONPATH": str(ROOT),
+            "XLA_FLAGS": COMPILE_FAST,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_ENABLE_COMPILATION_CACHE": "true",  # all compile the same few programs
+        }
         with (self.folder / "output").open("w") as output:
             process = subprocess.Popen(
                 ["bash", "-c", script],

@@ -28,7 +28,10 @@ __all__ = [
 
 REPEATS = 1 if "--quick" in sys.argv else 5
 # Flags for XLA: quick forms spend most of their time on compiling.
-COMPILE_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+COMPILE_FAST = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 COLLECTED_IN = "JVARLEN_BENCH_REPORTS"  # the folder in which `run.py` finds the report of what it ran
 
 T = TypeVar("T")

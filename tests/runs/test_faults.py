@@ -46,7 +46,7 @@ def whole(summary):
 def run_alone(program, *args):
     """A program on one device, with JAX's cache where it names one."""
     env = os.environ | {
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": processes.COMPILE_FAST,
         "OMP_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(processes.ROOT),
