@@ -234,29 +234,33 @@ def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficul
     assert_equal_plans(plans)
 
 
+@pytest.fixture(scope="module")
+def row_lengths(both: list[ModuleType]) -> Any:
+    """Chosen by each package."""
+    lengths = inputs(12)["lengths"]
+    return [
+        package.choose_row_lengths(lengths, 16_384, max_length=2048, overlong="truncate", max_shapes=3)
+        for package in both
+    ]
+
+
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
-def test_both_pack_alike(both: list[ModuleType], order: str, overlong: str) -> None:
+def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, overlong: str) -> None:
     """The same rows of the same lengths, and the same plans of them."""
     drawn = inputs(12)
-    sizes, packings = [], []
-    for package in both:
-        chosen = package.choose_row_lengths(
-            drawn["lengths"], 16_384, max_length=2048, overlong="truncate", max_shapes=3
+    assert row_lengths[0] == row_lengths[1]
+    one, other = packings = [
+        package.pack_samples(
+            drawn["lengths"],
+            chosen,
+            order=drawn["subset"] if order == "subset" else order,
+            seed=3,
+            epoch=1,
+            overlong=overlong,
         )
-        sizes.append(chosen)
-        packings.append(
-            package.pack_samples(
-                drawn["lengths"],
-                sizes[-1],
-                order=drawn["subset"] if order == "subset" else order,
-                seed=3,
-                epoch=1,
-                overlong=overlong,
-            )
-        )
-    assert sizes[0] == sizes[1]
-    one, other = packings
+        for package, chosen in zip(both, row_lengths, strict=True)
+    ]
     for name in ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts"):
         assert getattr(one, name).dtype == getattr(other, name).dtype
         assert np.array_equal(getattr(one, name), getattr(other, name))
@@ -264,7 +268,7 @@ def test_both_pack_alike(both: list[ModuleType], order: str, overlong: str) -> N
         assert getattr(one, name) == getattr(other, name)
     assert one.fill == pytest.approx(other.fill, abs=1e-12)
     assert one.fill > 0.98
-    buckets = both[0].make_buckets(one.num_tokens, 16_384, strategy=sizes[0], microbatches_per_step=2)
+    buckets = both[0].make_buckets(one.num_tokens, 16_384, strategy=row_lengths[0], microbatches_per_step=2)
     for plan_order, block_size in (("length", None), ("shuffle", None), ("shuffle", 50), ("dataset", None)):
         options: dict[str, Any] = {"microbatches_per_step": 2, "order": plan_order, "block_size": block_size, "seed": 1}
         assert_equal_plans(
