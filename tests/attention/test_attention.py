@@ -11,8 +11,6 @@ from jvarlen import padding_mask
 from jvarlen.attention import attention
 from jvarlen.attention.attention import attend, attend_within_segments
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 T = 600  # two whole chunks of queries and a part of one
 
 
@@ -206,6 +204,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
         np.testing.assert_allclose(grad, expected_grad, atol=1e-5)
 
 
+@pytest.mark.usefixtures("optimized")
 def test_many_chunks_lose_no_precision_in_bfloat16():
     """Gradients of keys are sums over all chunks, which must not be rounded one by one."""
     length = 2048
@@ -227,6 +226,7 @@ def test_many_chunks_lose_no_precision_in_bfloat16():
     assert error("chunked") < 1.2 * error("xla")
 
 
+@pytest.mark.usefixtures("optimized")
 def test_chunks_never_hold_all_pairs_of_positions():
     length = 2048
 
