@@ -1,5 +1,10 @@
-"""Small Flax NNX models for examples and benchmarks."""
+"""Small Flax NNX models for examples and benchmarks.
 
+- `transformer`, `mixed_precision`: the demo transformer. `pipelined`: the same in pipeline stages.
+- `generation`: samples from it. `export`: its parameters as a safetensors file.
+"""
+
+from jvarlen.models.export import save_params
 from jvarlen.models.generation import generate
 from jvarlen.models.pipelined import make_stages, merge_stages, split_stages
 from jvarlen.models.transformer import (
@@ -21,5 +26,6 @@ __all__ = [
     "make_stages",
     "merge_stages",
     "params_from_flat",
+    "save_params",
     "split_stages",
 ]

@@ -262,9 +262,7 @@ def _choose(
     return jax.vmap(draw)(logits_BxV, jnp.maximum(ids_B, 0), positions_B).astype(jnp.int32)
 
 
-def _prefill(
-    model: Transformer, rows: _PromptBatch, max_new_tokens: int
-) -> tuple[Float[Array, "B V"], list[_Cache]]:
+def _prefill(model: Transformer, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
     """Runs all prompts: the logits of the first new tokens, and the caches with room for the others."""
     num_slots = rows.tokens.shape[1]
     begin_Bx1 = jnp.full((len(rows.ids), 1), model.begin_of_sample, rows.tokens.dtype)
