@@ -48,7 +48,7 @@ class ByteCodec:
     """
 
     num_values = 256
-    end_token = None
+    end_token: int | None = None
 
     def encode(self, text: str) -> Int32[np.ndarray, " L"]:
         """The bytes of a text."""
