@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first
 from jvarlen._common.progress import progress_bar
 from jvarlen.attention.attention import attend, attend_by_mask
 from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, replicate
 from jvarlen.loading.collate import StepSamples
@@ -40,7 +40,7 @@ __all__ = ["generate"]
 def generate(
     params: nnx.State,
     config: TransformerConfig,
-    prompts: Sequence[npt.ArrayLike],
+    prompts: Sequence[Any],
     *,
     max_new_tokens: int,
     temperature: float = 0.0,
@@ -54,6 +54,7 @@ def generate(
     """Continues prompts, with everything compiled before the first token and nothing afterwards.
 
     A prompt's continuation does not depend on the other prompts, on buckets or on devices, up to rounding of logits.
+    Programs are kept for later calls with the same model, buckets and options.
 
     Args:
       params: the result of `init_params`, trained or not.
@@ -100,14 +101,9 @@ def generate(
     num_shards = 1 if mesh is None else num_shards_of(mesh, DATA_AXIS)
     buckets = make_buckets(lengths, max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
     plan = make_plan(lengths, buckets, microbatches_per_step=num_shards)
-    compiled = compile_buckets(
-        _make_step(config, max_new_tokens, end_token, is_greedy=temperature == 0),
-        state,
-        plan,
-        mesh=mesh,
-        batch_spec=_prompt_batch_spec,
-        progress=progress,
-    )
+    spec, structure = jax.tree.flatten(jax.tree.map(functools.partial(_spec_of, mesh=mesh), state))
+    step = _make_step(config, max_new_tokens, end_token, temperature == 0)
+    compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)
     continued: dict[int, Int32[np.ndarray, " n"]] = {}
     batches = load(plan, tokens, mesh=mesh, collate=_collate)
     with no_recompiles():
@@ -118,6 +114,33 @@ def generate(
                 m, b = row.tolist()
                 continued[int(ids_MxB[m, b])] = tokens_MxBxN[m, b, : counts_MxB[m, b]]
     return [continued[prompt] for prompt in range(len(tokens))]
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    spec: tuple[jax.ShapeDtypeStruct, ...],
+    structure: jax.tree_util.PyTreeDef,
+    buckets: tuple[Bucket, ...],
+    num_shards: int,
+    mesh: Mesh | None,
+    progress: bool,
+) -> CompiledBuckets:
+    """The programs of the buckets, which later calls with equal arguments find again."""
+    state = jax.tree.unflatten(structure, spec)
+    return compile_buckets(
+        step,
+        state,
+        buckets,
+        microbatches_per_step=num_shards,
+        mesh=mesh,
+        batch_spec=_prompt_batch_spec,
+        progress=progress,
+    )
+
+
+def _spec_of(leaf: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else leaf.sharding)
 
 
 class _State(NamedTuple):
@@ -159,7 +182,7 @@ def _collate(step: StepSamples) -> _PromptBatch:
     return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
 
 
-def _check_prompts(prompts: Sequence[npt.ArrayLike], vocab_size: int) -> list[Integer[np.ndarray, " length"]]:
+def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.ndarray, " length"]]:
     """The prompts as arrays; raises ValueError that lists those which are no tokens of the model."""
     arrays, wrong = [], []
     for i, prompt in enumerate(prompts):
@@ -168,7 +191,8 @@ def _check_prompts(prompts: Sequence[npt.ArrayLike], vocab_size: int) -> list[In
             wrong.append(f"prompt {i}: {tokens.dtype}{list(tokens.shape)}")
         elif (outside := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
             wrong.append(f"prompt {i}: {list_first(outside.tolist())}")
-        arrays.append(tokens)
+        else:
+            arrays.append(tokens.astype(np.int32))
     if wrong:
         raise UserError(f"prompts must be 1-D integers from 0 to {vocab_size - 1}: {list_first(wrong, '; ')}")
     return arrays
@@ -204,8 +228,9 @@ class _Decoding(NamedTuple):
     caches: Any
 
 
+@functools.lru_cache(maxsize=8)  # equal arguments give the same step, by which its programs are found again
 def _make_step(
-    config: TransformerConfig, max_new_tokens: int, end_token: int | None, *, is_greedy: bool
+    config: TransformerConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
 ) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
     """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
