@@ -1,8 +1,9 @@
-"""`jvarlen sample` and `jvarlen export`: on runs of the built-in model, by bytes or by a tokenizer, and on no others."""
+"""`jvarlen sample` and `jvarlen export`: runs of the built-in model, of bytes or of a tokenizer, and on no others."""
 
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, fit, init_train_state
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig, flat_params, generate, init_params
-from jvarlen.runs.config import DataConfig, PlanConfig, save_config
+from jvarlen.runs.config import PlanConfig, save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
 
 MODEL = TransformerConfig(num_layers=1, width=16, num_heads=1)
@@ -98,7 +99,7 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_w
         data=(tmp_path / "train.txt",),
         tokenizer=tokenizer,
         held_out_fraction=0.3,
-        max_steps=60,
+        max_steps=200,
         run_dir=tmp_path / "run",
         progress=False,
         compile=CompileOptions(cache_dir=None),
@@ -120,7 +121,7 @@ def test_a_run_with_a_tokenizer_samples_its_words_to_their_end_and_is_exported_w
             np.testing.assert_array_equal(file.get_tensor(name), array, strict=True)
     assert json.loads(metadata["config"])["vocab_size"] == 400
     assert metadata["tokenizer"] == tokenizer.read_text()
-    assert (metadata["end_token"], metadata["num_steps"]) == ("1", "60")
+    assert (metadata["end_token"], metadata["num_steps"]) == ("1", "200")
 
 
 @pytest.mark.parametrize(("flags", "step"), [([], LATEST), (["--from", "best"], BEST)])
@@ -136,7 +137,7 @@ def test_export_writes_the_model_of_the_checkpoint(run, tmp_path, capsys, flags,
 
 
 def test_runs_that_hold_no_trained_model_of_ours_are_refused_by_name(tmp_path, capsys):
-    own = make_run(tmp_path / "own", lambda step: {"w": np.full(3, step), "b": np.zeros(())})
+    own = make_run(tmp_path / "own", lambda step: {"w": jnp.full(3, step), "b": jnp.zeros(())})
     empty = tmp_path / "empty"
     empty.mkdir()
     save_config(FitConfig(), empty / "config.json")
@@ -207,10 +208,12 @@ def test_tokens_that_are_no_bytes_need_a_tokenizer(tmp_path, capsys):
 
 
 def test_the_end_token_of_the_data_ends_a_sample(tmp_path, capsys):
-    (first, second, *_) = generate(scaled(LATEST), MODEL, [[97]], max_new_tokens=6, progress=False)[0].tolist()
-    assert first != second
-    settings = {"end_token": second}
-    assert DataConfig(**settings).end_token == second
-    run = make_run(tmp_path / "run", **settings)
-    assert main(["sample", str(run), "--prompt", "a", *SAMPLED, "--out", str(tmp_path / "out")]) == 0
+    prompts = [chr(byte) for byte in range(97, 123)]
+    options = {"max_new_tokens": 6, "max_shapes": 1, "progress": False}
+    continued = generate(scaled(LATEST), MODEL, [[ord(prompt)] for prompt in prompts], **options)
+    prompt, (first, second, *_) = next(
+        (prompt, new.tolist()) for prompt, new in zip(prompts, continued, strict=True) if new[0] != new[1]
+    )
+    run = make_run(tmp_path / "run", end_token=second)
+    assert main(["sample", str(run), "--prompt", prompt, *SAMPLED, "--out", str(tmp_path / "out")]) == 0
     assert json.loads((tmp_path / "out").read_text())["tokens"] == [first, second]
