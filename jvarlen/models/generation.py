@@ -85,13 +85,7 @@ def generate(
       >>> [tokens.shape for tokens in new]
       [(4,), (4,)]
     """
-    check_at_least_one(max_new_tokens=max_new_tokens)
-    if not is_number(temperature) or not 0 <= temperature < math.inf:
-        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
-    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
-        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
-    if mesh is not None and mesh.is_multi_process:
-        raise UserError("prompts are continued by one process; the mesh has devices of several")
+    _check_options(config, max_new_tokens, temperature, end_token, mesh)
     tokens = _check_prompts(prompts, config.vocab_size)
     if not tokens:
         return []
@@ -180,6 +174,18 @@ def _collate(step: StepSamples) -> _PromptBatch:
             tokens_MxBxT[m, b, : len(prompt)] = prompt
             lengths_MxB[m, b] = len(prompt)
     return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
+
+
+def _check_options(
+    config: TransformerConfig, max_new_tokens: int, temperature: float, end_token: int | None, mesh: Mesh | None
+) -> None:
+    check_at_least_one(max_new_tokens=max_new_tokens)
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
+        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
+    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
+        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
+    if mesh is not None and mesh.is_multi_process:
+        raise UserError("prompts are continued by one process; the mesh has devices of several")
 
 
 def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.ndarray, " length"]]:
