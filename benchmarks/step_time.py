@@ -20,7 +20,7 @@ import jvarlen
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.buckets import Bucket
-from jvarlen.runs.measure_costs import MeasuredCosts, measure_costs
+from jvarlen.runs.measure_command import MeasuredCosts, measure_costs
 
 
 class Planned(NamedTuple):

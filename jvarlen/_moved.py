@@ -26,7 +26,7 @@ _RENAMED = """
     datasets=data.tokens,data.split,data.stdlib_corpus,data.measure emission=planning.step_order
     executables=compiling.program_store html_page=reports.page html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
-    measure=compiling.measure_buckets,runs.measure_costs measure_samples=data.measure pairs=planning.pair_buckets
+    measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
     planned_steps=planning.steps report=reports.report,reports.run_figures run_lines=reports.figures
     svg_figures=reports.figures portable_errors=_common.worker_errors progress=_common.progress,runs.step_display

@@ -1,4 +1,4 @@
-"""The `jvarlen` command. It parses the arguments and calls `plan`, `sort`, `train`, `report` or `measure`.
+"""The `jvarlen` command. It parses the arguments and calls the command: `plan`, `sort`, `train`, `report` and so on.
 
 Settings are dataclass fields. Only the subcommand that was typed is imported: `jvarlen plan` does not load JAX.
 """
@@ -36,6 +36,8 @@ _COMMANDS = {
     "sort": ("sort_command", "SortCommand"),
     "train": ("config", "FitConfig"),
     "report": ("report_command", "ReportCommand"),
+    "sample": ("model_commands", "SampleCommand"),
+    "export": ("model_commands", "ExportCommand"),
     "measure": ("measure_command", "MeasureCommand"),
 }
 
@@ -146,7 +148,7 @@ def _unframed(text: str) -> str:
     text = " ".join(lines[: rules[0] if rules else None])
     # The names of our classes say nothing to who typed a flag.
     return re.sub(
-        r"Error parsing (__tyro\S*?|PlanCommand|SortCommand|ReportCommand|MeasureCommand|FitConfig)(\.(\w+))?: ",
+        r"Error parsing (__tyro\S*?|[A-Z][a-z]+Command|FitConfig)(\.(\w+))?: ",
         r"\3 ",
         text,
     ).strip()

@@ -9,7 +9,8 @@ from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
 from torch_ref.mixtures import Mixture, mixture_counts
-from torch_ref.model import Transformer, load_params
+from torch_ref.model import Transformer, generate, load_params
+from torch_ref.model_file import load_model
 from torch_ref.order import sample_order
 from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from torch_ref.packing import PackedHistogram, Packing, pack_samples
@@ -47,8 +48,10 @@ __all__ = [
     "compile_buckets",
     "discrete_pacing",
     "fit_cost_model",
+    "generate",
     "linear_pacing",
     "load",
+    "load_model",
     "load_params",
     "local_sort",
     "loss_sums",

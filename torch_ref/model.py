@@ -1,46 +1,50 @@
-"""The demo model: a small causal transformer over bytes."""
+"""The demo model: a small causal transformer over bytes, or over the ids of a tokenizer."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["NUM_BYTES", "Transformer", "load_params"]
+from torch_ref.checks import check_integer
 
-# In shapes: B rows, T tokens a row, D width, H heads, d = D / H width of a head.
+__all__ = ["NUM_BYTES", "Transformer", "generate", "load_params"]
+
+# In shapes: B rows, T tokens a row, V values of a token, D width, H heads, d = D / H width of a head.
 NUM_BYTES = 256
-_BEGIN = NUM_BYTES
 _ROPE_THETA = 10_000.0
 _NORM_EPS = 1e-6
 _INIT_STD = 0.02
 
 
 class Transformer(nn.Module):
-    """A byte-level decoder: pre-norm blocks of causal attention with rotary positions and a GELU MLP.
+    """A decoder: pre-norm blocks of causal attention with rotary positions and a GELU MLP.
 
     Args:
         embed_dim: D.
         num_layers: the number of blocks.
         num_heads: H; D / H must be an even integer.
+        vocab_size: V, 256 for bytes. Token V, which is never predicted, is the input at the beginning of a sample.
 
     Raises:
         ValueError: if a size is below 1 or the heads do not divide the width evenly.
     """
 
-    def __init__(self, *, embed_dim: int, num_layers: int, num_heads: int) -> None:
+    def __init__(self, *, embed_dim: int, num_layers: int, num_heads: int, vocab_size: int = NUM_BYTES) -> None:
         """Draw the initial weights from torch's global generator."""
         super().__init__()
-        if min(embed_dim, num_layers, num_heads) < 1 or embed_dim % (2 * num_heads):
+        if min(embed_dim, num_layers, num_heads, vocab_size) < 1 or embed_dim % (2 * num_heads):
             raise ValueError(
-                f"embed_dim={embed_dim} must be an even multiple of num_heads={num_heads}, num_layers={num_layers} >= 1"
+                f"embed_dim={embed_dim} must be an even multiple of num_heads={num_heads}, num_layers={num_layers} and "
+                f"vocab_size={vocab_size} >= 1"
             )
-        self.embed = nn.Embedding(NUM_BYTES + 1, embed_dim)
+        self.vocab_size = vocab_size
+        self.embed = nn.Embedding(vocab_size + 1, embed_dim)
         self.blocks = nn.ModuleList(_Block(embed_dim, num_heads) for _ in range(num_layers))
         self.norm = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
-        self.head = nn.Linear(embed_dim, NUM_BYTES, bias=False)
+        self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=_INIT_STD)
@@ -51,27 +55,27 @@ class Transformer(nn.Module):
         """Predict each token from those before it.
 
         Args:
-            tokens_BxT: int64[B, T], each in [0, 256). What follows a position never changes its output, so padding
+            tokens_BxT: int64[B, T], each in [0, V). What follows a position never changes its output, so padding
                 at the end of a row needs no mask.
             segment_ids: int64[B, T], for rows of several samples: a token is predicted from those before it of the
                 same id alone. Together with `positions`.
             positions: int64[B, T], the place of each token in its sample.
 
         Returns:
-            Logits [B, T, 256] in the parameters' dtype; those at t are for token t.
+            Logits [B, T, V] in the parameters' dtype; those at t are for token t.
 
         Raises:
             ValueError: if only one of `segment_ids` and `positions` is given.
         """
         if (segment_ids is None) != (positions is None):
             raise ValueError("segment_ids and positions go together")
-        begin = tokens_BxT.new_full((tokens_BxT.shape[0], 1), _BEGIN)
+        begin = tokens_BxT.new_full((tokens_BxT.shape[0], 1), self.vocab_size)
         inputs_BxT = torch.cat([begin, tokens_BxT[:, :-1]], dim=1)
         mask_Bx1xTxT = None
         if segment_ids is None or positions is None:
             positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)[None]
         else:
-            inputs_BxT = torch.where(positions == 0, _BEGIN, inputs_BxT)
+            inputs_BxT = torch.where(positions == 0, self.vocab_size, inputs_BxT)
             same_BxTxT = segment_ids[:, :, None] == segment_ids[:, None, :]
             # Padding sees padding: a row of the mask without any True would give NaN.
             mask_Bx1xTxT = same_BxTxT.tril()[:, None]
@@ -118,12 +122,42 @@ def _rotate(x_BxHxTxd: Tensor, positions_BxT: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
+@torch.no_grad()
+def generate(
+    model: Transformer, prompts: Iterable[ArrayLike], max_new_tokens: int, *, end_token: int | None = None
+) -> list[NDArray[np.int64]]:
+    """Continue prompts by the likeliest token, one after the other and each from its beginning: slow and plain.
+
+    Args:
+        model: gives the logits.
+        prompts: 1-D integers each, in [0, V); one may be empty.
+        max_new_tokens: the most tokens that a prompt is continued by.
+        end_token: a continuation ends with it; None for no such token.
+
+    Returns:
+        int64[n] for each prompt, its new tokens.
+
+    Raises:
+        ValueError: if `max_new_tokens` is no integer of at least 1.
+    """
+    check_integer("max_new_tokens", max_new_tokens)
+    continuations: list[NDArray[np.int64]] = []
+    for prompt in prompts:
+        tokens: list[int] = np.asarray(prompt).tolist()
+        new: list[int] = []
+        while len(new) < max_new_tokens and (not new or new[-1] != end_token):
+            row_1xT = torch.tensor([[*tokens, *new, 0]])  # the logits at the last place do not depend on what is there
+            new.append(int(model(row_1xT.to(model.embed.weight.device))[0, -1].argmax()))
+        continuations.append(np.array(new, np.int64))
+    return continuations
+
+
 def load_params(model: nn.Module, params: Mapping[str, ArrayLike]) -> None:
     """Copy weights into a model.
 
     Args:
         model: a `Transformer`.
-        params: arrays by name: `embed.embedding` [257, D], `blocks.{i}.qkv.kernel` [D, 3D] and so on, `*.scale` [D].
+        params: arrays by name: `embed.embedding` [V + 1, D], `blocks.{i}.qkv.kernel` [D, 3D] and so on, `*.scale` [D].
             Kernels are [in, out], y = x @ kernel; values are cast to the model's dtype.
 
     Raises:

@@ -15,7 +15,13 @@ from jaxtyping import Array, Bool, Float, Integer
 from jvarlen._common.checks import UserError
 from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
-__all__ = ["AttentionImplementation", "SegmentAttentionImplementation", "attend", "attend_within_segments"]
+__all__ = [
+    "AttentionImplementation",
+    "SegmentAttentionImplementation",
+    "attend",
+    "attend_by_mask",
+    "attend_within_segments",
+]
 
 AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
 SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
@@ -64,7 +70,7 @@ def attend(
         segment_ids = padding_mask(lengths, seq_length).astype(jnp.int32)
         return attend_within_segments(query, key, value, segment_ids, causal=causal, implementation="chunked")
     if implementation == "mask" or query.dtype == jnp.float64:
-        return _attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
+        return attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
     one_at_least = jnp.maximum(
         lengths.astype(jnp.int32), 1
     )  # a row that sees nothing must be finite in any implementation
@@ -104,7 +110,7 @@ def attend_within_segments(
     implementation = implementation or _chosen_for(seq_length)
     if implementation != "chunked":
         mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal)
-        return _attend_by_mask(query, key, value, mask_BxTxT, implementation)
+        return attend_by_mask(query, key, value, mask_BxTxT, implementation)
     num_chunks = -(-seq_length // _CHUNK)
     filler = num_chunks * _CHUNK - seq_length
 
@@ -120,7 +126,7 @@ def attend_within_segments(
     def one_chunk(chunk: tuple[Array, Array, Array]) -> Array:
         query_BxQxHxK, segments_BxQ, first_query = chunk
         mask_BxQxT = segment_mask(segments_BxQ, segment_ids, causal=causal, first_query=first_query)
-        return _attend_by_mask(query_BxQxHxK, key.astype(query.dtype), value.astype(query.dtype), mask_BxQxT)
+        return attend_by_mask(query_BxQxHxK, key.astype(query.dtype), value.astype(query.dtype), mask_BxQxT)
 
     first_queries = jnp.arange(num_chunks) * _CHUNK
     attended = jax.lax.map(one_chunk, (in_chunks(query), in_chunks(segment_ids), first_queries))
@@ -131,13 +137,25 @@ def _chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
     return "chunked" if seq_length >= _LONG else "xla"
 
 
-def _attend_by_mask(
+def attend_by_mask(
     query: Float[Array, "B Q H K"],
     key: Float[Array, "B T N K"],
     value: Float[Array, "B T N K"],
     mask: Bool[Array, "B Q T"],
     implementation: Literal["xla", "cudnn"] | None = None,
 ) -> Float[Array, "B Q H K"]:
+    """Attention of some queries to keys that a mask allows.
+
+    Args:
+      query: float[B, Q, H, K].
+      key: float[B, T, N, K], as in `attend`.
+      value: float[B, T, N, K].
+      mask: bool[B, Q, T], whether a query sees a key; each sees at least one.
+      implementation: of `jax.nn.dot_product_attention`; None leaves it to JAX.
+
+    Returns:
+      float[B, Q, H, K].
+    """
     mask = mask[:, None]
     if query.dtype != jnp.float64:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)

@@ -21,7 +21,7 @@ from jvarlen.data.records import MarkedText
 from jvarlen.data.tokens import WeightedTokens, to_tokens
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["TokenizedDataset"]
+__all__ = ["TokenizedDataset", "count_values", "load_tokenizer", "only_value_errors"]
 
 
 class TokenizedDataset:
@@ -67,8 +67,8 @@ class TokenizedDataset:
         if not tokenizer_path.is_file():  # nor what can be read without end
             raise FileNotFoundError(f"there is no tokenizer file {tokenizer_path}")
         self.key = content_key(tokenizer_path)
-        self._tokenizer = _load(tokenizer_path)
-        self.num_values = _num_values(self._tokenizer, tokenizer_path)
+        self._tokenizer = load_tokenizer(tokenizer_path)
+        self.num_values = count_values(self._tokenizer, tokenizer_path)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added if token.special)
 
@@ -84,7 +84,7 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length"] | WeightedTokens:
         sample = self._texts[index]
         marked = sample if isinstance(sample, MarkedText) else MarkedText(_to_text(sample))
-        with _only_value_errors(f"{self.path} fails on the text"):
+        with only_value_errors(f"{self.path} fails on the text"):
             encoded = self._tokenizer.encode(marked.text, add_special_tokens=not marked.has_special_tokens)
             ids = encoded.ids
         if not ids:
@@ -113,7 +113,7 @@ class TokenizedDataset:
         vars(self).update(state)
         if content_key(self.path) != self.key:
             raise UserError(f"{self.path} has changed")
-        self._tokenizer = _load(self.path)
+        self._tokenizer = load_tokenizer(self.path)
 
 
 def _weights_of(marked: MarkedText, offsets: list[tuple[int, int]]) -> list[bool]:
@@ -125,12 +125,13 @@ def _weights_of(marked: MarkedText, offsets: list[tuple[int, int]]) -> list[bool
     return weights
 
 
-def _load(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a file, without truncation and padding; raises ValueError if it is none."""
     try:
         import tokenizers  # here: an extra
     except ModuleNotFoundError:
         raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
-    with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
+    with only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
         tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -138,7 +139,8 @@ def _load(path: Path) -> Any:
     return tokenizer
 
 
-def _num_values(tokenizer: Any, path: Path) -> int:
+def count_values(tokenizer: Any, path: Path) -> int:
+    """The number of ids of a tokenizer: the greatest plus 1; raises ValueError if there is none."""
     num_values = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     if not 1 <= num_values <= np.iinfo(np.int32).max:
         raise UserError(f"{path}: ids of tokens must fit int32, and there must be one; they end at {num_values - 1}")
@@ -158,7 +160,7 @@ def _to_text(sample: Any) -> str:
 
 
 @contextlib.contextmanager
-def _only_value_errors(said: str) -> Iterator[None]:
+def only_value_errors(said: str) -> Iterator[None]:
     """Within, errors of the package, which are plain Exceptions or panics of its Rust, become ValueErrors."""
     try:
         yield

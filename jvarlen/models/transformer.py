@@ -1,13 +1,13 @@
 """The demo transformer: a small byte-level decoder in Flax NNX.
 
-Letters: B rows, T positions, D width, H heads, K head size, V = 256 byte values.
+Letters: B rows, T positions, D width, H heads, K head size, V values of a token, 256 for bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen.attention.attention import (
     AttentionImplementation,
     SegmentAttentionImplementation,
@@ -35,6 +35,7 @@ __all__ = [
     "flat_params",
     "init_params",
     "make_loss_fn",
+    "params_from_flat",
     "rows_of",
     "run_block",
     "sum_losses",
@@ -115,18 +116,30 @@ class _Block(nnx.Module):
         self.down = _linear(config, 4 * width, width, rngs=rngs)
 
     def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
-        # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
-        batch, seq_length, width = x_BxTxD.shape
-        qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
-        q_BxTxHxK, k_BxTxHxK = (_rotate_positions(qkv[:, :, i], rows.positions).astype(x_BxTxD.dtype) for i in (0, 1))
-        v_BxTxHxK = qkv[:, :, 2].astype(x_BxTxD.dtype)
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions)
         if rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
         else:
             attended = attend_within_segments(
                 q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.packed_implementation
             )
-        x_BxTxD = (x_BxTxD + self.out(attended.reshape(batch, seq_length, width))).astype(x_BxTxD.dtype)
+        return self.finish(x_BxTxD, attended)
+
+    def project(
+        self, x_BxTxD: Float[Array, "B T D"], positions: Int[Array, "B T"] | None, num_positions: int | None = None
+    ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T H K"]]:
+        """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
+        # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
+        batch, seq_length, width = x_BxTxD.shape
+        qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
+        q_BxTxHxK, k_BxTxHxK = (
+            _rotate_positions(qkv[:, :, i], positions, num_positions).astype(x_BxTxD.dtype) for i in (0, 1)
+        )
+        return q_BxTxHxK, k_BxTxHxK, qkv[:, :, 2].astype(x_BxTxD.dtype)
+
+    def finish(self, x_BxTxD: Float[Array, "B T D"], attended: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+        """The residual stream after the block, from the one before it and the heads' outputs."""
+        x_BxTxD = (x_BxTxD + self.out(attended.reshape(x_BxTxD.shape))).astype(x_BxTxD.dtype)
         hidden_BxTx4D = self.up(self.norm2(x_BxTxD)).astype(x_BxTxD.dtype)
         return (x_BxTxD + self.down(jax.nn.gelu(hidden_BxTx4D))).astype(x_BxTxD.dtype)
 
@@ -169,6 +182,17 @@ class Transformer(nnx.Module):
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
+        return self.embed_inputs(inputs_BxT)
+
+    def embed_inputs(self, inputs_BxT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """Embeddings of tokens, or of `begin_of_sample`, in the compute type.
+
+        Args:
+          inputs_BxT: int[B, T], the input of each position: the token before it.
+
+        Returns:
+          float[B, T, D].
+        """
         x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
@@ -185,13 +209,16 @@ class Transformer(nnx.Module):
 
 
 def _rotate_positions(
-    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None
+    x_BxTxHxK: Float[Array, "B T H K"], positions: Int[Array, "B T"] | None, num_positions: int | None = None
 ) -> Float[Array, "B T H K"]:
-    """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864)."""
+    """Rotary position embedding, first half of the head against the second (Su et al. 2021, arXiv:2104.09864).
+
+    Positions are below `num_positions`; None: below T.
+    """
     _, seq_length, _, head_size = x_BxTxHxK.shape
     half = head_size // 2
     # Constants of the program, computed in float64: at late positions float32 angles are off by more than their sines.
-    angles_Tx1xK = np.arange(seq_length)[:, None, None] * _ROTARY_BASE ** (-np.arange(half) / half)
+    angles_Tx1xK = np.arange(num_positions or seq_length)[:, None, None] * _ROTARY_BASE ** (-np.arange(half) / half)
     cos, sin = (jnp.asarray(f(angles_Tx1xK), x_BxTxHxK.dtype) for f in (np.cos, np.sin))
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
@@ -261,3 +288,40 @@ def flat_params(params: nnx.State) -> dict[str, np.ndarray]:
       A dict from names such as `blocks.0.qkv.kernel` to float32 arrays; kernels are [inputs, outputs].
     """
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+
+
+def params_from_flat(config: TransformerConfig, arrays: Mapping[str, Any]) -> nnx.State:
+    """The parameters of a model from arrays under dotted names; the inverse of `flat_params`.
+
+    Args:
+      config: the model that they belong to.
+      arrays: all of its parameters, by name.
+
+    Returns:
+      A pytree as `init_params` returns it, of the given arrays.
+
+    Raises:
+      ValueError: names are missing or unexpected, or shapes differ. All kinds are listed.
+
+    Example:
+      >>> config = TransformerConfig(width=16)
+      >>> params = init_params(config, seed=0)
+      >>> bool((params_from_flat(config, flat_params(params))["head"]["kernel"][...] == params["head"]["kernel"]).all())
+      True
+    """
+    expected = {
+        ".".join(map(str, path)): (path, leaf)
+        for path, leaf in nnx.to_flat_state(jax.eval_shape(lambda: init_params(config, 0)))
+    }
+    missing = [name for name in expected if name not in arrays]
+    unexpected = [name for name in arrays if name not in expected]
+    misshapen = [
+        f"{name} {np.shape(arrays[name])}, expected {leaf.shape}"
+        for name, (_, leaf) in expected.items()
+        if name in arrays and np.shape(arrays[name]) != leaf.shape
+    ]
+    named = (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen))
+    if problems := [f"{kind}: {list_first(names)}" for kind, names in named if names]:
+        raise UserError(f"these are not the parameters of the built-in model: {'; '.join(problems)}")
+    leaves = [(path, leaf.replace(jnp.asarray(arrays[name]))) for name, (path, leaf) in expected.items()]
+    return nnx.from_flat_state(leaves)

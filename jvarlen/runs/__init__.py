@@ -3,5 +3,5 @@
 - `config`, `data_config`, `plan_config`: frozen, checked settings. `data`, `task`: the data, and what is trained.
 - `epochs`: all steps of a training. `loop`, `evaluation`, `profiling`, `step_display`: one host loop around the step.
 - `directory`, `trackers`, `charts`, `wandb_process`, `summary`: the files of a run.
-- `fit`: all of it, in order.
+- `fit`: all of it, in order. `model_commands`: what is done with the trained model.
 """

@@ -1,14 +1,107 @@
-"""`jvarlen measure`: what a training step of the built-in model costs."""
+"""`jvarlen measure`: what a training step of the built-in model costs, and cost models fitted to it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from jvarlen.models import TransformerConfig
-from jvarlen.runs.measure_costs import measure_costs
+import optax
 
-__all__ = ["MeasureCommand"]
+from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+from jvarlen.compiling.compilation_cache import without_compilation_cache
+from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.measure_buckets import measure_buckets
+from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.cost_model import CostModel, fit_cost_model
+from jvarlen.planning.edges import check_edges
+from jvarlen.training.step import init_train_state, make_train_step
+
+__all__ = ["MeasureCommand", "MeasuredCosts", "measure_costs"]
+
+_SHARES_OF_BUDGET = (1, 4)  # a full bucket and a quarter of one tell what a step costs whatever it holds
+
+
+class MeasuredCosts(NamedTuple):
+    """Cost models of the training steps of a model.
+
+    Attributes:
+      seconds: of one microbatch.
+      num_bytes: on one device, during a step.
+      compile_seconds: of lowering and compiling one bucket, one after the other and without a cache.
+    """
+
+    seconds: CostModel
+    num_bytes: CostModel
+    compile_seconds: float
+
+
+def measure_costs(
+    model: TransformerConfig,
+    *,
+    max_tokens: int,
+    lengths: Sequence[int],
+    microbatches_per_step: int = 1,
+    packed: bool = False,
+    repeats: int = 3,
+    progress: bool = True,
+) -> MeasuredCosts:
+    """Compiles and runs AdamW steps of the built-in model in some shapes, and fits cost models.
+
+    Args:
+      model: the model.
+      max_tokens: tokens of the full buckets; a quarter of that is measured as well.
+      lengths: lengths of rows to measure, at least 2, strictly ascending.
+      microbatches_per_step: M.
+      packed: whether rows hold several samples.
+      repeats: runs of each shape; the fastest counts.
+      progress: whether to show progress bars.
+
+    Returns:
+      `MeasuredCosts`.
+
+    Raises:
+      ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
+    """
+    check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
+    check_edges(lengths)
+    if len(lengths) < 2:
+        raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
+    too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]
+    if too_long:
+        raise UserError(f"a quarter of max_tokens {max_tokens} holds no row of {too_long} tokens")
+    optimizer = optax.adamw(1e-3)
+    state = init_train_state(init_params(model, seed=0), optimizer)
+    shapes: list[tuple[int, int]] = []
+    seconds: list[float] = []
+    num_bytes: list[int] = []
+    compile_seconds = []
+    for share in _SHARES_OF_BUDGET:
+        with without_compilation_cache():  # what is asked is what compiling takes
+            compiled = compile_buckets(
+                make_train_step(make_loss_fn(model), optimizer),
+                state,
+                [(max_tokens // share // length, length) for length in lengths],
+                microbatches_per_step=microbatches_per_step,
+                batch_spec=packed_batch_spec if packed else token_batch_spec,
+                progress=progress,
+                options=CompileOptions(cache_dir=None, num_threads=1),
+            )
+        measured = measure_buckets(compiled, state, repeats=repeats, progress=progress)
+        shapes += measured.shapes
+        seconds += measured.seconds.tolist()
+        num_bytes += measured.num_bytes.tolist()
+        compile_seconds.append(measured.compile_seconds)
+    name = ", ".join(f"{key} {value}" for key, value in dataclasses.asdict(model).items() if value is not None)
+    name += f", {microbatches_per_step} microbatches a step{', packed' if packed else ''}"
+    return MeasuredCosts(
+        fit_cost_model(shapes, seconds, device=measured.device, model=name),
+        fit_cost_model(shapes, num_bytes, unit="bytes", device=measured.device, model=name),
+        sum(compile_seconds) / len(compile_seconds),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -31,10 +31,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dacite
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jvarlen._common.checks import UserError, list_first
@@ -43,7 +44,7 @@ from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.manifest import check_manifest, write_manifest
 
-__all__ = ["Checkpoints", "Place", "open_checkpoints"]
+__all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params"]
 
 _OLD_NAMES = {"held_out_bits_per_byte_before": "held_out_before"}  # of fields of `Place` in earlier checkpoints
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
@@ -255,7 +256,7 @@ class Checkpoints:
         agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
         path = self._directory / str(step)
         try:
-            place, saved = self._check(path, step)
+            place, saved = _check(self._directory, step, self._metrics)
             given = _describe(state)
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
@@ -266,25 +267,6 @@ class Checkpoints:
             return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
         except (ValueError, LookupError, TypeError, OSError) as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
-
-    def _check(self, path: Path, step: int) -> tuple[Place, dict[str, str]]:
-        """Place and leaves of an intact checkpoint of this run; raises ValueError with a remedy for any other."""
-        run = _read_run(self._directory)  # first: that this is damaged does not make a checkpoint so
-        try:
-            check_manifest(path)
-            about = _read_json(path / "about.json")
-            saved = {_OLD_NAMES.get(name, name): value for name, value in about["place"].items()}
-            place = dacite.from_dict(Place, saved, dacite.Config(strict=True))
-            if place.num_steps_done != step:
-                raise UserError(f"{path} is of {place.num_steps_done} steps")
-            if about["run"] != run:
-                raise UserError(
-                    f"{path} is of run {about['run']}, not of run {run} that {self._directory / _RUN} names"
-                )
-        except (ValueError, LookupError, TypeError, OSError, dacite.DaciteError) as error:
-            others = list_first(sorted(self._metrics.keys() - {step})) or "none"
-            raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
-        return place, about["leaves"]
 
 
 @contextlib.contextmanager
@@ -329,6 +311,65 @@ def open_checkpoints(
             warnings.warn(str(error), stacklevel=3)  # what ended the block is what the caller is to hear of
         raise
     checkpoints.close()
+
+
+def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
+    """The parameters of a checkpoint, without a state to restore and while a run may go on in the directory.
+
+    The whole checkpoint is compared with its hashes before anything is loaded.
+
+    Args:
+      directory: the checkpoints of a run.
+      which: the newest checkpoint, or the one with the lowest metric.
+
+    Returns:
+      The parameters on the host, by dotted names such as `blocks.0.qkv.kernel`, and the place of the training.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint, or none with a metric.
+      ValueError: the checkpoint is damaged; the message names the files.
+    """
+    metrics = {step: _read_metric(directory / str(step)) for step in _steps_in(directory)}
+    steps = _best(metrics)[:1] if which == "best" else sorted(metrics)[-1:]
+    if not steps:
+        raise FileNotFoundError(f"{directory} holds no checkpoint{' with a metric' if which == 'best' else ''}")
+    (step,) = steps
+    try:
+        place, _ = _check(directory, step, metrics)
+        path = (directory / str(step) / "state").resolve()
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            params = {"params": checkpointer.metadata(path).item_metadata.tree["params"]}
+            as_arrays = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), params)
+            args = ocp.args.PyTreeRestore(params, restore_args=as_arrays, partial_restore=True)
+            restored = checkpointer.restore(path, args=args)["params"]
+    except (ValueError, LookupError, TypeError, OSError) as error:
+        raise UserError(f"checkpoint {step} in {directory} cannot be read: {error}") from error
+    return {_dotted(path): array for path, array in jax.tree.leaves_with_path(restored)}, place
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    """The name of a leaf; a Flax variable is saved with its array under "value"."""
+    names = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+    return ".".join(names[:-1] if names[-1:] == ["value"] else names)
+
+
+def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dict[str, str]]:
+    """Place and leaves of an intact checkpoint of this run; raises ValueError with a remedy for any other."""
+    path = directory / str(step)
+    run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
+    try:
+        check_manifest(path)
+        about = _read_json(path / "about.json")
+        saved = {_OLD_NAMES.get(name, name): value for name, value in about["place"].items()}
+        place = dacite.from_dict(Place, saved, dacite.Config(strict=True))
+        if place.num_steps_done != step:
+            raise UserError(f"{path} is of {place.num_steps_done} steps")
+        if about["run"] != run:
+            raise UserError(f"{path} is of run {about['run']}, not of run {run} that {directory / _RUN} names")
+    except (ValueError, LookupError, TypeError, OSError, dacite.DaciteError) as error:
+        others = list_first(sorted(set(steps) - {step})) or "none"
+        raise UserError(f"{error}. Remove {path}, to use another checkpoint; there are: {others}") from error
+    return place, about["leaves"]
 
 
 def _is_key(leaf: Any) -> bool:

@@ -13,7 +13,7 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.measure_buckets import measure_buckets
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.runs.measure_costs import measure_costs
+from jvarlen.runs.measure_command import measure_costs
 
 TINY = TransformerConfig(num_layers=1, width=16, num_heads=1)
 

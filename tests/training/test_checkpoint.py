@@ -21,7 +21,7 @@ import pytest
 from jvarlen import data_mesh, no_recompiles
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training import checkpoint
-from jvarlen.training.checkpoint import Place, open_checkpoints
+from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
 from jvarlen.training.manifest import write_manifest
 from jvarlen.training.step import TrainState
 
@@ -45,6 +45,25 @@ def test_the_latest_state_and_place_come_back(tmp_path):
     np.testing.assert_array_equal(state.params["w"], np.arange(3.0) + 9)
     assert int(state.opt_state[0]) == 7
     assert isinstance(state, TrainState)
+
+
+def test_parameters_are_read_alone_while_the_run_goes_on(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        read_params(tmp_path)
+    with open_checkpoints(tmp_path) as checkpoints:
+        for step, metric in ((4, None), (9, 2.0), (10, 3.0)):
+            params = {"w": jnp.arange(3.0) + step, "layers": [{"b": jnp.float32(step)}]}
+            checkpoints.save(STATE._replace(params=params), place(step), metric=metric)
+        checkpoints.wait()
+        part = tmp_path / ".11.part"  # of a checkpoint that is being written
+        part.mkdir()
+        for which, step in (("latest", 10), ("best", 9)):
+            read, read_place = read_params(tmp_path, which)
+            assert read_place == place(step)
+            assert read.keys() == {"w", "layers.0.b"}
+            np.testing.assert_array_equal(read["w"], np.arange(3.0) + step)
+            np.testing.assert_array_equal(read["layers.0.b"], step)
+        assert part.exists()
 
 
 def steps_on_disk(directory):

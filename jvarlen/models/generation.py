@@ -1,0 +1,357 @@
+"""Samples from the demo transformer: prompts in buckets, a compiled program a bucket, keys and values in a cache.
+
+A row holds a prompt and room for its new tokens. Its program runs the prompts of all rows at once (prefill), and then
+one new token of each row at a time (decode).
+
+Letters: M microbatches, B rows, T positions of a row, N new tokens, P = T − N positions for prompts, D width, H heads,
+K head size, V values of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from jvarlen._common.checks import UserError, check_at_least_one, is_integer, is_number, list_first
+from jvarlen._common.progress import progress_bar
+from jvarlen.attention.attention import attend, attend_by_mask
+from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.recompiles import no_recompiles
+from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, replicate
+from jvarlen.loading.collate import StepSamples
+from jvarlen.loading.loader import load
+from jvarlen.models.transformer import Transformer, TransformerConfig
+from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.plan import make_plan
+
+__all__ = ["generate"]
+
+
+def generate(
+    params: nnx.State,
+    config: TransformerConfig,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    end_token: int | None = None,
+    max_tokens: int = 16_384,
+    max_shapes: int = 4,
+    mesh: Mesh | None = None,
+    progress: bool = True,
+) -> list[Int32[np.ndarray, " n"]]:
+    """Continues prompts, with everything compiled before the first token and nothing afterwards.
+
+    A prompt's continuation does not depend on the other prompts, on buckets or on devices, up to rounding of logits.
+    Programs are kept for later calls with the same model, buckets and options.
+
+    Args:
+      params: the result of `init_params`, trained or not.
+      config: the model that they belong to.
+      prompts: 1-D integers each, below `config.vocab_size`; an empty one is a sample from its beginning.
+      max_new_tokens: N, the most tokens that a prompt is continued by.
+      temperature: logits are divided by it. 0: the likeliest token, the first of equals.
+      seed: the random number of a token depends on it, on the index of the prompt, and on the token's position.
+      end_token: a prompt's continuation ends with it; None: all have N tokens.
+      max_tokens: budget of a microbatch in positions of prompts and new tokens, padding included, whose keys and values
+        are held.
+      max_shapes: the most buckets, that is, compiled programs.
+      mesh: rows are spread over its axis "data"; None: one device.
+      progress: whether to show progress bars.
+
+    Returns:
+      int32[n] for each prompt: its new tokens, with the end token.
+
+    Raises:
+      ValueError: prompts that are no tokens of the model, or alone exceed `max_tokens`; they are listed. Or arguments
+        that are not as described, or a mesh of several processes.
+      RecompileError: something was compiled after the programs of the buckets.
+
+    Example:
+      >>> from jvarlen.models import init_params
+      >>> config = TransformerConfig(width=16)
+      >>> new = generate(init_params(config, 0), config, [[1, 2, 3], []], max_new_tokens=4, progress=False)
+      >>> [tokens.shape for tokens in new]
+      [(4,), (4,)]
+    """
+    _check_options(config, max_new_tokens, temperature, end_token, mesh)
+    tokens = _check_prompts(prompts, config.vocab_size)
+    if not tokens:
+        return []
+    state = _State(params, jax.random.key(seed), np.float32(temperature))
+    state = state if mesh is None else replicate(state, mesh)
+    lengths = [len(prompt) + max_new_tokens for prompt in tokens]
+    num_shards = 1 if mesh is None else num_shards_of(mesh, DATA_AXIS)
+    buckets = make_buckets(lengths, max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
+    plan = make_plan(lengths, buckets, microbatches_per_step=num_shards)
+    spec, structure = jax.tree.flatten(jax.tree.map(functools.partial(_spec_of, mesh=mesh), state))
+    step = _make_step(config, max_new_tokens, end_token, temperature == 0)
+    compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)
+    continued: dict[int, Int32[np.ndarray, " n"]] = {}
+    batches = load(plan, tokens, mesh=mesh, collate=_collate)
+    with no_recompiles():
+        for batch in progress_bar(batches, desc="generate", unit="step", progress=progress, total=plan.num_steps):
+            state, new = compiled(state, batch)
+            ids_MxB, tokens_MxBxN, counts_MxB = jax.device_get((batch.ids, *new))
+            for row in np.argwhere(ids_MxB >= 0):
+                m, b = row.tolist()
+                continued[int(ids_MxB[m, b])] = tokens_MxBxN[m, b, : counts_MxB[m, b]]
+    return [continued[prompt] for prompt in range(len(tokens))]
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    spec: tuple[jax.ShapeDtypeStruct, ...],
+    structure: jax.tree_util.PyTreeDef,
+    buckets: tuple[Bucket, ...],
+    num_shards: int,
+    mesh: Mesh | None,
+    progress: bool,
+) -> CompiledBuckets:
+    """The programs of the buckets, which later calls with equal arguments find again."""
+    state = jax.tree.unflatten(structure, spec)
+    return compile_buckets(
+        step,
+        state,
+        buckets,
+        microbatches_per_step=num_shards,
+        mesh=mesh,
+        batch_spec=_prompt_batch_spec,
+        progress=progress,
+    )
+
+
+def _spec_of(leaf: Any, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=None if mesh is None else leaf.sharding)
+
+
+class _State(NamedTuple):
+    """What all steps share: the parameters, the key of the seed, and the temperature, float32[]."""
+
+    params: Any
+    key: Any
+    temperature: Any
+
+
+class _PromptBatch(NamedTuple):
+    """The arrays of one step: prompts, at the start of rows with room for their new tokens.
+
+    Attributes:
+      tokens: int32[M, B, T].
+      lengths: int32[M, B], tokens of the prompt.
+      ids: int32[M, B], the index of the prompt; −1 marks a dummy row.
+    """
+
+    tokens: Any
+    lengths: Any
+    ids: Any
+
+
+def _prompt_batch_spec(bucket: Bucket, microbatches_per_step: int) -> _PromptBatch:
+    shape_MxB = (microbatches_per_step, bucket.rows)
+    of_row = jax.ShapeDtypeStruct(shape_MxB, np.int32)
+    return _PromptBatch(jax.ShapeDtypeStruct((*shape_MxB, bucket.length), np.int32), of_row, of_row)
+
+
+def _collate(step: StepSamples) -> _PromptBatch:
+    ids_MxB = step.ids.astype(np.int32)
+    tokens_MxBxT = np.zeros((*ids_MxB.shape, *step.bucket.lengths), np.int32)
+    lengths_MxB = np.zeros_like(ids_MxB)
+    for m, microbatch in enumerate(step.samples):
+        for b, prompt in enumerate(microbatch):
+            tokens_MxBxT[m, b, : len(prompt)] = prompt
+            lengths_MxB[m, b] = len(prompt)
+    return _PromptBatch(tokens_MxBxT, lengths_MxB, ids_MxB)
+
+
+def _check_options(
+    config: TransformerConfig, max_new_tokens: int, temperature: float, end_token: int | None, mesh: Mesh | None
+) -> None:
+    check_at_least_one(max_new_tokens=max_new_tokens)
+    if not is_number(temperature) or not 0 <= temperature < math.inf:
+        raise UserError(f"temperature must be finite and at least 0, not {temperature!r}")
+    if end_token is not None and not (is_integer(end_token) and 0 <= end_token < config.vocab_size):
+        raise UserError(f"end_token must be at least 0 and below {config.vocab_size}, not {end_token!r}")
+    if mesh is not None and mesh.is_multi_process:
+        raise UserError("prompts are continued by one process; the mesh has devices of several")
+
+
+def _check_prompts(prompts: Sequence[Any], vocab_size: int) -> list[Int32[np.ndarray, " length"]]:
+    """The prompts as arrays; raises ValueError that lists those which are no tokens of the model."""
+    arrays, wrong = [], []
+    for i, prompt in enumerate(prompts):
+        tokens = np.asarray(prompt)
+        if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "iu"):
+            wrong.append(f"prompt {i}: {tokens.dtype}{list(tokens.shape)}")
+        elif (outside := tokens[(tokens < 0) | (tokens >= vocab_size)]).size:
+            wrong.append(f"prompt {i}: {list_first(outside.tolist())}")
+        else:
+            arrays.append(tokens.astype(np.int32))
+    if wrong:
+        raise UserError(f"prompts must be 1-D integers from 0 to {vocab_size - 1}: {list_first(wrong, '; ')}")
+    return arrays
+
+
+class _Cache(NamedTuple):
+    """Keys, rotated, and values of a block in T slots: first those of the prompt's positions, then a new token's each.
+
+    Attributes:
+      keys: float[B, T, H, K].
+      values: float[B, T, H, K].
+    """
+
+    keys: Any
+    values: Any
+
+
+class _Decoding(NamedTuple):
+    """What decoding carries from token to token.
+
+    Attributes:
+      num_new: int32[], new tokens of each row so far.
+      tokens: int32[B, N], the new tokens; 0 where there is none yet.
+      counts: int32[B], how many of them belong to the row's continuation.
+      is_done: bool[B], whether the row has its end token, or is a dummy.
+      caches: a `_Cache` for each block.
+    """
+
+    num_new: Any
+    tokens: Any
+    counts: Any
+    is_done: Any
+    caches: Any
+
+
+@functools.lru_cache(maxsize=8)  # equal arguments give the same step, by which its programs are found again
+def _make_step(
+    config: TransformerConfig, max_new_tokens: int, end_token: int | None, is_greedy: bool
+) -> Callable[[_State, _PromptBatch], tuple[_State, tuple[Any, Any]]]:
+    """A step for `compile_buckets`: `(state, batch) -> (state, (new tokens int32[M, B, N], counts int32[M, B]))`."""
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+
+    def generate_step(state: _State, batch: _PromptBatch) -> tuple[_State, tuple[Any, Any]]:
+        rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
+
+        def appended(decoding: _Decoding, logits_BxV: Array) -> _Decoding:
+            positions_B = rows.lengths + decoding.num_new
+            new_B = _choose(state, logits_BxV, rows.ids, positions_B, is_greedy=is_greedy)
+            ends_B = False if end_token is None else new_B == end_token
+            return decoding._replace(
+                num_new=decoding.num_new + 1,
+                tokens=jax.lax.dynamic_update_slice_in_dim(decoding.tokens, new_B[:, None], decoding.num_new, axis=1),
+                counts=decoding.counts + ~decoding.is_done,
+                is_done=decoding.is_done | ends_B,
+            )
+
+        def is_unfinished(decoding: _Decoding) -> Array:
+            return (decoding.num_new < max_new_tokens) & ~jnp.all(decoding.is_done)
+
+        def decode_one(decoding: _Decoding) -> _Decoding:
+            model = nnx.merge(graphdef, state.params)
+            logits_BxV, caches = _decode(model, decoding, rows.lengths)
+            return appended(decoding._replace(caches=caches), logits_BxV)
+
+        logits_BxV, caches = _prefill(nnx.merge(graphdef, state.params), rows, max_new_tokens)
+        counts_B = jnp.zeros_like(rows.lengths)
+        tokens_BxN = jnp.zeros((len(rows.ids), max_new_tokens), jnp.int32)
+        decoding = appended(_Decoding(jnp.int32(0), tokens_BxN, counts_B, rows.ids < 0, caches), logits_BxV)
+        decoding = jax.lax.while_loop(is_unfinished, decode_one, decoding)
+        shape_MxB = batch.ids.shape
+        return state, (decoding.tokens.reshape(*shape_MxB, -1), decoding.counts.reshape(shape_MxB))
+
+    return generate_step
+
+
+def _choose(
+    state: _State,
+    logits_BxV: Float[Array, "B V"],
+    ids_B: Int32[Array, " B"],
+    positions_B: Int32[Array, " B"],
+    *,
+    is_greedy: bool,
+) -> Int32[Array, " B"]:
+    """The next token of each row, drawn by a key of its prompt and position, or the likeliest."""
+    if is_greedy:
+        return jnp.argmax(logits_BxV, axis=-1).astype(jnp.int32)
+
+    def draw(logits_V: Array, prompt: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.fold_in(state.key, prompt), position)
+        return jax.random.categorical(key, logits_V / state.temperature)
+
+    return jax.vmap(draw)(logits_BxV, jnp.maximum(ids_B, 0), positions_B).astype(jnp.int32)
+
+
+def _prefill(model: Transformer, rows: _PromptBatch, max_new_tokens: int) -> tuple[Float[Array, "B V"], list[_Cache]]:
+    """Runs all prompts: the logits of the first new tokens, and the caches with room for the others."""
+    num_slots = rows.tokens.shape[1]
+    begin_Bx1 = jnp.full((len(rows.ids), 1), model.begin_of_sample, rows.tokens.dtype)
+    inputs_BxP1 = jnp.concatenate([begin_Bx1, rows.tokens[:, : num_slots - max_new_tokens]], axis=1)
+    x_BxP1xD = model.embed_inputs(inputs_BxP1)
+    caches = []
+    for block in model.blocks:
+        x_BxP1xD, cache = _prefill_block(*nnx.split(block), x_BxP1xD, rows.lengths + 1, num_slots)
+        caches.append(cache)
+    last_Bx1xD = jnp.take_along_axis(x_BxP1xD, rows.lengths[:, None, None], axis=1)
+    return model.logits(last_Bx1xD)[:, 0], caches
+
+
+def _decode(
+    model: Transformer, decoding: _Decoding, lengths_B: Int32[Array, " B"]
+) -> tuple[Float[Array, "B V"], list[_Cache]]:
+    """Runs the last new token of each row: the logits of the next one, and the caches with it."""
+    num_slots, num_new = decoding.caches[0].keys.shape[1], decoding.num_new
+    last_Bx1 = jax.lax.dynamic_slice_in_dim(decoding.tokens, num_new - 1, 1, axis=1)
+    # Slots up to P belong to prompts, of which a row has used some; new tokens are in the same slot in all rows.
+    num_prompt_slots = num_slots - decoding.tokens.shape[1] + 1
+    slot = num_prompt_slots + num_new - 1
+    slots_T = jnp.arange(num_slots)
+    is_new_T = (slots_T >= num_prompt_slots) & (slots_T <= slot)
+    mask_Bx1xT = ((slots_T <= lengths_B[:, None]) | is_new_T)[:, None]
+    x_Bx1xD = model.embed_inputs(last_Bx1)
+    positions_Bx1 = (lengths_B + num_new)[:, None]
+    caches = []
+    for block, cache in zip(model.blocks, decoding.caches, strict=True):
+        x_Bx1xD, cache = _decode_block(*nnx.split(block), x_Bx1xD, cache, slot, positions_Bx1, mask_Bx1xT)
+        caches.append(cache)
+    return model.logits(x_Bx1xD)[:, 0], caches
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))  # all blocks are alike: one of them is traced
+def _prefill_block(
+    graphdef: nnx.GraphDef, params: nnx.State, x: Float[Array, "B P1 D"], lengths: Int[Array, " B"], num_slots: int
+) -> tuple[Float[Array, "B P1 D"], _Cache]:
+    block = nnx.merge(graphdef, params)
+    query, key, value = block.project(x, None)
+    attended = attend(query, key, value, lengths, implementation=block.implementation)
+    room = ((0, 0), (0, num_slots - x.shape[1]), (0, 0), (0, 0))
+    return block.finish(x, attended), _Cache(jnp.pad(key, room), jnp.pad(value, room))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decode_block(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    x: Float[Array, "B 1 D"],
+    cache: _Cache,
+    slot: Int[Array, ""],
+    positions: Int[Array, "B 1"],
+    mask: Bool[Array, "B 1 T"],
+) -> tuple[Float[Array, "B 1 D"], _Cache]:
+    block = nnx.merge(graphdef, params)
+    query, *new = block.project(x, positions, num_positions=mask.shape[2])
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(held, each, slot, axis=1) for held, each in zip(cache, new, strict=True)
+    )
+    return block.finish(x, attend_by_mask(query, keys, values, mask)), _Cache(keys, values)

@@ -1,0 +1,142 @@
+"""Samples: the tokens of whole rows run again, whatever is batched with them; nothing compiled but the buckets."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jvarlen import data_mesh, make_buckets, no_recompiles
+from jvarlen.models import Transformer, TransformerConfig, flat_params, generate, init_params, params_from_flat
+from jvarlen.models.transformer import Rows
+
+CONFIG = TransformerConfig(num_layers=1, width=32, num_heads=2, vocab_size=50)
+# Larger than at the start of a training, so that what is attended to decides.
+PARAMS = jax.tree.map(lambda leaf: leaf * 5, init_params(CONFIG, seed=1))
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(0, 50, length) for length in (0, 1, 2, 3, 5, 8, 13, 21, 30, 4, 0)]
+NUM_NEW = 9
+
+
+def continued(prompts=PROMPTS, config=CONFIG, **options):
+    options = {"max_new_tokens": NUM_NEW, "progress": False} | options
+    return [tokens.tolist() for tokens in generate(PARAMS, config, prompts, **options)]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits_of_rows(tokens_BxT, lengths_B, config=CONFIG):
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graphdef, PARAMS)(tokens_BxT, Rows(lengths=lengths_B))
+
+
+@pytest.fixture(scope="module")
+def of_whole_rows():
+    """The likeliest tokens, with the whole rows run again for each."""
+    rows_BxT = np.zeros((len(PROMPTS), 40), np.int32)
+    lengths_B = np.array(list(map(len, PROMPTS)))
+    for row, prompt in zip(rows_BxT, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    for num_new in range(NUM_NEW):
+        logits_BxTxV = logits_of_rows(rows_BxT, lengths_B + num_new + 1)
+        each = np.arange(len(PROMPTS)), lengths_B + num_new
+        rows_BxT[each] = np.argmax(np.asarray(logits_BxTxV)[each], axis=-1)
+    return [row[length : length + NUM_NEW].tolist() for row, length in zip(rows_BxT, lengths_B, strict=True)]
+
+
+def test_greedy_tokens_are_those_of_whole_rows_run_again(of_whole_rows):
+    assert continued(max_shapes=2) == of_whole_rows
+    assert continued(config=dataclasses.replace(CONFIG, attention="chunked"), max_shapes=1) == of_whole_rows
+    assert len({token for tokens in of_whole_rows for token in tokens}) > 10, "too few tokens to tell"
+
+
+def test_a_continuation_depends_neither_on_buckets_nor_on_devices():
+    options = {"temperature": 1.0, "seed": 3}
+    whole = continued(max_shapes=1, **options)
+    assert continued(max_tokens=60, max_shapes=2, **options) == whole
+    assert continued(mesh=data_mesh(4), max_shapes=1, **options) == whole
+
+
+def test_random_tokens_depend_on_the_seed_and_on_the_index_of_the_prompt():
+    drawn = continued([[1, 2, 3]] * 4, temperature=1.0, seed=1)
+    assert len({tuple(tokens) for tokens in drawn}) == 4
+    assert continued([[1, 2, 3]] * 4, temperature=1.0, seed=1) == drawn
+    assert continued([[1, 2, 3]] * 4, temperature=1.0, seed=2) != drawn
+
+
+def test_random_tokens_have_the_probabilities_of_the_model_at_this_temperature():
+    num_draws, temperature = 4000, 0.7
+    drawn = continued([[]] * num_draws, temperature=temperature, max_new_tokens=1, max_shapes=1)
+    logits_V = logits_of_rows(np.zeros((1, 1), np.int32), np.ones(1, np.int32))[0, 0]
+    expected_V = num_draws * np.asarray(jax.nn.softmax(logits_V / temperature))
+    counted_V = np.bincount(np.ravel(drawn), minlength=CONFIG.vocab_size)
+    chi_square = np.sum((counted_V - expected_V) ** 2 / expected_V)
+    degrees = CONFIG.vocab_size - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+
+
+def test_a_continuation_ends_with_the_end_token(of_whole_rows):
+    end_token = of_whole_rows[3][2]
+    cut = [tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens for tokens in of_whole_rows]
+    assert cut != of_whole_rows
+    assert continued(end_token=end_token, max_shapes=1) == cut
+
+
+def test_a_program_a_bucket_is_compiled_and_nothing_else():
+    options = {"max_new_tokens": NUM_NEW - 1, "max_shapes": 2}
+    buckets = make_buckets([len(prompt) + NUM_NEW - 1 for prompt in PROMPTS], 16_384, max_shapes=2)
+    with no_recompiles("count") as count:
+        continued(**options)
+    assert count.functions == ["generate_step"] * len(buckets) == ["generate_step"] * 2
+    with no_recompiles():
+        continued([prompt[::-1] for prompt in PROMPTS], **options)
+
+
+def test_in_bfloat16_tokens_are_the_likeliest_up_to_its_rounding():
+    config = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+    rows_BxT = np.zeros((len(PROMPTS), 40), np.int32)
+    lengths_B = np.array([len(prompt) for prompt in PROMPTS])
+    new_BxN = np.array(continued(config=config, max_shapes=1))
+    for row, prompt, new in zip(rows_BxT, PROMPTS, new_BxN, strict=True):
+        row[: len(prompt) + NUM_NEW] = [*prompt, *new]
+    logits_BxTxV = np.asarray(logits_of_rows(rows_BxT, lengths_B + NUM_NEW, config))
+    logits_BxNxV = logits_BxTxV[np.arange(len(PROMPTS))[:, None], lengths_B[:, None] + np.arange(NUM_NEW)]
+    chosen_BxN = np.take_along_axis(logits_BxNxV, new_BxN[..., None], axis=2)[..., 0]
+    assert np.max(logits_BxNxV.max(axis=2) - chosen_BxN) < 0.02 * logits_BxNxV.std()
+
+
+def test_no_prompts_have_no_continuations():
+    assert continued([]) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([[1], [50, -1], [1.5], [[1]]], {}, r"from 0 to 49: prompt 1: 50, -1; prompt 2: float64\[1\]; prompt 3: int64"),
+        ([[1], [1] * 60], {"max_tokens": 60}, r"max_tokens 60 leaves no row .* id 1: 69"),
+        ([[1]], {"max_new_tokens": 0}, r"max_new_tokens \(0\)"),
+        ([[1]], {"temperature": -1.0}, "temperature must be finite and at least 0"),
+        ([[1]], {"temperature": float("nan")}, "temperature must be finite and at least 0"),
+        ([[1]], {"end_token": 50}, "end_token must be at least 0 and below 50"),
+    ],
+)
+def test_what_cannot_be_continued_is_listed(prompts, options, message):
+    with pytest.raises(ValueError, match=message):
+        continued(prompts, **options)
+
+
+def test_parameters_come_back_from_their_flat_names():
+    again = params_from_flat(CONFIG, flat_params(PARAMS))
+    assert jax.tree.structure(again) == jax.tree.structure(PARAMS)
+    assert jax.tree.all(jax.tree.map(lambda one, other: bool((one == other).all()), again, PARAMS))
+
+
+def test_arrays_that_are_not_the_parameters_are_listed():
+    flat = flat_params(PARAMS)
+    flat["head.bias"] = flat.pop("norm.scale")
+    flat["head.kernel"] = flat["head.kernel"].T
+    with pytest.raises(
+        ValueError, match=r"missing: norm\.scale; unexpected: head\.bias; of another shape: head\.kernel"
+    ):
+        params_from_flat(CONFIG, flat)
