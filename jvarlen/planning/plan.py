@@ -20,7 +20,16 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
-from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket
+from jvarlen.planning.grouping import (
+    CanonicalSteps,
+    GroupedSamples,
+    Ordering,
+    canonical_steps,
+    emitted_steps,
+    group_by_bucket,
+    paced_ranks,
+    sum_segments,
+)
 from jvarlen.planning.lengths import (
     Overlong,
     PackedOverlong,
@@ -33,7 +42,6 @@ from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, spl
 from jvarlen.planning.pacing import Pacing, ValuePacing
 from jvarlen.planning.packing import Packing
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
-from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, paced_ranks, sum_segments
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["Plan", "make_plan"]
