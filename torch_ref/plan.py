@@ -15,7 +15,7 @@ from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
-from torch_ref.lengths import check_lengths, check_pair_lengths
+from torch_ref.lengths import check_lengths, check_pair_lengths, list_pairs
 from torch_ref.order import check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packing import Packing
@@ -246,7 +246,7 @@ def make_plan(
 
     Args:
         lengths: [N] integers >= 1, in tokens; or [N, 2], source and target of pairs, ordered by their sum; or a
-            `Packing`, whose R rows are then ordered and cut into steps as samples would be.
+            `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would be.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
             strictly by (source, target); a sample goes to the first that holds it.
         microbatches_per_step: M, data-parallel shards times accumulation.
@@ -341,6 +341,9 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
 def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong: str) -> None:
     if overlong != "error":
         raise ValueError(f'overlong must be left at "error" for a packing, which has dealt with it, got {overlong!r}')
+    if packing.num_tokens.ndim == 2:
+        _check_joint_packing(packing, buckets)
+        return
     longest = buckets[-1][1]
     if packing.num_truncated and longest != packing.row_lengths[-1]:
         raise ValueError(
@@ -351,6 +354,20 @@ def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlon
         raise ValueError(
             f"the packing split samples into pieces of {packing.row_lengths[-1]}: the longest bucket must have this "
             f"length, got {longest}"
+        )
+
+
+def _check_joint_packing(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> None:
+    tokens, edges = packing.num_tokens, np.array(buckets)[:, 1:]
+    if tokens.shape[1] != edges.shape[1]:
+        raise ValueError(f"rows with {tokens.shape[1]} lengths do not go with buckets like {tuple(buckets[0])}")
+    outside = np.flatnonzero(~np.any(np.all(tokens[:, None] <= edges, axis=2), axis=1))
+    if len(outside):
+        raise ValueError(f"packed rows are longer than every bucket: {list_pairs(outside, tokens[outside])}")
+    if packing.num_truncated and (edges > packing.row_lengths).any():
+        raise ValueError(
+            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths}: no bucket may be longer, "
+            f"got {edges.max(axis=0).tolist()}"
         )
 
 

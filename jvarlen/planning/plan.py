@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.grouping import (
@@ -130,10 +130,11 @@ class Plan(PlannedSteps):
           int64[n], cut at the longest bucket; or int64[n, 2].
         """
         planned = lengths[self.sample_ids]
+        longest = np.max([bucket.lengths for bucket in self.buckets], axis=0)
         if planned.ndim == 2:
-            return planned
+            return np.minimum(planned, longest)
         left = planned if self.piece_starts is None else planned - self.piece_starts
-        return np.minimum(left, self.buckets[-1].lengths[0])
+        return np.minimum(left, longest[0])
 
     def _laid_out(self, values: Int64[np.ndarray, " n"], step: int) -> Int64[np.ndarray, "M B *P"]:
         """The values of a step's samples in its microbatches and rows."""
@@ -331,12 +332,22 @@ def _checked_lengths(
     return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 
-def _lengths_of_rows(packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong) -> Int64[np.ndarray, " R"]:
-    """The tokens of packed rows; raises ValueError where the longest bucket does not hold them."""
+def _lengths_of_rows(
+    packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong
+) -> Int64[np.ndarray, " R *sides"]:
+    """The tokens of packed rows; raises ValueError where no bucket holds them."""
     if overlong != "error":
         raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    problem = "packed rows longer than the longest bucket; of the rows"
-    return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
+    if packing.num_tokens.ndim == 1:
+        problem = "packed rows longer than the longest bucket; of the rows"
+        return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
+    num_tokens = _checked_lengths(packing.num_tokens, buckets)
+    edges = np.array([bucket.lengths for bucket in buckets])
+    is_held = np.any(np.all(num_tokens[:, None] <= edges, axis=2), axis=1)
+    if not np.all(is_held):
+        offenders = list_offenders(*offenders_where(np.logical_not(is_held), num_tokens), edges.max(axis=0).tolist())
+        raise UserError(f"packed rows that no bucket holds; of the rows: {offenders}")
+    return num_tokens
 
 
 def _in_emitted_order(
@@ -374,13 +385,7 @@ def _gathered(
 
 def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     """The plan with the samples of each row in place of the row."""
-    longest = plan_of_rows.buckets[-1].lengths
-    is_split = packing.piece_starts is not None
-    if (packing.num_truncated or is_split) and longest != packing.row_lengths[-1:]:
-        raise UserError(
-            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths[-1]} tokens, so the "
-            f"longest bucket must have just that length, not {longest[-1]}"
-        )
+    _check_cuts(packing, plan_of_rows.buckets)
     rows = plan_of_rows.sample_ids
     row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
 
@@ -397,3 +402,21 @@ def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
     )
+
+
+def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
+    """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
+    is_split = packing.piece_starts is not None
+    if not packing.num_truncated and not is_split:
+        return
+    longest = tuple(np.max([bucket.lengths for bucket in buckets], axis=0).tolist())
+    if len(longest) == 1 and longest != packing.row_lengths[-1:]:
+        raise UserError(
+            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths[-1]} tokens, so the "
+            f"longest bucket must have just that length, not {longest[-1]}"
+        )
+    # A sample that was cut fills its row in that feature, so that buckets are never shorter.
+    if len(longest) > 1 and any(np.greater(longest, packing.row_lengths)):
+        raise UserError(
+            f"the packing cuts samples at {packing.row_lengths} tokens, so no bucket may be longer, which are {longest}"
+        )
