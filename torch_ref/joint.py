@@ -68,8 +68,8 @@ def fill_joint_rows(
 
     A row takes, while anything fits, the sample with the largest sum over d of length_d * floor(2**40 * space_d /
     size_d**2), among equals the lexicographically largest lengths. Where more samples are left
-    than a limit `most`, and ceil(samples / most) rows have more room than all of them need in every d, each sample after
-    a row's first has at most floor(space_d / places left) tokens, if there is one.
+    than a limit `most`, and ceil(samples / most) rows have more room than all of them need in every d, each sample
+    after a row's first has at most floor(space_d / places left) tokens, if there is one.
 
     Args:
         distinct: int64[V, D], ascending lexicographically, each at most the sizes.

@@ -253,7 +253,7 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
 
 
 # The samples that are left, by their lengths, in a search tree of V vectors of D lengths. Node i has the children 2i
-# and 2i + 1; the last `num_leaves` nodes are the leaves. A node has the least and the greatest of each length within it.
+# and 2i + 1; the last `num_leaves` nodes are the leaves. A node has the least and the greatest of each length in it.
 _LEAF = 8  # vectors
 _DEEPEST = 64  # levels
 _FACTOR_BITS = 40

@@ -187,9 +187,9 @@ def pack_samples(
     all features, the one with the largest Σ_d l_d · ⌊2**40 · s_d / T_d²⌋, where l_d are its lengths and s_d the space
     that is left: the one whose lengths are most like the space. Of equal sums the larger l_1 wins, then the larger l_2
     and so on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for
-    every d, so that they are too many to fill rows, the row takes its first sample like this and the others like this from those
-    of at most ⌊s_d / missing⌋ tokens, if there are any, where `missing` is how many the row may still take. The same
-    row is repeated as often as its samples last.
+    every d, they are too many to fill rows of m. Then, after the first sample, only those of at most ⌊s_d / k⌋ tokens
+    are looked at, if there are any, where k is how many samples the row may still take. The same row is repeated as
+    often as its samples last.
 
     The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
     with other samples, so the buckets stay the same.
