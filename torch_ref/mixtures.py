@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, check_number
 from torch_ref.order import random_keys
+from torch_ref.weighted import reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
@@ -115,6 +116,8 @@ class Mixture(Dataset[Any]):
         epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e goes on in that sequence
             where epoch e - 1 ended, and from its end to its beginning.
         carry: as for `mixture_counts`. Only with weights.
+        loss_weights: [D] finite numbers >= 0 that the loss weights of each dataset's tokens are multiplied by; samples
+            are then `WeightedTokens`. None leaves all samples as they are.
 
     Attributes:
         counts: int64[D], samples of each dataset.
@@ -139,6 +142,7 @@ class Mixture(Dataset[Any]):
         seed: int = 0,
         epoch: int = 0,
         carry: bool = False,
+        loss_weights: Sequence[float] | None = None,
     ) -> None:
         """Choose the samples of the epoch."""
         seed = check_integer("seed", seed, minimum=0)
@@ -158,6 +162,10 @@ class Mixture(Dataset[Any]):
         if not carry:
             before = [epoch * count for count in self.counts.tolist()]
         self._datasets = list(datasets)
+        factors = [1.0] * len(sizes) if loss_weights is None else list(loss_weights)
+        if len(factors) != len(sizes):
+            raise ValueError(f"loss_weights must be one for each of {len(sizes)} datasets, got {len(factors)}")
+        self._factors = [check_number(f"loss weight {d}", factor) for d, factor in enumerate(factors)]
         parts = [np.empty(0, dtype=np.int64)]
         for number, (size, count) in enumerate(zip(sizes, self.counts.tolist(), strict=True)):
             if count:
@@ -171,7 +179,9 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Return sample `index`."""
-        return self._datasets[self.source[index]][int(self.ids[index])]
+        number = self.source[index]
+        sample = self._datasets[number][int(self.ids[index])]
+        return sample if self._factors[number] == 1 else reweighted(sample, self._factors[number])
 
 
 def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> NDArray[np.int64]:

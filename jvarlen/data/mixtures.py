@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
+from jvarlen.data.tokens import WeightedSamples
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 
@@ -142,16 +143,18 @@ class Mixture:
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
       carry: as for `mixture_counts`; needs weights.
+      loss_weights: D numbers, finite and at least 0, by which the loss weights of each dataset's tokens are multiplied.
+        None leaves the samples as they are; so does a 1, and other datasets become `WeightedSamples`.
 
     Attributes:
-      datasets: as given.
+      datasets: as given, with their loss weights.
       counts: int64[D], samples of each dataset.
       source: int64[N], the dataset of every sample, ascending.
       ids: int64[N], the id of every sample in its dataset.
 
     Raises:
-      ValueError: arguments that `mixture_counts` rejects; no samples at all; `num_samples` or `carry` without weights;
-        seed or epoch out of range.
+      ValueError: arguments that `mixture_counts` rejects, likewise loss weights; no samples at all; `num_samples` or
+        `carry` without weights; seed or epoch out of range.
 
     Example:
       >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
@@ -170,6 +173,7 @@ class Mixture:
         seed: int = 0,
         epoch: int = 0,
         carry: bool = False,
+        loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
         sizes = [len(dataset) for dataset in datasets]
@@ -189,6 +193,10 @@ class Mixture:
             before, counts = _carried_counts(shares, int(epoch))
         self.counts = np.array(counts, np.int64)
         self.datasets = tuple(datasets)
+        if loss_weights is not None:
+            _check_numbers(sizes, loss_weights, "loss weights")
+            weighted = zip(datasets, loss_weights, strict=True)
+            self.datasets = tuple(each if weight == 1 else WeightedSamples(each, weight) for each, weight in weighted)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)
         starts = np.cumsum([0, *sizes]).tolist()
         chosen = [
@@ -238,12 +246,16 @@ def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int
     return np.repeat(np.arange(size), times)
 
 
-def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
+def _check_numbers(num_samples: Sequence[int], weights: Sequence[float], name: str) -> None:
     if len(weights) != len(num_samples):
-        raise UserError(f"{len(num_samples)} datasets need as many weights, not {len(weights)}")
+        raise UserError(f"{len(num_samples)} datasets need as many {name}, not {len(weights)}")
     wrong = [f"dataset {d}: {w!r}" for d, w in enumerate(weights) if not is_number(w) or not 0 <= w < math.inf]
     if wrong:
-        raise UserError(f"weights must be finite and at least 0: {list_first(wrong)}")
+        raise UserError(f"{name} must be finite and at least 0: {list_first(wrong)}")
+
+
+def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
+    _check_numbers(num_samples, weights, "weights")
     if not any(weights):
         raise UserError("at least one dataset needs a weight above 0")
     empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
