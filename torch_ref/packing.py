@@ -19,7 +19,7 @@ from torch_ref.joint import check_sizes, fill_joint_rows, fit_joint, place_sampl
 from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, check_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples"]
+__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples", "split_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,7 +207,7 @@ def pack_samples(
     ids = _packing_order(checked, order, seed, epoch)
     starts = None
     if overlong == "split" and (checked[ids] > sizes[-1]).any():
-        fitted, starts = _split(checked, ids, sizes[-1])
+        fitted, starts = split_samples(checked, ids, sizes[-1])
     else:
         rule = "error" if overlong == "split" else overlong
         fitted = fit_lengths(checked, ids, sizes[-1], rule, name="the longest row")
@@ -290,7 +290,7 @@ def _pack_joint(
     )
 
 
-def _split(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
+def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
     """Return the pieces of the ordered samples, with the tokens before each."""
     full, rest = np.divmod(lengths[ids], limit)
     number = full + (rest > 0)
@@ -304,7 +304,7 @@ def _pack_histogram(
 ) -> PackedHistogram:
     ids = np.arange(len(lengths))
     if overlong == "split":
-        fitted, _ = _split(lengths, ids, sizes[-1])
+        fitted, _ = split_samples(lengths, ids, sizes[-1])
     else:
         fitted = fit_lengths(lengths, ids, sizes[-1], overlong, name="the longest row")
     by_length: Counter[int] = Counter()

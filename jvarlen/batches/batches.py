@@ -174,7 +174,8 @@ def packed_pair_batch_spec(bucket: PairBucket, microbatches_per_step: int) -> Pa
         jax.ShapeDtypeStruct((microbatches_per_step, bucket.rows, length), np.int32) for length in bucket.lengths
     )
     weights = jax.ShapeDtypeStruct(target.shape, np.float32)
-    return PackedPairBatch(*[source] * 3, *[target] * 3, weights, jax.ShapeDtypeStruct((), np.float32))
+    num_sequences = jax.ShapeDtypeStruct((), np.float32)
+    return PackedPairBatch(source, source, source, target, target, target, weights, num_sequences)
 
 
 def count_tokens(batch: Any, dtype: Any = jnp.float32) -> jax.Array | None:

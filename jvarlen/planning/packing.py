@@ -33,7 +33,7 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
-__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens"]
+__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens", "split_lengths"]
 
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
@@ -351,10 +351,18 @@ def _fit(
         rule = "error" if overlong == "split" else overlong
         fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
         return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+    which, starts, of_pieces = split_lengths(lengths, longest)
+    return _Fitted(which, of_pieces, starts, 0, 0)
+
+
+def split_lengths(
+    lengths: Int64[np.ndarray, " N"], longest: int
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """The pieces of samples: the index of the sample, the token with which the piece begins, and its length."""
     num_pieces = -(-lengths // longest)
     which = np.repeat(np.arange(len(lengths)), num_pieces)
     starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
-    return _Fitted(which, np.minimum(lengths[which] - starts, longest), starts, 0, 0)
+    return which, starts, np.minimum(lengths[which] - starts, longest)
 
 
 def _pack_histogram(

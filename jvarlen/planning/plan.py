@@ -38,7 +38,14 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
-from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, split_difficulty
+from jvarlen.planning.order import (
+    Difficulty,
+    check_difficulty,
+    check_seed,
+    sample_order,
+    split_difficulty,
+    stable_argsort,
+)
 from jvarlen.planning.pacing import Pacing, ValuePacing
 from jvarlen.planning.packing import Packing
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
@@ -211,6 +218,7 @@ def make_plan(
     shuffle_steps: bool = False,
     longest_first: bool = False,
     overlong: Overlong = "error",
+    pieces_in_order: bool = False,
 ) -> Plan:
     """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
 
@@ -239,6 +247,10 @@ def make_plan(
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
         has its own rule; pairs are never cut.
+      pieces_in_order: of a packing that splits samples: no piece comes in an earlier step than one that is before it in
+        its sample. Rows are taken in `order`, except that a row with the last, shorter piece of a sample waits for the
+        rows with the other pieces of it, and follows the last of them. Steps come as with an array, except that a step
+        waits likewise. Pieces of a sample that are equally long change places. Not with pacing or `shuffle_steps`.
 
     Returns:
       A `Plan`.
@@ -265,9 +277,17 @@ def make_plan(
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(pacing, ValuePacing) and order != "length":
         raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order!r}')
+    if pieces_in_order and (pacing is not None or shuffle_steps or not isinstance(lengths, Packing)):
+        raise UserError("pieces_in_order is for packings, and excludes pacing and shuffle_steps")
     if isinstance(lengths, Packing):
+        num_tokens = _lengths_of_rows(lengths, buckets, overlong)
+        if pieces_in_order and lengths.piece_starts is not None:
+            rows = sample_order(num_tokens, order, difficulty=difficulty, block_size=block_size, seed=seed, epoch=epoch)
+            rows = rows[_rows_after_earlier_pieces(lengths, rows)]
+            plan_of_rows = make_plan(num_tokens, buckets, microbatches_per_step=microbatches_per_step, order=rows)
+            return _in_piece_order(_with_samples(plan_of_rows, lengths), longest_first)
         plan_of_rows = make_plan(
-            _lengths_of_rows(lengths, buckets, overlong),
+            num_tokens,
             buckets,
             microbatches_per_step=microbatches_per_step,
             order=order,
@@ -401,6 +421,67 @@ def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
         overlong=packing.overlong,
         num_dropped=packing.num_dropped,
         num_truncated=packing.num_truncated,
+    )
+
+
+def _rows_after_earlier_pieces(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
+    """The places of ordered rows, each after the rows that hold earlier pieces of its samples."""
+    assert packing.piece_starts is not None
+    place_of_row = np.full(packing.num_rows, -1)
+    place_of_row[rows] = np.arange(len(rows))
+    place = np.repeat(place_of_row, np.diff(packing.row_offsets))
+    is_in = place >= 0  # an order array can leave rows out
+    return _after_earlier_pieces(packing.sample_ids[is_in], packing.piece_starts[is_in], place[is_in], len(rows))
+
+
+def _after_earlier_pieces(
+    ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"], place: Int64[np.ndarray, " n"], num_places: int
+) -> Int64[np.ndarray, " P"]:
+    """Places in order, but one with the last piece of a sample follows all that hold other pieces of it.
+
+    Args:
+      ids: int64[n], the sample of each piece.
+      starts: int64[n], where it begins.
+      place: int64[n], the place of the row or step that holds it.
+      num_places: P.
+    """
+    last_start = np.zeros(ids.max() + 1, np.int64)
+    np.maximum.at(last_start, ids, starts)
+    is_last = starts == last_start[ids]
+    last_of_others = np.full(len(last_start), -1)
+    np.maximum.at(last_of_others, ids[~is_last], place[~is_last])
+    waits_for = np.full(num_places, -1)
+    np.maximum.at(waits_for, place[is_last], last_of_others[ids[is_last]])
+    own = np.arange(num_places)
+    return np.lexsort([own, waits_for > own, np.maximum(own, waits_for)])
+
+
+def _in_piece_order(plan: Plan, longest_first: bool) -> Plan:
+    """The plan with each step after those that hold earlier pieces of its samples, and with pieces in their order."""
+    assert plan.piece_starts is not None
+    assert plan.row_offsets is not None
+    step_of_piece = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
+    emitted = _after_earlier_pieces(plan.sample_ids, plan.piece_starts, step_of_piece, plan.num_steps)
+    if longest_first:
+        longest = plan.step_bucket[emitted] == plan.step_bucket.max()
+        first = int(longest.argmax())
+        emitted[[0, first]] = emitted[[first, 0]]
+    first_row = np.searchsorted(plan.row_offsets, plan.step_offsets)
+    num_rows = np.diff(first_row)[emitted]
+    row_of = take_segments(np.arange(plan.num_rows), first_row, emitted, ends_to_offsets(np.cumsum(num_rows)))
+    offsets = ends_to_offsets(np.cumsum(plan.num_sequences[emitted]))
+    ids = take_segments(plan.sample_ids, plan.step_offsets, emitted, offsets)
+    starts = take_segments(plan.piece_starts, plan.step_offsets, emitted, offsets)
+    in_sample = np.lexsort([starts, ids])
+    starts[stable_argsort(ids)] = starts[in_sample]
+    return dataclasses.replace(
+        plan,
+        step_bucket=plan.step_bucket[emitted],
+        step_offsets=offsets,
+        num_tokens=plan.num_tokens[emitted],
+        sample_ids=ids,
+        piece_starts=starts,
+        row_offsets=ends_to_offsets(np.cumsum(np.diff(plan.row_offsets)[row_of])),
     )
 
 

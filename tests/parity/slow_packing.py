@@ -123,6 +123,21 @@ def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> l
     return [(i, start, min(longest, lengths[i] - start)) for i in ids for start in range(0, lengths[i], longest)]
 
 
+def after_earlier_pieces(groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Return groups of pieces (id, start) in order, where last pieces wait for the others of their samples."""
+    last: dict[int, int] = {}
+    for i, start in (piece for group in groups for piece in group):
+        last[i] = max(start, last.get(i, 0))
+    ordered: list[int] = []
+    waiting: list[int] = []
+    for g in range(len(groups)):
+        still_to_come = {i for later in groups[g + 1 :] for i, start in later if start < last[i]}
+        free = [h for h in (g, *waiting) if not any(start == last[i] and i in still_to_come for i, start in groups[h])]
+        ordered += free
+        waiting = [h for h in (*waiting, g) if h not in free]
+    return ordered
+
+
 def distinct_rows(rows: Sequence[Row]) -> dict[tuple[int, tuple[int, ...]], int]:
     """Return how many rows there are of a capacity and lengths, in the order of the first of each."""
     counts: dict[tuple[int, tuple[int, ...]], int] = {}
