@@ -49,6 +49,9 @@ class WeightedTokens:
             labels: [L] integers, as `transformers` has them: each its token or `ignored`.
             ignored: the label of tokens that are not learned.
 
+        Returns:
+            The tokens with these weights.
+
         Raises:
             ValueError: if there are not as many labels as tokens, or a label is neither.
         """

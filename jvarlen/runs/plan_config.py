@@ -227,7 +227,9 @@ class PlanConfig:
     @property
     def _bucket_overlong(self) -> Overlong:
         """The rule for samples that no bucket holds; a packing has its own."""
-        return "error" if self.pack or self.overlong in (None, "split") else self.overlong
+        if self.pack or self.overlong is None or self.overlong == "split":
+            return "error"
+        return self.overlong
 
     def _pacing(self) -> Pacing | None:
         if self.pacing == "none":
