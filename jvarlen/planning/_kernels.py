@@ -365,6 +365,67 @@ def _best_that_fits(
     return best
 
 
+@Kernel
+def _take_row(
+    row_lengths: Int64[np.ndarray, " D"],
+    max_samples: int,
+    is_shared: bool,
+    leaf_of: Int64[np.ndarray, " V"],
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    order: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> Int64[np.ndarray, " k"]:
+    """Takes the samples of one row: their places, in order of placing."""
+    row, num_taken = np.empty(64, np.int64), 0
+    space = row_lengths.copy()
+    while num_taken < max_samples:
+        factors = (space << _FACTOR_BITS) // row_lengths**2
+        place = -1
+        if is_shared and num_taken:
+            share = space // (max_samples - num_taken)
+            place = _best_that_fits(share, factors, vectors, left, order, bounds, least, greatest)
+        if place < 0:
+            place = _best_that_fits(space, factors, vectors, left, order, bounds, least, greatest)
+        if place < 0:
+            break
+        if num_taken == len(row):
+            row = np.append(row, np.empty_like(row))
+        row[num_taken] = place
+        num_taken += 1
+        space -= vectors[place]
+        left[place] -= 1
+        if left[place] == 0:
+            _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
+    return row[:num_taken].copy()
+
+
+@Kernel
+def _take_again(
+    row: Int64[np.ndarray, " k"],
+    leaf_of: Int64[np.ndarray, " V"],
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> int:
+    """Takes the samples of a row as often as they are left; returns how often."""
+    places = np.sort(row)
+    firsts = np.append(np.zeros(1, np.int64), np.flatnonzero(np.diff(places)) + 1)
+    in_row = places[firsts]
+    per_row = np.diff(np.append(firsts, np.array([len(places)])))
+    again = (left[in_row] // per_row).min()
+    if again:
+        left[in_row] -= again * per_row
+        for place in in_row:
+            if left[place] == 0:
+                _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
+    return again
+
+
 @functools.partial(Kernel, few=_FEW_SEARCHED)
 def fill_joint_rows(
     vectors: Int64[np.ndarray, "V D"],
@@ -403,41 +464,18 @@ def fill_joint_rows(
     while num_left:
         # Too many samples to fill rows of at most so many: the rest of the row is shared evenly.
         is_shared = num_left > max_samples and (-(-num_left // max_samples) * row_lengths > tokens_left).all()
-        start, space = num_kinds, row_lengths.copy()
-        while num_kinds - start < max_samples:
-            factors = (space << _FACTOR_BITS) // row_lengths**2
-            place = -1
-            if is_shared and num_kinds > start:
-                share = space // (max_samples - (num_kinds - start))
-                place = _best_that_fits(share, factors, vectors, left, order, bounds, least, greatest)
-            if place < 0:
-                place = _best_that_fits(space, factors, vectors, left, order, bounds, least, greatest)
-            if place < 0:
-                break
-            if num_kinds == len(kinds):
-                kinds = np.append(kinds, np.empty_like(kinds))
-            kinds[num_kinds] = place
-            num_kinds += 1
-            space -= vectors[place]
-            left[place] -= 1
-            if left[place] == 0:
-                _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
-        places = np.sort(kinds[start:num_kinds])
-        firsts = np.append(np.zeros(1, np.int64), np.flatnonzero(np.diff(places)) + 1)
-        in_row = places[firsts]
-        per_row = np.diff(np.append(firsts, np.array([len(places)])))
-        again = (left[in_row] // per_row).min()
-        if again:
-            left[in_row] -= again * per_row
-            for place in in_row:
-                if left[place] == 0:
-                    _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
-        num_left -= (1 + again) * len(places)
-        tokens_left -= (1 + again) * (row_lengths - space)
+        row = _take_row(row_lengths, max_samples, is_shared, leaf_of, vectors, left, order, bounds, least, greatest)
+        number = 1 + _take_again(row, leaf_of, vectors, left, bounds, least, greatest)
+        num_left -= number * len(row)
+        for place in row:
+            tokens_left -= number * vectors[place]
+        while num_kinds + len(row) > len(kinds):
+            kinds = np.append(kinds, np.empty_like(kinds))
         if num_rows + 1 == len(ends):
             ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
-        num_rows += 1
-        ends[num_rows], numbers[num_rows - 1] = num_kinds, 1 + again
+        kinds[num_kinds : num_kinds + len(row)] = row
+        num_kinds, num_rows = num_kinds + len(row), num_rows + 1
+        ends[num_rows], numbers[num_rows - 1] = num_kinds, number
     return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
 
 

@@ -116,6 +116,13 @@ def test_rows_fill_as_by_hand(package: ModuleType) -> None:
     assert [[i for i, _ in row.samples] for row in rows_of(limited)] == [[5, 0, 1], [2, 3, 4]]
 
 
+def test_rows_may_be_millions_of_tokens_long(package: ModuleType) -> None:
+    """Where three lengths together do not fit 64 bits."""
+    lengths = np.random.default_rng(5).integers(1, 2**21, (60, 3))
+    arguments = {"lengths": lengths.tolist(), "row_lengths": [2**23 - 1, 2**22, 2**22 + 1]}
+    assert rows_of(package.pack_samples(**as_arrays(arguments))) == slow_packing.pack_jointly(**arguments)
+
+
 def test_large_packings_are_identical(package: ModuleType) -> None:
     """Thousands of samples of many lengths; compiled where numba is installed."""
     rng = np.random.default_rng(3)
