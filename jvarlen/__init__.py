@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
     from jvarlen.attention.attention import attend, attend_within_segments
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
-    from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
-    from jvarlen.batches.batches import full_batch, packed_batch_spec, pair_batch_spec, token_batch_spec
+    from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
+    from jvarlen.batches.batches import (
+        full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
+    )
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
     from jvarlen.data.tokens import WeightedTokens
     from jvarlen.distributed.mesh import data_mesh, replicate
     from jvarlen.distributed.processes import agree, initialize_processes, together
-    from jvarlen.loading.collate import StepSamples, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket
+    from jvarlen.loading.collate import (
+        StepSamples, pack_pairs_to_bucket, pack_to_bucket, pad_pairs_to_bucket, pad_to_bucket,
+    )
     from jvarlen.loading.ids_digest import planned_ids_digest
     from jvarlen.loading.loader import BatchIterator, load, load_stream
     from jvarlen.planning.batching import Batches, batch_by_tokens
@@ -66,8 +70,8 @@ _NAMES = {
     "attention.attention": ("attend", "attend_within_segments",),
     "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
     "batches.batches": (
-        "Batch", "PackedBatch", "PairBatch",
-        "full_batch", "packed_batch_spec", "pair_batch_spec", "token_batch_spec",
+        "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
+        "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
@@ -82,7 +86,9 @@ _NAMES = {
     "data.tokens": ("WeightedTokens",),
     "distributed.mesh": ("data_mesh", "replicate",),
     "distributed.processes": ("agree", "initialize_processes", "together",),
-    "loading.collate": ("StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",),
+    "loading.collate": (
+        "StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket",
+    ),
     "loading.ids_digest": ("planned_ids_digest",),
     "loading.loader": ("BatchIterator", "load", "load_stream",),
     "planning.batching": ("Batches", "batch_by_tokens",),
@@ -113,17 +119,18 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
     "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "Mixture", "PackedBatch", "PackedHistogram",
-    "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep",
-    "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "attend",
+    "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches",
+    "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "attend",
     "attend_within_segments", "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths",
     "competence_pacing", "compile_buckets", "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model",
     "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan",
     "make_train_step", "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",
-    "pack_samples", "pack_to_bucket", "packed_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
-    "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
-    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",
-    "together", "token_batch_spec", "use_compilation_cache", "write_ordered",
+    "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec", "packed_pair_batch_spec",
+    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest",
+    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
+    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
+    "write_ordered",
 ]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan
+from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
 from jvarlen.cli import main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
@@ -138,9 +138,25 @@ def test_plan_takes_every_setting(lengths_file, capsys):
     assert plan.digest in capsys.readouterr().out
 
 
+def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
+    settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
+    assert main(["plan", lengths_file, *settings.split(), "--pieces-in-order"]) == 0
+    packing = pack_samples(LENGTHS, 128, max_samples_per_row=3, order="shuffle", overlong="split")
+    buckets = make_buckets(packing.num_tokens, 2048, strategy=(128,))
+    plan = make_plan(packing, buckets, order="shuffle", pieces_in_order=True)
+    assert plan.piece_starts is not None
+    assert plan.digest in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [
+        (["plan", "LENGTHS", "--max-tokens", "4096", "--overlong", "split"], "overlong split packs"),
+        (["plan", "LENGTHS", "--max-tokens", "4096", "--max-samples-per-row", "3"], "max_samples_per_row (3) is for"),
+        (
+            ["plan", "LENGTHS", "--max-tokens", "4096", "--pack", "--overlong", "split", "--compare"],
+            "compare has strategies that cannot split",
+        ),
         (["plan", "LENGTHS", "--max-tokens", "100"], "max_tokens 100 leaves no row for a bucket"),
         (["plan", "LENGTHS", "--max-tokens", "many"], "--max-tokens"),
         (["plan", "LENGTHS", "--max-tokens", "4096", "--html", "nowhere/plan.html"], "there is no directory nowhere"),

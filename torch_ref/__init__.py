@@ -21,6 +21,7 @@ from torch_ref.sort import local_sort, sample_sort
 from torch_ref.streams import StreamBatches, StreamStep, stream_batches
 from torch_ref.train import loss_sums, to_device, train_step
 from torch_ref.unplanned import UnplannedShapeError
+from torch_ref.weighted import WeightedTokens
 
 __all__ = [
     "Batch",
@@ -41,6 +42,7 @@ __all__ = [
     "UnplannedShapeError",
     "ValuePacing",
     "VariableBatchSizeLR",
+    "WeightedTokens",
     "batch_by_tokens",
     "check_lengths",
     "choose_row_lengths",

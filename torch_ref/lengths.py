@@ -13,6 +13,7 @@ __all__ = [
     "PACKED_OVERLONG",
     "Fitted",
     "Overlong",
+    "check_joint_lengths",
     "check_lengths",
     "check_overlong",
     "check_pair_lengths",
@@ -66,6 +67,30 @@ def check_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     return values.astype(np.int64, copy=False)
 
 
+def check_joint_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
+    """Check samples that have several lengths each.
+
+    Args:
+        lengths: [N, D] integers of any dtype, D >= 2, in tokens.
+
+    Returns:
+        The same values as int64[N, D].
+
+    Raises:
+        ValueError: if they are not so many integers for N >= 1 samples, or if some lie below 1 or their sum above
+            int64; the first offenders are listed.
+    """
+    values = np.asarray(lengths)
+    if values.ndim != 2 or values.shape[1] < 2 or len(values) == 0:
+        raise ValueError(f"lengths must have shape [N, D] with N >= 1 and D >= 2, got {values.shape}")
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
+    most = INT64_MAX // values.shape[1]
+    _refuse_pairs(values, np.any(values < 1, axis=1), "lengths must be at least 1 (limit 1)")
+    _refuse_pairs(values, np.any(values > most, axis=1), f"lengths must be at most {most}")
+    return values.astype(np.int64, copy=False)
+
+
 def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     """Check the lengths of pairs.
 
@@ -82,11 +107,7 @@ def check_pair_lengths(lengths: ArrayLike) -> NDArray[np.int64]:
     values = np.asarray(lengths)
     if values.ndim != 2 or values.shape[1] != 2 or len(values) == 0:
         raise ValueError(f"lengths of pairs must have shape [N, 2] with N >= 1, got {values.shape}")
-    if values.dtype.kind not in "iu":
-        raise ValueError(f"lengths must be integers that fit int64, got dtype {values.dtype}")
-    _refuse_pairs(values, np.any(values < 1, axis=1), "lengths must be at least 1 (limit 1)")
-    _refuse_pairs(values, np.any(values > INT64_MAX // 2, axis=1), f"lengths of pairs must be at most {INT64_MAX // 2}")
-    return values.astype(np.int64, copy=False)
+    return check_joint_lengths(values)
 
 
 def fit_lengths(
@@ -164,8 +185,8 @@ def _refuse_pairs(values: NDArray[Any], bad: NDArray[np.bool_], message: str) ->
 
 
 def list_pairs(ids: NDArray[Any], pairs: NDArray[Any]) -> str:
-    """Write out the first few pairs, int[n, 2], with their ids, int[n], and how many more there are."""
+    """Write out the first few of int[n, D] lengths with their ids, int[n], and how many more there are."""
     first = zip(ids[:MAX_LISTED].tolist(), pairs[:MAX_LISTED].tolist(), strict=True)
-    text = ", ".join(f"id {number}: ({source}, {target})" for number, (source, target) in first)
+    text = ", ".join(f"id {number}: {tuple(pair)}" for number, pair in first)
     left = len(ids) - MAX_LISTED
     return f"{text} and {left} more" if left > 0 else text

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from torch_ref.checks import check_integer
 from torch_ref.plan import Plan
+from torch_ref.weighted import WeightedTokens
 
 __all__ = ["Batch", "PlanBatchSampler", "SampleSource", "load"]
 
@@ -21,7 +22,7 @@ class Batch(NamedTuple):
     Attributes:
         tokens: int64[m, B, T], 0 where there is no token.
         lengths: int64[m, B], real tokens of each row, 0 for a dummy row.
-        weights: float32[m, B, T], 1 on real tokens, 0 elsewhere.
+        weights: float32[m, B, T], of real tokens in the loss: 1 unless their samples have their own; 0 elsewhere.
         num_sequences: real samples of the whole step, over all replicas.
         segment_ids: int64[m, B, T] in batches of packed rows: 1 on the first sample of a row, 2 on the next and so on,
             0 on padding. None where a row is a sample.
@@ -37,7 +38,7 @@ class Batch(NamedTuple):
 
 
 class SampleSource(Protocol):
-    """What `load` reads from: sample i is a 1-D array of integers."""
+    """What `load` reads from: sample i is a 1-D array of integers, or `WeightedTokens`."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Return sample `index`."""
@@ -91,13 +92,14 @@ class _Steps(Dataset[Batch]):
         pieces_MxBxP = None if pieces_MxBxP is None else pieces_MxBxP[self._share]
         rows_MxBxP = rows_MxB if packed else rows_MxB[..., None]
         tokens_MxBxT = np.zeros((*rows_MxBxP.shape[:2], length), dtype=np.int64)
+        weights_MxBxT = np.zeros(tokens_MxBxT.shape, dtype=np.float32)
         segments_MxBxT, positions_MxBxT = np.zeros_like(tokens_MxBxT), np.zeros_like(tokens_MxBxT)
         lengths_MxB = np.zeros(rows_MxBxP.shape[:2], dtype=np.int64)
         # In the order of the places in a row: each sample begins where the one before it ended.
         for *place, segment in np.argwhere(rows_MxBxP >= 0).tolist():
             row = tuple(place)
             before = None if pieces_MxBxP is None else int(pieces_MxBxP[*row, segment])
-            sample = self._read(int(rows_MxBxP[*row, segment]), length, before)
+            sample, weights = self._read(int(rows_MxBxP[*row, segment]), length, before)
             start, end = lengths_MxB[row], lengths_MxB[row] + len(sample)
             if end > length:
                 raise ValueError(
@@ -105,35 +107,37 @@ class _Steps(Dataset[Batch]):
                     "the plan was made for other lengths than the dataset has"
                 )
             tokens_MxBxT[row][start:end] = sample
+            weights_MxBxT[row][start:end] = weights
             segments_MxBxT[row][start:end] = segment + 1
             positions_MxBxT[row][start:end] = np.arange(len(sample))
             lengths_MxB[row] = end
-        lengths = torch.from_numpy(lengths_MxB)
         return Batch(
             tokens=torch.from_numpy(tokens_MxBxT),
-            lengths=lengths,
-            weights=(torch.arange(length) < lengths[..., None]).to(torch.float32),
+            lengths=torch.from_numpy(lengths_MxB),
+            weights=torch.from_numpy(weights_MxBxT),
             num_sequences=float(self._plan.num_sequences[step]),
             segment_ids=torch.from_numpy(segments_MxBxT) if packed else None,
             positions=torch.from_numpy(positions_MxBxT) if packed else None,
         )
 
-    def _read(self, sample_id: int, limit: int, before: int | None) -> NDArray[Any]:
-        sample = np.asarray(self._dataset[sample_id])
+    def _read(self, sample_id: int, limit: int, before: int | None) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        given = self._dataset[sample_id]
+        sample = given.tokens if isinstance(given, WeightedTokens) else np.asarray(given)
         if sample.ndim != 1 or sample.size == 0 or sample.dtype.kind not in "iu":
             raise ValueError(
                 f"sample {sample_id} must be a 1-D array of integers with at least one element, "
                 f"got {sample.dtype} of shape {sample.shape}"
             )
+        weights = given.weights if isinstance(given, WeightedTokens) else np.ones(len(sample), dtype=np.float32)
         if before is not None:
-            return sample[before : before + limit]
+            return sample[before : before + limit], weights[before : before + limit]
         # Only samples of the longest bucket were planned to be cut: elsewhere the plan was made for other lengths.
         if len(sample) > limit and not (self._plan.overlong == "truncate" and limit == self._plan.buckets[-1][1]):
             raise ValueError(
                 f"sample {sample_id} has length {len(sample)}, its bucket's limit is {limit}: "
                 "the plan was made for other lengths than the dataset has"
             )
-        return sample[:limit]
+        return sample[:limit], weights[:limit]
 
 
 def load(
@@ -149,7 +153,8 @@ def load(
 
     Args:
         plan: the plan; M must be a multiple of `num_replicas`.
-        dataset: sample i is `dataset[i]`, a 1-D integer array (uint8, say) as long as it was for the plan.
+        dataset: sample i is `dataset[i]`, a 1-D integer array (uint8, say) as long as it was for the plan; or
+            `WeightedTokens`, whose weights go into the batch.
         rank: this replica, 0 <= rank < num_replicas.
         num_replicas: how many replicas share each step.
         start_step: the first step to read, 0 <= start_step <= num_steps; where a run stopped, say.

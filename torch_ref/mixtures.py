@@ -3,21 +3,30 @@
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from math import lcm
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from torch_ref.checks import check_integer
+from torch_ref.checks import check_integer, check_number
 from torch_ref.order import random_keys
+from torch_ref.weighted import reweighted
 
 __all__ = ["Mixture", "mixture_counts"]
 
 _MIXTURE_KEYS = 2**61
 
 
-def mixture_counts(num_samples: Sequence[int], weights: Sequence[float], total: int | None = None) -> NDArray[np.int64]:
+def mixture_counts(
+    num_samples: Sequence[int],
+    weights: Sequence[float],
+    total: int | None = None,
+    *,
+    carry: bool = False,
+    epoch: int = 0,
+) -> NDArray[np.int64]:
     """Divide the samples of an epoch among datasets, as a parliament divides its seats among parties.
 
     Args:
@@ -25,19 +34,31 @@ def mixture_counts(num_samples: Sequence[int], weights: Sequence[float], total: 
         weights: [D] finite numbers >= 0 with a positive sum. A float stands for its decimal text: 0.1 is 1/10.
         total: samples of the epoch. None takes as many as leave every quota total * weight / sum(weights) within its
             dataset.
+        carry: let epochs make up for the rounding of those before them, so that each dataset is always less than one
+            sample off what its quotas add up to.
+        epoch: 0 <= epoch < 2**63, which one. Only matters with `carry`.
 
     Returns:
         int64[D] with the given sum: the floors of the quotas, and one more for the largest remainders, the lower index
-        first among equals.
+        first among equals. With `carry`: seats are given one by one, over all epochs, to the largest weight / (seats +
+        1), the lower index first among equals, as long as a dataset has fewer seats than its quotas up to the end of
+        the epoch add up to.
 
     Raises:
-        ValueError: if the sizes differ, a weight is out of its range, all are 0, a dataset with a weight is empty, or
-            the total is below 1.
+        ValueError: if the sizes differ, a weight is out of its range, all are 0, a dataset with a weight is empty, the
+            total is below 1, or the epoch is out of its range.
 
     Example:
         >>> mixture_counts([10, 10, 10], [1, 1, 1], 11)
         array([4, 4, 3])
     """
+    quotas = _quotas(num_samples, weights, total)
+    epoch = check_integer("epoch", epoch, minimum=0)
+    return _carried(quotas, epoch)[1] if carry else _largest_remainders(quotas)
+
+
+def _quotas(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
+    """Return the quota of each dataset in an epoch."""
     ratios = [_ratio(number, weight) for number, weight in enumerate(weights)]
     if len(ratios) != len(num_samples):
         raise ValueError(f"weights must have one number a dataset, {len(num_samples)}, got {len(ratios)}")
@@ -50,10 +71,36 @@ def mixture_counts(num_samples: Sequence[int], weights: Sequence[float], total: 
     if total is None:
         total = int(min(size * whole / ratio for size, ratio in zip(num_samples, ratios, strict=True) if ratio))
     seats = check_integer("total", total)
-    divided = [divmod(seats * ratio, whole) for ratio in ratios]
-    left = seats - sum(int(floor) for floor, _ in divided)
-    lucky = sorted(range(len(ratios)), key=lambda number: (-divided[number][1], number))[:left]
+    return [seats * ratio / whole for ratio in ratios]
+
+
+def _largest_remainders(quotas: list[Fraction]) -> NDArray[np.int64]:
+    divided = [divmod(quota, 1) for quota in quotas]
+    left = int(sum(quotas)) - sum(int(floor) for floor, _ in divided)
+    lucky = sorted(range(len(quotas)), key=lambda number: (-divided[number][1], number))[:left]
     return np.array([int(floor) + (number in lucky) for number, (floor, _) in enumerate(divided)], dtype=np.int64)
+
+
+def _carried(quotas: list[Fraction], epoch: int) -> tuple[list[int], NDArray[np.int64]]:
+    """Return the seats of all epochs before this one, and of this one."""
+    # Every so many epochs the quotas add up to integers, and there is nothing to make up for.
+    done = epoch // lcm(*(quota.denominator for quota in quotas))
+    done *= lcm(*(quota.denominator for quota in quotas))
+    seats = [int(done * quota) for quota in quotas]
+    while True:
+        before = list(seats)
+        goals = [(done + 1) * quota for quota in quotas]
+        left = int(sum(quotas))
+        for number, goal in enumerate(goals):  # what is due comes first
+            due = max(int(goal) - seats[number], 0)
+            seats[number] += due
+            left -= due
+        for _ in range(left):
+            open_for = [number for number, goal in enumerate(goals) if seats[number] < goal]
+            seats[min(open_for, key=lambda number: ((seats[number] + 1) / quotas[number], number))] += 1
+        if done == epoch:
+            return before, np.array(seats, dtype=np.int64) - np.array(before, dtype=np.int64)
+        done += 1
 
 
 class Mixture(Dataset[Any]):
@@ -68,6 +115,9 @@ class Mixture(Dataset[Any]):
         seed: 0 <= seed < 2**63.
         epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e goes on in that sequence
             where epoch e - 1 ended, and from its end to its beginning.
+        carry: as for `mixture_counts`. Only with weights.
+        loss_weights: [D] finite numbers >= 0 that the loss weights of each dataset's tokens are multiplied by; samples
+            are then `WeightedTokens`. None leaves all samples as they are.
 
     Attributes:
         counts: int64[D], samples of each dataset.
@@ -91,24 +141,35 @@ class Mixture(Dataset[Any]):
         num_samples: int | None = None,
         seed: int = 0,
         epoch: int = 0,
+        carry: bool = False,
+        loss_weights: Sequence[float] | None = None,
     ) -> None:
         """Choose the samples of the epoch."""
         seed = check_integer("seed", seed, minimum=0)
         epoch = check_integer("epoch", epoch, minimum=0)
         sizes = [len(dataset) for dataset in datasets]
-        if weights is not None:
+        if weights is not None and carry:
+            before, self.counts = _carried(_quotas(sizes, weights, num_samples), epoch)
+        elif weights is not None:
             self.counts = mixture_counts(sizes, weights, num_samples)
-        elif num_samples is not None:
-            raise ValueError(f"num_samples can only be given together with weights, got {num_samples!r}")
+        elif num_samples is not None or carry:
+            given = f"num_samples={num_samples!r}, carry={carry!r}"
+            raise ValueError(f"num_samples and carry can only be given together with weights, got {given}")
         elif sum(sizes) == 0:
             raise ValueError("a mixture must have at least one sample")
         else:
             self.counts = np.array(sizes, dtype=np.int64)
+        if not carry:
+            before = [epoch * count for count in self.counts.tolist()]
         self._datasets = list(datasets)
+        factors = [1.0] * len(sizes) if loss_weights is None else list(loss_weights)
+        if len(factors) != len(sizes):
+            raise ValueError(f"loss_weights must be one for each of {len(sizes)} datasets, got {len(factors)}")
+        self._factors = [check_number(f"loss weight {d}", factor) for d, factor in enumerate(factors)]
         parts = [np.empty(0, dtype=np.int64)]
         for number, (size, count) in enumerate(zip(sizes, self.counts.tolist(), strict=True)):
             if count:
-                parts.append(_stretch(_MIXTURE_KEYS + sum(sizes[:number]), size, count, seed, epoch))
+                parts.append(_stretch(_MIXTURE_KEYS + sum(sizes[:number]), size, count, seed, before[number]))
         self.ids = np.concatenate(parts)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)
 
@@ -118,13 +179,15 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         """Return sample `index`."""
-        return self._datasets[self.source[index]][int(self.ids[index])]
+        number = self.source[index]
+        sample = self._datasets[number][int(self.ids[index])]
+        return sample if self._factors[number] == 1 else reweighted(sample, self._factors[number])
 
 
-def _stretch(first_key: int, size: int, count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the sorted ids at places epoch * count, ... of one shuffled pass that repeats without end."""
+def _stretch(first_key: int, size: int, count: int, seed: int, first: int) -> NDArray[np.int64]:
+    """Return the sorted ids at `count` places from the first on of one shuffled pass that repeats without end."""
     one_pass = np.argsort(random_keys(seed, 0, first_key, size), kind="stable").astype(np.int64)
-    offset = epoch * count % size
+    offset = first % size
     return np.sort(np.resize(one_pass, offset + count)[offset:])
 
 

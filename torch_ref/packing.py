@@ -15,22 +15,23 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from torch_ref.checks import check_integer, integer_array, list_offenders, to_tensor
-from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_lengths, fit_lengths
+from torch_ref.joint import check_sizes, fill_joint_rows, fit_joint, place_samples
+from torch_ref.lengths import PACKED_OVERLONG, Fitted, check_joint_lengths, check_lengths, fit_lengths
 from torch_ref.order import PACKING_STREAM, random_keys, sample_order, stable_argsort
 
-__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples"]
+__all__ = ["PackedHistogram", "Packing", "check_row_lengths", "fill_rows", "pack_samples", "split_samples"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Packing:
-    """Samples in rows.
+    """Samples in rows. If samples have D lengths each, so have rows: lengths and capacities are then [..., D].
 
     Attributes:
         sample_ids: int64[n], row by row, and in a row in the order of placing.
         row_offsets: int64[R + 1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r + 1]]`.
         sample_lengths: int64[n], in tokens, cut to the longest row.
         capacity: int64[R], the length that each row was opened with.
-        row_lengths: the lengths that rows can have, ascending.
+        row_lengths: the lengths that rows can have, ascending; or the D lengths of every row.
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
@@ -61,8 +62,8 @@ class Packing:
     @property
     def starts(self) -> NDArray[np.int64]:
         """int64[n], where each sample begins in its row."""
-        before = np.cumsum(self.sample_lengths) - self.sample_lengths
-        return before - np.repeat(before[self.row_offsets[:-1]], np.diff(self.row_offsets))
+        before = np.cumsum(self.sample_lengths, axis=0) - self.sample_lengths
+        return before - np.repeat(before[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
 
     @property
     def fill(self) -> float:
@@ -72,14 +73,14 @@ class Packing:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedHistogram:
-    """Rows by what they hold.
+    """Rows by what they hold. Of samples with D lengths each, lengths and capacities are [..., D].
 
     Attributes:
-        sample_lengths: int64[n], the lengths in the rows of each kind, descending.
+        sample_lengths: int64[n], the lengths in the rows of each kind, descending; of D lengths as they were placed.
         row_offsets: int64[G + 1]; rows of kind g hold `sample_lengths[row_offsets[g]:row_offsets[g + 1]]`.
         capacity: int64[G], the length of the rows of each kind.
         counts: int64[G], the number of rows of each kind.
-        row_lengths: the lengths that rows can have, ascending.
+        row_lengths: the lengths that rows can have, ascending; or the D lengths of every row.
         overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
@@ -107,7 +108,7 @@ class PackedHistogram:
     @property
     def fill(self) -> float:
         """The share of the rows' capacity that holds tokens."""
-        return int(np.dot(self.num_tokens, self.counts)) / int(np.dot(self.capacity, self.counts))
+        return int(np.dot(self.counts, self.num_tokens).sum()) / int(np.dot(self.counts, self.capacity).sum())
 
 
 @overload
@@ -161,12 +162,17 @@ def pack_samples(
     (among equals those with the shortest sample), or if there are none, two taken like the others. In the end a row
     gets the smallest length that holds its tokens.
 
+    Samples with D lengths each go into rows that have a length for each of them, and fit where all their lengths do.
+    Rows are then filled as `torch_ref.joint.fill_joint_rows` says: one after the other, each time with the sample whose
+    lengths are most like the space that is left. Such samples cannot be split.
+
     The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
     out.
 
     Args:
-        lengths: [N] integers >= 1, in tokens.
-        row_lengths: the lengths that rows can have, strictly ascending, or one of them.
+        lengths: [N] integers >= 1, in tokens; or [N, D] for samples with D lengths each.
+        row_lengths: the lengths that rows can have, strictly ascending, or one of them; or the D lengths of every row,
+            each below 2**23.
         counts: [N] integers >= 1: there are `counts[i]` samples of `lengths[i]`. They have no ids and no order.
         max_samples_per_row: m; None is no limit.
         order: as in `sample_order`; decides between samples of equal length. "shuffle" packs other samples together
@@ -187,6 +193,8 @@ def pack_samples(
         >>> np.split(packing.sample_ids, packing.row_offsets[1:-1])
         [array([1, 0]), array([3, 2, 4])]
     """
+    if np.ndim(lengths) == 2:
+        return _pack_joint(lengths, row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong)
     checked = check_lengths(lengths)
     sizes = check_row_lengths(row_lengths)
     if overlong not in PACKED_OVERLONG:
@@ -194,17 +202,12 @@ def pack_samples(
     if max_samples_per_row is not None:
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
     if counts is not None:
-        if not isinstance(order, str) or order != "dataset":
-            raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
-        return _pack_histogram(checked, _check_counts(counts, len(checked)), sizes, max_samples_per_row, overlong)
-    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-    if isinstance(order, str) and order == "shuffle":
-        ids = stable_argsort(random_keys(seed, epoch, 0, len(checked), PACKING_STREAM))
-    else:
-        ids = sample_order(checked, order)
+        numbers = _check_counts(counts, len(checked), order)
+        return _pack_histogram(checked, numbers, sizes, max_samples_per_row, overlong)
+    ids = _packing_order(checked, order, seed, epoch)
     starts = None
     if overlong == "split" and (checked[ids] > sizes[-1]).any():
-        fitted, starts = _split(checked, ids, sizes[-1])
+        fitted, starts = split_samples(checked, ids, sizes[-1])
     else:
         rule = "error" if overlong == "split" else overlong
         fitted = fit_lengths(checked, ids, sizes[-1], rule, name="the longest row")
@@ -227,7 +230,67 @@ def pack_samples(
     )
 
 
-def _split(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
+def _packing_order(lengths: NDArray[np.int64], order: str | ArrayLike, seed: int, epoch: int) -> NDArray[np.int64]:
+    """Return the ids in the order that decides between samples of equal length."""
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    if isinstance(order, str) and order == "shuffle":
+        return stable_argsort(random_keys(seed, epoch, 0, len(lengths), PACKING_STREAM))
+    return sample_order(lengths, order)
+
+
+def _pack_joint(
+    lengths: ArrayLike,
+    row_lengths: Any,
+    counts: ArrayLike | None,
+    most: int | None,
+    order: str | ArrayLike,
+    seed: int,
+    epoch: int,
+    overlong: str,
+) -> Packing | PackedHistogram:
+    """Pack samples with several lengths each."""
+    checked = check_joint_lengths(lengths)
+    sizes = check_sizes(row_lengths, checked.shape[1])
+    if overlong not in PACKED_OVERLONG:
+        raise ValueError(f"overlong must be one of {', '.join(PACKED_OVERLONG)}, got {overlong!r}")
+    most = None if most is None else check_integer("max_samples_per_row", most)
+    if counts is None:
+        each, ids = np.ones(len(checked), dtype=np.int64), _packing_order(checked.sum(axis=1), order, seed, epoch)
+    else:
+        each, ids = _check_counts(counts, len(checked), order), np.arange(len(checked))
+    fitted = fit_joint(checked, ids, sizes, overlong)
+    distinct, inverse = np.unique(fitted.lengths, axis=0, return_inverse=True)
+    kind = inverse.reshape(-1)
+    by_kind = Counter[int]()
+    for k, number in zip(kind.tolist(), each[fitted.sample_ids].tolist(), strict=True):
+        by_kind[k] += number
+    rows = fill_joint_rows(distinct, [by_kind[k] for k in range(len(distinct))], sizes, most)
+    if counts is not None:
+        too_long = int(each[np.any(checked > sizes, axis=1)].sum())
+        return PackedHistogram(
+            sample_lengths=distinct[np.concatenate([row.kinds for row in rows])],
+            row_offsets=np.array(list(accumulate((len(row.kinds) for row in rows), initial=0)), dtype=np.int64),
+            capacity=np.tile(sizes, (len(rows), 1)),
+            counts=np.array([row.number for row in rows], dtype=np.int64),
+            row_lengths=tuple(sizes.tolist()),
+            overlong=overlong,
+            num_dropped=too_long if overlong == "drop" else 0,
+            num_truncated=too_long if overlong == "truncate" else 0,
+        )
+    samples, row_offsets = place_samples(kind, rows)
+    return Packing(
+        sample_ids=fitted.sample_ids[samples],
+        row_offsets=row_offsets,
+        sample_lengths=fitted.lengths[samples],
+        capacity=np.tile(sizes, (len(row_offsets) - 1, 1)),
+        row_lengths=tuple(sizes.tolist()),
+        overlong=overlong,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+    )
+
+
+def split_samples(lengths: NDArray[np.int64], ids: NDArray[np.int64], limit: int) -> tuple[Fitted, NDArray[np.int64]]:
     """Return the pieces of the ordered samples, with the tokens before each."""
     full, rest = np.divmod(lengths[ids], limit)
     number = full + (rest > 0)
@@ -241,7 +304,7 @@ def _pack_histogram(
 ) -> PackedHistogram:
     ids = np.arange(len(lengths))
     if overlong == "split":
-        fitted, _ = _split(lengths, ids, sizes[-1])
+        fitted, _ = split_samples(lengths, ids, sizes[-1])
     else:
         fitted = fit_lengths(lengths, ids, sizes[-1], overlong, name="the longest row")
     by_length: Counter[int] = Counter()
@@ -265,7 +328,9 @@ def _pack_histogram(
     )
 
 
-def _check_counts(counts: ArrayLike, num_lengths: int) -> NDArray[np.int64]:
+def _check_counts(counts: ArrayLike, num_lengths: int, order: str | ArrayLike) -> NDArray[np.int64]:
+    if not isinstance(order, str) or order != "dataset":
+        raise ValueError(f"order must not be given for a histogram (counts=), got {order!r}")
     values = integer_array("counts", counts)
     if len(values) != num_lengths:
         raise ValueError(f"counts must be as many as lengths, {num_lengths}, got {len(values)}")

@@ -4,13 +4,15 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, count, takewhile
 from math import comb
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
 from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.checks import check_integer
-from torch_ref.packing import fill_rows
+from torch_ref.lengths import check_lengths
+from torch_ref.packing import fill_rows, split_samples
 from torch_ref.rows import Cost
 
 __all__ = ["choose_row_lengths"]
@@ -62,7 +64,8 @@ def choose_row_lengths(
         max_shapes: at most this many lengths.
         max_length: the longest row is at most this long.
         max_samples_per_row: as in `pack_samples`.
-        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
+        overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it) |
+            "split" (counted as pieces of that length, and the rest).
         microbatches_per_step: M.
         row_multiple: as in `make_buckets`.
         length_multiple: row lengths are multiples of it.
@@ -92,6 +95,13 @@ def choose_row_lengths(
     budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
     check_compile_seconds(cost, compile_seconds)
     multiple = check_integer("length_multiple", length_multiple)
+    if overlong == "split":
+        overlong = "error"
+        if max_length is not None:
+            checked = check_lengths(lengths)
+            lengths = split_samples(checked, np.arange(len(checked)), check_integer("max_length", max_length))[
+                0
+            ].lengths
     fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
     cheapest = Cheapest(fitting, rule, cost, compile_seconds)
     ordered, before = fitting.ordered, cheapest.before

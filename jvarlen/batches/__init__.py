@@ -1,15 +1,17 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
-- `batches`: `Batch`, `PackedBatch`, `PairBatch`, and the specs that `compile_buckets` needs.
+- `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and the specs that `compile_buckets` needs.
 """
 
 from jvarlen.batches.batches import (
     Batch,
     PackedBatch,
+    PackedPairBatch,
     PairBatch,
     count_tokens,
     full_batch,
     packed_batch_spec,
+    packed_pair_batch_spec,
     pair_batch_spec,
     token_batch_spec,
 )
@@ -17,10 +19,12 @@ from jvarlen.batches.batches import (
 __all__ = [
     "Batch",
     "PackedBatch",
+    "PackedPairBatch",
     "PairBatch",
     "count_tokens",
     "full_batch",
     "packed_batch_spec",
+    "packed_pair_batch_spec",
     "pair_batch_spec",
     "token_batch_spec",
 ]

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
+from jvarlen.data.tokens import WeightedSamples
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 
@@ -28,14 +29,24 @@ _CONTENT_KEY_NAME = "jvarlen-mixture-1"
 
 
 def mixture_counts(
-    num_samples: Sequence[int], weights: Sequence[float], total: int | None = None
+    num_samples: Sequence[int],
+    weights: Sequence[float],
+    total: int | None = None,
+    *,
+    carry: bool = False,
+    epoch: int = 0,
 ) -> Int64[np.ndarray, " D"]:
     """How many samples of each dataset are in an epoch of a mixture, by the largest remainder method.
 
     The share of dataset d is total · weight_d / Σ weights, computed exactly; a float counts as the decimal number that
     it prints as, so 0.1 is one tenth. Each dataset gets the integer part of its share. The remaining samples go, one
     each, to the datasets with the largest fractions, the first ones among equals. So every count is less than one
-    sample off its share.
+    sample off its share. All epochs have the same counts, so a dataset whose share rounds to 0 never comes.
+
+    With `carry`, rounding is carried from epoch to epoch: after any number of epochs e, dataset d has had less than one
+    sample more or less than its quota, e times its share. The samples of an epoch are given one by one to the
+    dataset with the largest weight_d / (c_d + 1), the first among equals, where c_d is how many it has had so far, in
+    earlier epochs too. Only datasets with c_d below their quota at the end of the epoch take part.
 
     Args:
       num_samples: how many samples each of the D datasets has.
@@ -43,35 +54,74 @@ def mixture_counts(
       total: samples of the epoch. None: the most for which no share exceeds its dataset, so that no sample comes twice,
         as with Grain's `mix` and "first_exhausted" of Hugging Face's `interleave_datasets`. With more, small datasets
         are repeated.
+      carry: whether rounding is carried over epochs.
+      epoch: 0 ≤ epoch < 2**63. With `carry`, the time grows with it, but never beyond the epochs after which the counts
+        repeat: 3 for shares of thirds.
 
     Returns:
       int64[D], which sum to the total.
 
     Raises:
       ValueError: another number of weights than of datasets; weights that are not as described; an empty dataset with a
-        weight above 0; a total below 1. Offenders are listed.
+        weight above 0; a total below 1; an epoch out of range. Offenders are listed.
 
     Example:
       >>> mixture_counts([900, 50], [0.7, 0.3], 10)
       array([7, 3])
       >>> mixture_counts([900, 50], [2, 1])
       array([100,  50])
+      >>> [mixture_counts([900, 50, 50], [8, 1, 1], 4, carry=True, epoch=e).tolist() for e in range(3)]
+      [[4, 0, 0], [3, 1, 0], [3, 0, 1]]
 
     References:
-      Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation".
+      Hamilton's method of apportionment: Balinski and Young 1982, "Fair Representation". Carried: their quota method of
+      1975, under which no count falls behind as the total grows.
     """
+    check_seed(0, epoch)
+    shares = _shares(num_samples, weights, total)
+    return np.array(_carried_counts(shares, int(epoch))[1] if carry else _rounded(shares), np.int64)
+
+
+def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
+    """Samples of each dataset in an epoch before rounding; they sum to the total."""
     _check_weights(num_samples, weights)
     exact = [Fraction(str(weight)) for weight in weights]  # of a NumPy float32, too, the decimal that is seen
     shares = [weight / sum(exact) for weight in exact]
     if total is None:
         total = min(math.floor(n / share) for n, share in zip(num_samples, shares, strict=True) if share)
     check_at_least_one(total=total)
-    quotas = [int(total) * share for share in shares]
-    counts = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda d: counts[d] - quotas[d])  # stable: ties stay in order
-    for d in by_remainder[: int(total) - sum(counts)]:
+    return [int(total) * share for share in shares]
+
+
+def _rounded(shares: list[Fraction]) -> list[int]:
+    """Counts by the largest remainder."""
+    counts = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda d: counts[d] - shares[d])  # stable: ties stay in order
+    for d in by_remainder[: int(sum(shares)) - sum(counts)]:
         counts[d] += 1
-    return np.array(counts, np.int64)
+    return counts
+
+
+def _carried_counts(shares: list[Fraction], epoch: int) -> tuple[list[int], list[int]]:
+    """Counts of all epochs before, and of this one."""
+    period = math.lcm(*(share.denominator for share in shares))  # then all quotas are integers, and nothing is carried
+    first = epoch - epoch % period
+    before, after = [], [int(first * share) for share in shares]
+    for num_epochs in range(first + 1, epoch + 2):
+        before, after = after, _next_counts(after, shares, num_epochs)
+    return before, [late - early for early, late in zip(before, after, strict=True)]
+
+
+def _next_counts(counts: list[int], shares: list[Fraction], num_epochs: int) -> list[int]:
+    """Counts of so many epochs from those of one fewer."""
+    quotas = [num_epochs * share for share in shares]
+    # Whoever is below the integer part of its quota comes before all others; these get one sample at most.
+    after = [max(count, math.floor(quota)) for count, quota in zip(counts, quotas, strict=True)]
+    below = [d for d, quota in enumerate(quotas) if after[d] < quota]
+    soonest = sorted(below, key=lambda d: (after[d] + 1) / shares[d])
+    for d in soonest[: int(sum(quotas)) - sum(after)]:
+        after[d] += 1
+    return after
 
 
 class Mixture:
@@ -80,7 +130,8 @@ class Mixture:
     Without weights it holds every sample of each dataset once, one dataset after the other. With weights, each epoch
     has exactly `counts[d]` samples of dataset d. They come from one shuffled sequence of its samples, repeated without
     end: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one, in
-    every epoch and over all epochs so far. Each epoch is a `Mixture` of its own, with its own plan.
+    every epoch and over all epochs so far. Each epoch is a `Mixture` of its own, with its own plan. With `carry`, the
+    counts differ by one between epochs where shares are no integers, and places go on where the last epoch ended.
 
     Samples are numbered by dataset, then by id; repeats of a sample are consecutive. The plan's order decides when each
     is trained on. A mixture of whole passes is the same in every epoch.
@@ -91,16 +142,19 @@ class Mixture:
       num_samples: samples of an epoch, the total of `mixture_counts`; needs weights.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
+      carry: as for `mixture_counts`; needs weights.
+      loss_weights: D numbers, finite and at least 0, by which the loss weights of each dataset's tokens are multiplied.
+        None leaves the samples as they are; so does a 1, and other datasets become `WeightedSamples`.
 
     Attributes:
-      datasets: as given.
+      datasets: as given, with their loss weights.
       counts: int64[D], samples of each dataset.
       source: int64[N], the dataset of every sample, ascending.
       ids: int64[N], the id of every sample in its dataset.
 
     Raises:
-      ValueError: arguments that `mixture_counts` rejects; no samples at all; `num_samples` without weights; seed or
-        epoch out of range.
+      ValueError: arguments that `mixture_counts` rejects, likewise loss weights; no samples at all; `num_samples` or
+        `carry` without weights; seed or epoch out of range.
 
     Example:
       >>> mixture = Mixture([["a", "b", "c", "d"], ["x"]], [1, 1], num_samples=4)
@@ -118,26 +172,38 @@ class Mixture:
         num_samples: int | None = None,
         seed: int = 0,
         epoch: int = 0,
+        carry: bool = False,
+        loss_weights: Sequence[float] | None = None,
     ):
         check_seed(seed, epoch)
         sizes = [len(dataset) for dataset in datasets]
         if weights is None:
-            if num_samples is not None:
-                raise UserError("num_samples needs weights: without them every sample comes once")
+            if num_samples is not None or carry:
+                needy = "carry" if carry else "num_samples"
+                raise UserError(f"{needy} needs weights: without them every sample comes once")
             if not sum(sizes):
                 raise UserError("a mixture needs at least one sample")
-            self.counts = np.array(sizes, np.int64)
+            counts = sizes
         else:
-            self.counts = mixture_counts(sizes, weights, num_samples)
+            shares = _shares(sizes, weights, num_samples)
+            counts = _rounded(shares)
+        self._content = counts, int(seed), *["carried"] * carry
+        before = [int(epoch) * count for count in counts]
+        if carry:
+            before, counts = _carried_counts(shares, int(epoch))
+        self.counts = np.array(counts, np.int64)
         self.datasets = tuple(datasets)
+        if loss_weights is not None:
+            _check_numbers(sizes, loss_weights, "loss weights")
+            weighted = zip(datasets, loss_weights, strict=True)
+            self.datasets = tuple(each if weight == 1 else WeightedSamples(each, weight) for each, weight in weighted)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)
         starts = np.cumsum([0, *sizes]).tolist()
         chosen = [
-            _chosen_ids(start, size, count, seed, epoch)
-            for start, size, count in zip(starts, sizes, self.counts.tolist(), strict=False)
+            _chosen_ids(start, size, first, count, seed)
+            for start, size, first, count in zip(starts, sizes, before, counts, strict=False)
         ]
         self.ids = np.concatenate(chosen)
-        self._seed = int(seed)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -163,29 +229,33 @@ class Mixture:
         Raises AttributeError if a dataset has none.
         """
         keys = [dataset.content_key for dataset in self.datasets]  # type: ignore[attr-defined]
-        content = [_CONTENT_KEY_NAME, keys, self.counts.tolist(), self._seed]
+        content = [_CONTENT_KEY_NAME, keys, *self._content]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def _chosen_ids(start: int, size: int, count: int, seed: int, epoch: int) -> Int64[np.ndarray, " c"]:
-    """The ids of a dataset that are in an epoch, ascending."""
+def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int64[np.ndarray, " c"]:
+    """The ids of a dataset at `count` places of its sequence from the first on, ascending."""
     if not count:
         return np.zeros(0, np.int64)
     num_passes, num_left = divmod(count, size)
     times = np.full(size, num_passes)
     if num_left:
         keys = random_keys(size, seed=seed, epoch=0, start=_FIRST_MIXTURE_KEY + start)
-        places = (int(epoch) * count % size + np.arange(num_left)) % size
+        places = (first % size + np.arange(num_left)) % size
         times[stable_argsort(keys)[places]] += 1
     return np.repeat(np.arange(size), times)
 
 
-def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
+def _check_numbers(num_samples: Sequence[int], weights: Sequence[float], name: str) -> None:
     if len(weights) != len(num_samples):
-        raise UserError(f"{len(num_samples)} datasets need as many weights, not {len(weights)}")
+        raise UserError(f"{len(num_samples)} datasets need as many {name}, not {len(weights)}")
     wrong = [f"dataset {d}: {w!r}" for d, w in enumerate(weights) if not is_number(w) or not 0 <= w < math.inf]
     if wrong:
-        raise UserError(f"weights must be finite and at least 0: {list_first(wrong)}")
+        raise UserError(f"{name} must be finite and at least 0: {list_first(wrong)}")
+
+
+def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
+    _check_numbers(num_samples, weights, "weights")
     if not any(weights):
         raise UserError("at least one dataset needs a weight above 0")
     empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,16 @@ from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["Joined", "Subset", "TokenDataset", "WeightedTokens", "as_data_source", "check_tokens", "to_tokens"]
+__all__ = [
+    "Joined",
+    "Subset",
+    "TokenDataset",
+    "WeightedSamples",
+    "WeightedTokens",
+    "as_data_source",
+    "check_tokens",
+    "to_tokens",
+]
 
 
 class WeightedTokens:
@@ -163,6 +173,59 @@ class Subset:
     def lengths(self) -> Int64[np.ndarray, " n"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
+
+
+class WeightedSamples:
+    """A dataset whose samples count differently in the loss, without copying: a data source of `WeightedTokens`.
+
+    Args:
+      dataset: random access to the samples; each is tokens, as for `to_tokens`, or `WeightedTokens`.
+      sample_weights: a number for all samples, or numbers[N], finite and at least 0. The loss weights of a sample's
+        tokens, 1 where it has none, are multiplied by that of the sample.
+
+    Raises:
+      ValueError: another number of weights than of samples, or weights that are not as described; they are listed.
+
+    Example:
+      >>> weighted = WeightedSamples([[5, 6], [7]], [0.5, 2.0])
+      >>> weighted[0]
+      WeightedTokens(tokens=[5, 6], weights=[0.5, 0.5])
+    """
+
+    def __init__(self, dataset: DataSource, sample_weights: npt.ArrayLike):
+        weights: np.ndarray = np.asarray(sample_weights, np.float64)
+        if weights.shape not in ((), (len(dataset),)):
+            raise UserError(f"{len(dataset)} samples need one weight, or as many, not {weights.shape}")
+        is_wrong = np.atleast_1d(~((weights >= 0) & (weights < np.inf)))
+        if is_wrong.any():
+            wrong = zip(np.flatnonzero(is_wrong).tolist(), np.atleast_1d(weights)[is_wrong].tolist(), strict=True)
+            listed = list_first(f"id {i}: {weight}" for i, weight in wrong)
+            raise UserError(f"sample weights must be finite and at least 0: {listed}")
+        self._dataset = dataset
+        self._weights = weights
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> WeightedTokens:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        sample, weight = self._dataset[index], float(self._weights[index] if self._weights.ndim else self._weights)
+        if isinstance(sample, WeightedTokens):
+            return WeightedTokens(sample.tokens, sample.weights * weight)
+        tokens = to_tokens(sample)
+        return WeightedTokens(tokens, np.full(len(tokens), weight, np.float32))
+
+    @property
+    def lengths(self) -> Int64[np.ndarray, " N"]:
+        """Tokens of every sample; raises AttributeError if the dataset does not know them."""
+        return self._dataset.lengths  # type: ignore[attr-defined]
+
+    @property
+    def content_key(self) -> str:
+        """SHA-256 in hex of the dataset's key and the weights; raises AttributeError if the dataset has none."""
+        key: str = self._dataset.content_key  # type: ignore[attr-defined]
+        return hashlib.sha256(key.encode() + self._weights.astype("<f8").tobytes()).hexdigest()
 
 
 class Joined:

@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
-from jvarlen.batches.batches import Batch, PackedBatch, PairBatch
+from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
 from jvarlen.data.tokens import WeightedTokens
 from jvarlen.planning.buckets import AnyBucket
 
-__all__ = ["StepSamples", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
+__all__ = ["StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
 
 _INT32 = np.iinfo(np.int32)
 
@@ -83,42 +83,20 @@ def pack_to_bucket(step: StepSamples) -> PackedBatch:
       ValueError: as `pad_to_bucket`; or the plan is not packed.
     """
     _check_kind(step, "pack_to_bucket", num_lengths=1, is_packed=True)
-    is_sample_MxBxP = step.ids >= 0
     samples, weights = _cut(step)
-    tokens = _checked_tokens(step.ids[is_sample_MxBxP], samples)
+    tokens = _checked_tokens(step.ids[step.ids >= 0], samples)
     lengths = np.fromiter(map(len, samples), np.int64, len(samples))
     _check_planned(step, lengths)
-    lengths_MxBxP = np.zeros(step.ids.shape, np.int64)
-    lengths_MxBxP[is_sample_MxBxP] = lengths
-    length = step.bucket.lengths[0]
-    too_long_MxBx1 = lengths_MxBxP.sum(axis=2, keepdims=True) > length
-    if too_long_MxBx1.any():
-        at_fault = is_sample_MxBxP & too_long_MxBx1
-        offenders = list_offenders(step.ids[at_fault], lengths_MxBxP[at_fault], length)
-        raise UserError(
-            f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
-        )
-    is_token_MxBxT = np.arange(length) < lengths_MxBxP.sum(axis=2, keepdims=True)
-
-    def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
-        array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
-        array_MxBxT[is_token_MxBxT] = values
-        return array_MxBxT
-
-    return PackedBatch(
-        tokens=filled(tokens),
-        segment_ids=filled(np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)),
-        positions=filled(np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)),
-        weights=_placed(weights, is_token_MxBxT),
-        num_sequences=np.float32(step.num_sequences),
-    )
+    packed = _packed(step.ids, tokens, lengths, step.bucket.lengths[0])
+    return PackedBatch(*packed[:3], _placed(weights, packed.is_token), np.float32(step.num_sequences))
 
 
 def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
     """Pads both sides of each pair with zeros to the shape of the bucket.
 
     Args:
-      step: a step of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32.
+      step: a step of a plan of pairs; its samples are (source, target) of 1-D integer arrays whose tokens fit int32. A
+        target may also be `WeightedTokens`.
 
     Returns:
       A `PairBatch` of NumPy arrays.
@@ -127,33 +105,64 @@ def pad_pairs_to_bucket(step: StepSamples) -> PairBatch:
       ValueError: as `pad_to_bucket`.
     """
     _check_kind(step, "pad_pairs_to_bucket", num_lengths=2, is_packed=False)
-    pairs = [pair for microbatch in step.samples for pair in microbatch]
-    sides = [[np.asarray(pair[side]) for pair in pairs] for side in (0, 1)]
+    sources, _ = _cut(step, side=0)
+    targets, weights = _cut(step, side=1)
     source, target = (
-        _padded(step.ids, samples, length) for samples, length in zip(sides, step.bucket.lengths, strict=True)
+        _padded(step.ids, samples, length)
+        for samples, length in zip((sources, targets), step.bucket.lengths, strict=True)
     )
     _check_planned(step, (source[1] + target[1])[step.ids >= 0])
-    return PairBatch(*source[:2], *target[:2], target[2].astype(np.float32), np.float32(step.num_sequences))
+    return PairBatch(*source[:2], *target[:2], _placed(weights, target[2]), np.float32(step.num_sequences))
+
+
+def pack_pairs_to_bucket(step: StepSamples) -> PackedPairBatch:
+    """Concatenates the sources of each packed row, and its targets, and pads both to the shape of the bucket.
+
+    Args:
+      step: a step of a packed plan of pairs; its samples are as for `pad_pairs_to_bucket`.
+
+    Returns:
+      A `PackedPairBatch` of NumPy arrays.
+
+    Raises:
+      ValueError: as `pad_to_bucket`; or the plan is not packed.
+    """
+    _check_kind(step, "pack_pairs_to_bucket", num_lengths=2, is_packed=True)
+    sources, _ = _cut(step, side=0)
+    targets, weights = _cut(step, side=1)
+    sides = sources, targets
+    tokens = [_checked_tokens(step.ids[step.ids >= 0], samples) for samples in sides]
+    lengths = [np.fromiter(map(len, samples), np.int64, len(samples)) for samples in sides]
+    _check_planned(step, lengths[0] + lengths[1])
+    source, target = (_packed(step.ids, *of_side) for of_side in zip(tokens, lengths, step.bucket.lengths, strict=True))
+    num_sequences = np.float32(step.num_sequences)
+    return PackedPairBatch(*source[:3], *target[:3], _placed(weights, target.is_token), num_sequences)
+
+
+_COLLATE_NAMES = {
+    (1, False): ("samples, one a row", "pad_to_bucket"),
+    (1, True): ("packed rows", "pack_to_bucket"),
+    (2, False): ("pairs", "pad_pairs_to_bucket"),
+    (2, True): ("packed rows of pairs", "pack_pairs_to_bucket"),
+}
 
 
 def _check_kind(step: StepSamples, name: str, *, num_lengths: int, is_packed: bool) -> None:
     """Raises ValueError where the plan is of another kind than the collate function is for."""
-    if len(step.bucket.lengths) == num_lengths and (step.ids.ndim == 3) == is_packed:
+    own = len(step.bucket.lengths), step.ids.ndim == 3
+    if own == (num_lengths, is_packed):
         return
-    fitting = "pad_pairs_to_bucket" if len(step.bucket.lengths) == 2 else "pad_to_bucket"
-    kind = "pairs" if len(step.bucket.lengths) == 2 else "samples, one a row"
-    if step.ids.ndim == 3:
-        kind, fitting = "packed rows", "pack_to_bucket"
+    kind, fitting = _COLLATE_NAMES[own]
     raise UserError(f"{name} does not go with this plan, which is of {kind}: collate it with {fitting}")
 
 
-def _cut(step: StepSamples) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
+def _cut(step: StepSamples, side: int | None = None) -> tuple[list[np.ndarray], Float32[np.ndarray, " tokens"] | None]:
     """The tokens of each sample of the step, in the order of its ids, and the loss weights of all, one after the other.
 
     They are cut at the bucket, or to their piece, where the plan does so. Weights are None where no sample has any of
-    its own.
+    its own. Of pairs, those of one side.
     """
-    flat = [sample for microbatch in step.samples for sample in microbatch]
+    flat = [sample if side is None else sample[side] for microbatch in step.samples for sample in microbatch]
     samples = [sample.tokens if isinstance(sample, WeightedTokens) else np.asarray(sample) for sample in flat]
     weights = None
     if any(isinstance(sample, WeightedTokens) for sample in flat):
@@ -162,7 +171,7 @@ def _cut(step: StepSamples) -> tuple[list[np.ndarray], Float32[np.ndarray, " tok
             for sample, tokens in zip(flat, samples, strict=True)
         ]
     if step.truncate or step.starts is not None:
-        most = step.bucket.lengths[0]
+        most = step.bucket.lengths[side or 0]
         starts = [0] * len(samples) if step.starts is None else step.starts[step.ids >= 0].tolist()
         pieces = [slice(start, start + most) for start in starts]
         samples = [tokens[piece] for tokens, piece in zip(samples, pieces, strict=True)]
@@ -197,6 +206,44 @@ def _padded(
     tokens_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
     tokens_MxBxT[is_token_MxBxT] = tokens
     return tokens_MxBxT, lengths_MxB, is_token_MxBxT
+
+
+class _Packed(NamedTuple):
+    """The arrays of packed rows."""
+
+    tokens: Int32[np.ndarray, "M B T"]
+    segment_ids: Int32[np.ndarray, "M B T"]
+    positions: Int32[np.ndarray, "M B T"]
+    is_token: Bool[np.ndarray, "M B T"]
+
+
+def _packed(
+    ids_MxBxP: Int64[np.ndarray, "M B P"],
+    tokens: Integer[np.ndarray, " tokens"],
+    lengths: Int64[np.ndarray, " n"],
+    length: int,
+) -> _Packed:
+    """Tokens, segments, positions and where tokens are, from all tokens and the length of each sample."""
+    is_sample_MxBxP = ids_MxBxP >= 0
+    lengths_MxBxP = np.zeros(ids_MxBxP.shape, np.int64)
+    lengths_MxBxP[is_sample_MxBxP] = lengths
+    in_row_MxBx1 = lengths_MxBxP.sum(axis=2, keepdims=True)
+    if (in_row_MxBx1 > length).any():
+        at_fault = is_sample_MxBxP & (in_row_MxBx1 > length)
+        offenders = list_offenders(ids_MxBxP[at_fault], lengths_MxBxP[at_fault], length)
+        raise UserError(
+            f"rows are longer than their bucket, so these are not the samples that were packed: {offenders}"
+        )
+    is_token_MxBxT = np.arange(length) < in_row_MxBx1
+
+    def filled(values: np.ndarray) -> Int32[np.ndarray, "M B T"]:
+        array_MxBxT = np.zeros(is_token_MxBxT.shape, np.int32)
+        array_MxBxT[is_token_MxBxT] = values
+        return array_MxBxT
+
+    segments = np.repeat(np.nonzero(is_sample_MxBxP)[2] + 1, lengths)
+    positions = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return _Packed(filled(tokens), filled(segments), filled(positions), is_token_MxBxT)
 
 
 def _check_planned(step: StepSamples, lengths: Integer[np.ndarray, " n"]) -> None:

@@ -152,7 +152,7 @@ class PlanSource:
         found = _lengths_of(flat, ids, planned.ndim == 2)
         kept = found
         if self._plan.overlong == "truncate":  # the rest is cut by the plan's own rule, which collating follows
-            kept = np.minimum(found, self._plan.buckets[-1].lengths[0])
+            kept = np.minimum(found, _longest(self._plan))
         differs = kept != planned if planned.ndim == 1 else (kept != planned).any(axis=1)
         if not differs.any():
             return 0
@@ -218,10 +218,14 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
 
 def _planned_lengths(plan: AnyPlan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
     """Checked lengths, cut where the plan cuts."""
-    if len(plan.buckets[0].lengths) == 2:
-        return check_pair_lengths(lengths)
-    checked = check_lengths(lengths)
-    return np.minimum(checked, plan.buckets[-1].lengths[0]) if plan.overlong == "truncate" else checked
+    checked = check_pair_lengths(lengths) if len(plan.buckets[0].lengths) == 2 else check_lengths(lengths)
+    return np.minimum(checked, _longest(plan)) if plan.overlong == "truncate" else checked
+
+
+def _longest(plan: AnyPlan) -> Int64[np.ndarray, " *sides"]:
+    """The length of the longest bucket, or of pairs the longest of each side."""
+    lengths = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
+    return lengths if len(lengths) == 2 else lengths[0]
 
 
 def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool) -> Int64[np.ndarray, " n *sides"]:

@@ -5,8 +5,9 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `edges`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming.
-- `batching`, `packing`, `row_lengths`: greedy token batches, packed rows, and the lengths of packed rows.
-- `grouping`, `step_order`, `steps`, `plan`, `plan_file`: samples into steps, steps in order, the plan and its file.
+- `batching`, `packing`, `joint_packing`, `row_lengths`: greedy token batches, packed rows of one feature or of
+  several, and the lengths of packed rows.
+- `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `streams`, `stream_state`: batches of samples whose number is not known.
 - `compare`: a comparison of strategies.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.

@@ -23,6 +23,7 @@ __all__ = [
     "Kernel",
     "close_by_budget",
     "close_by_capacity",
+    "fill_joint_rows",
     "in_parts",
     "paced_arrival",
     "scaled_key",
@@ -31,21 +32,27 @@ __all__ = [
 ]
 
 _FEW = 2**16  # samples
+_FEW_SEARCHED = 2**12  # lengths in a search tree, where Python takes far longer
 
 
 class Kernel:
     """A function of arrays that is compiled on its first call with many samples, for the next process as well.
 
+    Args:
+      py_func: the function.
+      few: it runs as Python if its first argument has fewer values.
+
     Attributes:
       py_func: the function as it stands.
     """
 
-    def __init__(self, py_func: Callable[..., Any]):
+    def __init__(self, py_func: Callable[..., Any], few: int = _FEW):
         self.py_func = py_func
+        self._few = few
         functools.update_wrapper(self, py_func)
 
     def __call__(self, *args: Any) -> Any:
-        if "compiled" not in self.__dict__ and np.size(args[0]) < _FEW:
+        if "compiled" not in self.__dict__ and np.size(args[0]) < self._few:
             return self.py_func(*args)
         return self.compiled(*args)
 
@@ -243,6 +250,233 @@ def scaled_key(key: np.uint64, width: int) -> np.int64:
     """⌊key · width / 2**32⌋: an integer in [0, width) from a key below 2**32; 1 ≤ width ≤ 2**32."""
     # Unsigned, for the product can need all 64 bits, and all of one type, for numba makes a float of mixed signs.
     return np.int64((np.uint64(key) * np.uint64(width)) >> np.uint64(32))
+
+
+# The samples that are left, by their lengths, in a search tree of V vectors of D lengths. Node i has the children 2i
+# and 2i + 1; the last `num_leaves` nodes are the leaves. A node has the least and the greatest of each length in it.
+_LEAF = 8  # vectors
+_DEEPEST = 64  # levels
+_FACTOR_BITS = 40
+_NOTHING = 2**62  # above all lengths
+
+
+@Kernel
+def _split_into_leaves(
+    vectors: Int64[np.ndarray, "V D"], num_leaves: int
+) -> tuple[Int64[np.ndarray, " V"], Int64[np.ndarray, "nodes 2"]]:
+    """The order of vectors in a tree that halves them along the side in which they differ most.
+
+    Returns:
+      int64[V], the vectors in the order of the leaves, and int64[2·num_leaves, 2], where each node begins and ends.
+    """
+    order = np.arange(len(vectors))
+    bounds = np.zeros((2 * num_leaves, 2), np.int64)
+    bounds[1, 1] = len(vectors)
+    for node in range(1, num_leaves):
+        start, end = bounds[node, 0], bounds[node, 1]
+        in_node = order[start:end]
+        side, widest = 0, np.int64(-1)
+        for d in range(vectors.shape[1]):
+            values = vectors[:, d][in_node]
+            if len(values) and values.max() - values.min() > widest:
+                side, widest = d, values.max() - values.min()
+        order[start:end] = in_node[np.argsort(vectors[:, side][in_node], kind="mergesort")]
+        bounds[2 * node, 0] = start
+        bounds[2 * node, 1] = bounds[2 * node + 1, 0] = (start + end) // 2
+        bounds[2 * node + 1, 1] = end
+    return order, bounds
+
+
+@Kernel
+def _update_boxes(
+    leaf: int,
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> None:
+    """Sets the least and greatest lengths of what is left in a leaf and in the nodes above it."""
+    for d in range(vectors.shape[1]):
+        low, high = np.int64(_NOTHING), np.int64(0)
+        for place in range(bounds[leaf, 0], bounds[leaf, 1]):
+            if left[place]:
+                low, high = min(low, vectors[place, d]), max(high, vectors[place, d])
+        least[leaf, d], greatest[leaf, d] = low, high
+        node = leaf // 2
+        while node:
+            least[node, d] = min(least[2 * node, d], least[2 * node + 1, d])
+            greatest[node, d] = max(greatest[2 * node, d], greatest[2 * node + 1, d])
+            node //= 2
+
+
+@Kernel
+def _most_product(
+    low: Int64[np.ndarray, " D"],
+    high: Int64[np.ndarray, " D"],
+    room: Int64[np.ndarray, " D"],
+    factors: Int64[np.ndarray, " D"],
+) -> np.int64:
+    """At least the product of the factors with any vector between two that fits; −1 if none can fit."""
+    product = np.int64(0)
+    for d in range(len(room)):
+        if low[d] > room[d]:
+            return np.int64(-1)
+        product += min(high[d], room[d]) * factors[d]
+    return product
+
+
+@Kernel
+def _best_that_fits(
+    room: Int64[np.ndarray, " D"],
+    factors: Int64[np.ndarray, " D"],
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    order: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> int:
+    """The place of the vector that is left, fits, and has the largest product with the factors; −1 if none fits.
+
+    Among equals the one that is last in `order` wins. Nodes that cannot hold a better one are skipped.
+    """
+    best, best_product = -1, np.int64(-1)
+    nodes, products = np.empty(_DEEPEST, np.int64), np.empty(_DEEPEST, np.int64)  # still to be searched
+    nodes[0], products[0], waiting = 1, _most_product(least[1], greatest[1], room, factors), 1
+    while waiting:
+        waiting -= 1
+        node = nodes[waiting]
+        if products[waiting] < best_product or products[waiting] < 0:
+            continue
+        if 2 * node < len(bounds):
+            one = _most_product(least[2 * node], greatest[2 * node], room, factors)
+            other = _most_product(least[2 * node + 1], greatest[2 * node + 1], room, factors)
+            first = 2 * node if one >= other else 2 * node + 1
+            nodes[waiting], products[waiting] = 4 * node + 1 - first, min(one, other)
+            nodes[waiting + 1], products[waiting + 1] = first, max(one, other)  # the better half comes first
+            waiting += 2
+            continue
+        for place in range(bounds[node, 0], bounds[node, 1]):
+            if left[place]:
+                product = _most_product(vectors[place], vectors[place], room, factors)
+                if product > best_product or (best >= 0 and product == best_product and order[place] > order[best]):
+                    best, best_product = place, product
+    return best
+
+
+@Kernel
+def _take_row(
+    row_lengths: Int64[np.ndarray, " D"],
+    max_samples: int,
+    is_shared: bool,
+    leaf_of: Int64[np.ndarray, " V"],
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    order: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> Int64[np.ndarray, " k"]:
+    """Takes the samples of one row: their places, in order of placing."""
+    row, num_taken = np.empty(64, np.int64), 0
+    space = row_lengths.copy()
+    while num_taken < max_samples:
+        factors = (space << _FACTOR_BITS) // row_lengths**2
+        place = -1
+        if is_shared and num_taken:
+            share = space // (max_samples - num_taken)
+            place = _best_that_fits(share, factors, vectors, left, order, bounds, least, greatest)
+        if place < 0:
+            place = _best_that_fits(space, factors, vectors, left, order, bounds, least, greatest)
+        if place < 0:
+            break
+        if num_taken == len(row):
+            row = np.append(row, np.empty_like(row))
+        row[num_taken] = place
+        num_taken += 1
+        space -= vectors[place]
+        left[place] -= 1
+        if left[place] == 0:
+            _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
+    return row[:num_taken].copy()
+
+
+@Kernel
+def _take_again(
+    row: Int64[np.ndarray, " k"],
+    leaf_of: Int64[np.ndarray, " V"],
+    vectors: Int64[np.ndarray, "V D"],
+    left: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
+    least: Int64[np.ndarray, "nodes D"],
+    greatest: Int64[np.ndarray, "nodes D"],
+) -> int:
+    """Takes the samples of a row as often as they are left; returns how often."""
+    places = np.sort(row)
+    firsts = np.append(np.zeros(1, np.int64), np.flatnonzero(np.diff(places)) + 1)
+    in_row = places[firsts]
+    per_row = np.diff(np.append(firsts, np.array([len(places)])))
+    again = (left[in_row] // per_row).min()
+    if again:
+        left[in_row] -= again * per_row
+        for place in in_row:
+            if left[place] == 0:
+                _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
+    return again
+
+
+@functools.partial(Kernel, few=_FEW_SEARCHED)
+def fill_joint_rows(
+    vectors: Int64[np.ndarray, "V D"],
+    counts: Int64[np.ndarray, " V"],
+    row_lengths: Int64[np.ndarray, " D"],
+    max_samples: int,
+) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
+    """Fills rows of several features, one after the other, by the rule of `pack_samples`.
+
+    Args:
+      vectors: int64[V, D], distinct lengths of samples, ascending by the first, then the second and so on; none above
+        the row lengths.
+      counts: int64[V], samples of each.
+      row_lengths: int64[D], each below 2**23.
+      max_samples: of a row.
+
+    Returns:
+      int64[m], which vectors the samples of distinct rows have, row by row in order of placing; int64[G+1], where each
+      distinct row begins; and int64[G], how many rows in turn are so.
+    """
+    num_leaves = 1
+    while num_leaves * _LEAF < len(vectors):
+        num_leaves *= 2
+    order, bounds = _split_into_leaves(vectors, num_leaves)
+    vectors, left = vectors[order], counts[order]
+    least = np.full((2 * num_leaves, vectors.shape[1]), _NOTHING)
+    greatest = np.zeros((2 * num_leaves, vectors.shape[1]), np.int64)
+    leaf_of = np.empty(len(vectors), np.int64)
+    for leaf in range(num_leaves, 2 * num_leaves):
+        leaf_of[bounds[leaf, 0] : bounds[leaf, 1]] = leaf
+        _update_boxes(leaf, vectors, left, bounds, least, greatest)
+    num_left = left.sum()
+    tokens_left = (vectors * left.reshape(-1, 1)).sum(axis=0)
+    kinds, ends, numbers = np.empty(1024, np.int64), np.zeros(1024, np.int64), np.empty(1024, np.int64)
+    num_kinds = num_rows = 0
+    while num_left:
+        # Too many samples to fill rows of at most so many: the rest of the row is shared evenly.
+        is_shared = num_left > max_samples and (-(-num_left // max_samples) * row_lengths > tokens_left).all()
+        row = _take_row(row_lengths, max_samples, is_shared, leaf_of, vectors, left, order, bounds, least, greatest)
+        number = 1 + _take_again(row, leaf_of, vectors, left, bounds, least, greatest)
+        num_left -= number * len(row)
+        for place in row:
+            tokens_left -= number * vectors[place]
+        while num_kinds + len(row) > len(kinds):
+            kinds = np.append(kinds, np.empty_like(kinds))
+        if num_rows + 1 == len(ends):
+            ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
+        kinds[num_kinds : num_kinds + len(row)] = row
+        num_kinds, num_rows = num_kinds + len(row), num_rows + 1
+        ends[num_rows], numbers[num_rows - 1] = num_kinds, number
+    return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
 
 
 _MOST_THREADS = 4  # the work is bound by memory

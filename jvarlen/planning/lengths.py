@@ -20,6 +20,7 @@ __all__ = [
     "PackedOverlong",
     "apply_overlong",
     "check_counts",
+    "check_feature_lengths",
     "check_lengths",
     "check_pair_lengths",
     "ends_to_offsets",
@@ -91,15 +92,30 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     array = np.asarray(lengths)
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
+    return check_feature_lengths(array)
+
+
+def check_feature_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N D"]:
+    """Checks lengths of several features: integers[N, D], tokens of each feature of a sample, each ≥ 1; D ≥ 2.
+
+    Returns:
+      int64[N, D].
+
+    Raises:
+      ValueError: lengths that are not as described; the first offenders are listed as id and value.
+    """
+    array = np.asarray(lengths)
+    if array.ndim != 2 or array.shape[1] < 2 or not array.size:
+        raise UserError(f"lengths of several features must have shape (N, D), D at least 2, not {array.shape}")
     if not np.issubdtype(array.dtype, np.integer):
         raise UserError(f"lengths must be integers, not {array.dtype}")
     if array.min() < 1:
         offenders = list_offenders(*offenders_where(array.min(axis=1) < 1, array), 1)
         raise UserError(f"lengths must be at least 1: {offenders}")
-    most = np.iinfo(np.int64).max // 2  # so that the sum of both fits
+    most = np.iinfo(np.int64).max // array.shape[1]  # so that the sum of all fits
     if array.max() > most:
         offenders = list_offenders(*offenders_where(array.max(axis=1) > most, array), most)
-        raise UserError(f"lengths of pairs must be at most 2**62 - 1: {offenders}")
+        raise UserError(f"lengths of {array.shape[1]} features must be at most {most}: {offenders}")
     return array.astype(np.int64, copy=False)
 
 

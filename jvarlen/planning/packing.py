@@ -3,7 +3,8 @@
 NumPy only. Everything happens on the histogram. Without a limit on the samples of a row: best fit, longest samples
 first; samples of one length are placed together, and rows with the same free space are kept together. With a limit: row
 by row; a row is repeated as often as its samples allow. So the time depends on the number of distinct lengths and
-hardly on the number of samples. Letters: N samples, n of them packed, R rows, D distinct lengths, G distinct rows.
+hardly on the number of samples. `joint_packing` has the rule for samples of several features. Letters: N samples, n of
+them packed, R rows, D distinct lengths, G distinct rows.
 """
 
 from __future__ import annotations
@@ -21,10 +22,18 @@ from jaxtyping import Bool, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.lengths import PackedOverlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.joint_packing import check_feature_row_lengths, distinct_joint_rows, fit_features
+from jvarlen.planning.lengths import (
+    PackedOverlong,
+    check_counts,
+    check_feature_lengths,
+    check_lengths,
+    ends_to_offsets,
+    fit_lengths,
+)
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
 
-__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens"]
+__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens", "split_lengths"]
 
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
@@ -33,12 +42,14 @@ _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or
 class Packing:
     """Samples packed into rows. `make_plan` takes it in place of lengths and plans the rows.
 
+    If samples have several features, every length has a last axis of them.
+
     Attributes:
       sample_ids: int64[n], row by row, each row from its beginning.
       row_offsets: int64[R+1]; row r holds `sample_ids[row_offsets[r]:row_offsets[r+1]]`.
       sample_lengths: int64[n], tokens of each sample; a truncated sample counts with its cut length.
       capacity: int64[R], the length of each row.
-      row_lengths: the lengths that rows may have, ascending.
+      row_lengths: the lengths that rows may have, ascending; of several features, the length of each.
       overlong: the rule for samples longer than the longest row.
       num_dropped: samples left out by that rule.
       num_truncated: samples cut by that rule.
@@ -48,8 +59,8 @@ class Packing:
 
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"]
-    sample_lengths: Int64[np.ndarray, " n"]
-    capacity: Int64[np.ndarray, " R"]
+    sample_lengths: Int64[np.ndarray, " n *features"]
+    capacity: Int64[np.ndarray, " R *features"]
     row_lengths: tuple[int, ...]
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
@@ -62,16 +73,16 @@ class Packing:
         return len(self.capacity)
 
     @property
-    def num_tokens(self) -> Int64[np.ndarray, " R"]:
+    def num_tokens(self) -> Int64[np.ndarray, " R *features"]:
         """int64[R], tokens in each row, which a plan takes as the length of the row."""
         return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
 
     @property
-    def starts(self) -> Int64[np.ndarray, " n"]:
+    def starts(self) -> Int64[np.ndarray, " n *features"]:
         """int64[n], the position in its row at which each sample begins."""
-        ends = np.cumsum(self.sample_lengths)
+        ends = np.cumsum(self.sample_lengths, axis=0)
         starts = ends - self.sample_lengths
-        return starts - np.repeat(starts[self.row_offsets[:-1]], np.diff(self.row_offsets))
+        return starts - np.repeat(starts[self.row_offsets[:-1]], np.diff(self.row_offsets), axis=0)
 
     @property
     def fill(self) -> float:
@@ -83,8 +94,10 @@ class Packing:
 class PackedHistogram:
     """The rows of a `Packing`, without the ids: which lengths share a row, and how many such rows there are.
 
+    If samples have several features, every length has a last axis of them.
+
     Attributes:
-      sample_lengths: int64[n], the lengths in each distinct row, descending.
+      sample_lengths: int64[n], the lengths in each distinct row, descending; of several features, in order of placing.
       row_offsets: int64[G+1]; distinct row g holds `sample_lengths[row_offsets[g]:row_offsets[g+1]]`.
       capacity: int64[G], the length of each distinct row.
       counts: int64[G], how many such rows there are. `make_buckets(packed.num_tokens, …, counts=packed.counts)` chooses
@@ -95,9 +108,9 @@ class PackedHistogram:
       num_truncated: as in `Packing`.
     """
 
-    sample_lengths: Int64[np.ndarray, " n"]
+    sample_lengths: Int64[np.ndarray, " n *features"]
     row_offsets: Int64[np.ndarray, " G_plus_1"]
-    capacity: Int64[np.ndarray, " G"]
+    capacity: Int64[np.ndarray, " G *features"]
     counts: Int64[np.ndarray, " G"]
     row_lengths: tuple[int, ...]
     overlong: PackedOverlong = "error"
@@ -110,14 +123,14 @@ class PackedHistogram:
         return int(self.counts.sum())
 
     @property
-    def num_tokens(self) -> Int64[np.ndarray, " G"]:
+    def num_tokens(self) -> Int64[np.ndarray, " G *features"]:
         """int64[G], tokens in each distinct row."""
         return np.add.reduceat(self.sample_lengths, self.row_offsets[:-1])
 
     @property
     def fill(self) -> float:
         """The share of all positions that hold a token, in (0, 1]."""
-        return int(self.num_tokens @ self.counts) / int(self.capacity @ self.counts)
+        return int((self.counts @ self.num_tokens).sum()) / int((self.counts @ self.capacity).sum())
 
 
 @overload
@@ -169,13 +182,22 @@ def pack_samples(
     share of the space, again and again; and, as the last two, the pair that fills it exactly of which most are left.
     The same row is repeated as often as its samples last.
 
+    Samples of several features, such as the source and the target of a translation, share rows that have a length T_d
+    for each feature d. Rows are filled one after the other. Again and again a row takes, of the samples that fit it in
+    all features, the one with the largest Σ_d l_d · ⌊2**40 · s_d / T_d²⌋, where l_d are its lengths and s_d the space
+    that is left: the one whose lengths are most like the space. Of equal sums the larger l_1 wins, then the larger l_2
+    and so on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for
+    every d, they are too many to fill rows of m. Then, after the first sample, only those of at most ⌊s_d / k⌋ tokens
+    are looked at, if there are any, where k is how many samples the row may still take. The same row is repeated as
+    often as its samples last.
+
     The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
     with other samples, so the buckets stay the same.
 
     Args:
-      lengths: integers[N], tokens a sample.
+      lengths: integers[N], tokens a sample; or integers[N, D], those of each of D features.
       row_lengths: the lengths that rows may have: one integer, or several, strictly ascending, as from
-        `choose_row_lengths`.
+        `choose_row_lengths`. For D features: D integers, the length of a row in each, below 2**23.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram without an order.
         The time no longer depends on the number of samples at all.
       max_samples_per_row: the most samples in a row; None: any number.
@@ -184,7 +206,8 @@ def pack_samples(
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       overlong: what happens to samples longer than the longest row: `"error"`, `"drop"`, `"truncate"`, or `"split"`:
-        they come in pieces as long as that row and a shorter last one, which are packed as samples are.
+        they come in pieces as long as that row and a shorter last one, which are packed as samples are. Samples of
+        several features are never split, and truncated in every feature that is too long.
 
     Returns:
       `Packing`; with `counts`, a `PackedHistogram` of the same rows.
@@ -199,26 +222,28 @@ def pack_samples(
       >>> packed = pack_samples([6, 4, 5], 10, counts=[1_000, 1_000, 500])
       >>> packed.sample_lengths.tolist(), packed.row_offsets.tolist(), packed.counts.tolist()
       ([6, 4, 5, 5], [0, 2, 4], [1000, 250])
+      >>> pairs = pack_samples([[4, 2], [1, 5], [5, 5], [3, 3], [2, 1]], (8, 8))
+      >>> pairs.sample_ids.tolist(), pairs.row_offsets.tolist(), pairs.num_tokens.tolist()
+      ([2, 3, 0, 1, 4], [0, 2, 5], [[8, 8], [7, 8]])
 
     References:
       Packing by histogram, and its depth: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination".
       Best fit by
-      descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974.
+      descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974. Several features: the
+      dot-product heuristic of Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
-    lengths = check_lengths(lengths)
     check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
+    if np.ndim(lengths) == 2:
+        return _pack_jointly(
+            check_feature_lengths(lengths), row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong
+        )
+    lengths = check_lengths(lengths)
     capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     check_choices(overlong=(overlong, PackedOverlong))
     if counts is not None:
-        if not isinstance(order, str) or order != "dataset":
-            raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
-        num_of_each = check_counts(counts, len(lengths))
+        num_of_each = _checked_counts(counts, len(lengths), order)
         return _pack_histogram(lengths, num_of_each, capacities, max_samples_per_row, overlong)
-    check_seed(seed, epoch)
-    if isinstance(order, str) and order == "shuffle":
-        ids = stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
-    else:
-        ids = sample_order(lengths, order)
+    ids = _ids_in_order(lengths, order, seed, epoch)
     fitted = _fit(lengths[ids], int(capacities[-1]), overlong, ids)
 
     descending = stable_argsort(-fitted.lengths)
@@ -239,6 +264,66 @@ def pack_samples(
         num_truncated=fitted.num_truncated,
         piece_starts=None if fitted.starts is None else fitted.starts[descending][by_row],
     )
+
+
+def _pack_jointly(
+    lengths: Int64[np.ndarray, "N features"],
+    row_lengths: int | Sequence[int],
+    counts: npt.ArrayLike | None,
+    max_samples_per_row: int | None,
+    order: str | npt.ArrayLike,
+    seed: int,
+    epoch: int,
+    overlong: PackedOverlong,
+) -> Packing | PackedHistogram:
+    """`pack_samples` of several features."""
+    size = check_feature_row_lengths(row_lengths, lengths.shape[1])
+    check_choices(overlong=(overlong, PackedOverlong))
+    if counts is not None:
+        num_of_each = _checked_counts(counts, len(lengths), order)
+        fitted = fit_features(lengths, size, overlong, np.arange(len(lengths)))
+        rows, _ = distinct_joint_rows(fitted.lengths, num_of_each[fitted.kept], size, max_samples_per_row)
+        num_too_long = int(num_of_each[(lengths > size).any(axis=1)].sum())
+        return PackedHistogram(
+            sample_lengths=rows.lengths,
+            row_offsets=rows.offsets,
+            capacity=np.tile(size, (len(rows.counts), 1)),
+            counts=rows.counts,
+            row_lengths=tuple(size.tolist()),
+            overlong=overlong,
+            num_dropped=num_too_long if overlong == "drop" else 0,
+            num_truncated=num_too_long if overlong == "truncate" else 0,
+        )
+    ids = _ids_in_order(lengths.sum(axis=1), order, seed, epoch)
+    fitted = fit_features(lengths[ids], size, overlong, ids)
+    rows, kind = distinct_joint_rows(fitted.lengths, None, size, max_samples_per_row)
+    which, row_offsets = rows.filled(kind)
+    return Packing(
+        sample_ids=ids[fitted.kept][which],
+        row_offsets=row_offsets,
+        sample_lengths=fitted.lengths[which],
+        capacity=np.tile(size, (len(row_offsets) - 1, 1)),
+        row_lengths=tuple(size.tolist()),
+        overlong=overlong,
+        num_dropped=fitted.num_dropped,
+        num_truncated=fitted.num_truncated,
+    )
+
+
+def _checked_counts(counts: npt.ArrayLike, num_lengths: int, order: str | npt.ArrayLike) -> Int64[np.ndarray, " N"]:
+    if not isinstance(order, str) or order != "dataset":
+        raise UserError(f"a histogram (counts=) has no order, so order must be left out, not {order!r}")
+    return check_counts(counts, num_lengths)
+
+
+def _ids_in_order(
+    lengths: Int64[np.ndarray, " N"], order: str | npt.ArrayLike, seed: int, epoch: int
+) -> Int64[np.ndarray, " n"]:
+    """The samples in the order that decides between equal lengths."""
+    check_seed(seed, epoch)
+    if isinstance(order, str) and order == "shuffle":
+        return stable_argsort(random_keys(len(lengths), seed=seed, epoch=epoch, stream=PACKING_STREAM))
+    return sample_order(lengths, order)
 
 
 class _Fitted(NamedTuple):
@@ -266,10 +351,18 @@ def _fit(
         rule = "error" if overlong == "split" else overlong
         fitted = fit_lengths(lengths, longest, rule, ids, problem=_TOO_LONG)
         return _Fitted(fitted.kept, fitted.lengths, None, fitted.num_dropped, fitted.num_truncated)
+    which, starts, of_pieces = split_lengths(lengths, longest)
+    return _Fitted(which, of_pieces, starts, 0, 0)
+
+
+def split_lengths(
+    lengths: Int64[np.ndarray, " N"], longest: int
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """The pieces of samples: the index of the sample, the token with which the piece begins, and its length."""
     num_pieces = -(-lengths // longest)
     which = np.repeat(np.arange(len(lengths)), num_pieces)
     starts = longest * (np.arange(len(which)) - (np.cumsum(num_pieces) - num_pieces)[which])
-    return _Fitted(which, np.minimum(lengths[which] - starts, longest), starts, 0, 0)
+    return which, starts, np.minimum(lengths[which] - starts, longest)
 
 
 def _pack_histogram(

@@ -20,8 +20,8 @@ from jvarlen._common.checks import check_at_least_one
 from jvarlen.planning.buckets import CountedSamples
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
 from jvarlen.planning.edges import least_rows_when_packed, optimal_edges
-from jvarlen.planning.lengths import Overlong
-from jvarlen.planning.packing import rows_by_tokens
+from jvarlen.planning.lengths import PackedOverlong, check_lengths
+from jvarlen.planning.packing import rows_by_tokens, split_lengths
 
 __all__ = ["choose_row_lengths", "packed_row_lengths"]
 
@@ -39,7 +39,7 @@ def choose_row_lengths(
     max_shapes: int = 4,
     max_length: int | None = None,
     max_samples_per_row: int | None = None,
-    overlong: Overlong = "error",
+    overlong: PackedOverlong = "error",
     **options: Unpack[BudgetOptions],
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs least.
@@ -68,7 +68,7 @@ def choose_row_lengths(
       max_shapes: the most lengths.
       max_length: as in `make_buckets`.
       max_samples_per_row: as in `pack_samples`.
-      overlong: as in `make_buckets`.
+      overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the pieces that they come in.
       options: the other fields of `Budget`.
 
     Returns:
@@ -87,6 +87,10 @@ def choose_row_lengths(
         max_length=1 if max_length is None else max_length,
         max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row,
     )
+    if overlong == "split":
+        overlong = "error"
+        if max_length is not None:
+            _, _, lengths = split_lengths(check_lengths(lengths), max_length)
     counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple)
     histogram = counted.histogram
     caps = counted.checked_caps(budget, histogram.rounded)
@@ -113,11 +117,22 @@ def choose_row_lengths(
 
 
 def packed_row_lengths(
-    lengths: npt.ArrayLike, budget: Budget, *, max_shapes: int, max_length: int | None, overlong: Overlong
+    lengths: npt.ArrayLike,
+    budget: Budget,
+    *,
+    max_shapes: int,
+    max_length: int | None,
+    overlong: PackedOverlong,
+    max_samples_per_row: int | None = None,
 ) -> tuple[int, ...]:
     """`choose_row_lengths`; without a cost only the longest, since packed rows leave little padding to save."""
     return choose_row_lengths(
-        lengths, budget, max_shapes=max_shapes if budget.cost else 1, max_length=max_length, overlong=overlong
+        lengths,
+        budget,
+        max_shapes=max_shapes if budget.cost else 1,
+        max_length=max_length,
+        overlong=overlong,
+        max_samples_per_row=max_samples_per_row,
     )
 
 

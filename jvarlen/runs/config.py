@@ -114,6 +114,8 @@ class DataConfig:
     weights: tuple[float, ...] = ()
     """Relative share of each file in an epoch. Samples are drawn once, so all epochs have the same samples.
     Without weights, an epoch has every sample of all files."""
+    loss_weights: tuple[float, ...] = ()
+    """Loss weight of each file's tokens in training, times their own. Without, and in evaluations, all count alike."""
     mixture_samples: int | None = None
     """Samples in an epoch mixed by weights; None for the most without repeats."""
     held_out_fraction: float = 0.02
@@ -131,6 +133,10 @@ class DataConfig:
         check_setting(self, ("held_out_fraction",), lambda share: 0 < share < 1, "above 0 and below 1")
         if self.weights and len(self.weights) != len(self.data):
             raise UserError(f"weights {self.weights} must be one for each file of data, of which are {len(self.data)}")
+        if self.loss_weights and len(self.loss_weights) != len(self.data):
+            raise UserError(
+                f"loss_weights {self.loss_weights} must be one for each file of data, of which are {len(self.data)}"
+            )
         if self.mixture_samples is not None and not self.weights:
             raise UserError(f"mixture_samples ({self.mixture_samples}) needs weights: without, all come once")
         names = collections.Counter([HELD_OUT, *map(evaluation_name, self.eval_data)])

@@ -84,6 +84,7 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
             config.weights or None,
             num_samples=config.mixture_samples,
             seed=config.seed,
+            loss_weights=config.loss_weights or None,
         )
         given = Split(mixed, Mixture([split.held_out for split in splits]))
     elif given is None:

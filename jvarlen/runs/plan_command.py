@@ -12,7 +12,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.planning.compare import StrategyFigures, compare_strategies, comparison_table
-from jvarlen.planning.lengths import Overlong, check_lengths
+from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
@@ -33,8 +33,8 @@ class PlanCommand(PlanConfig):
     """The most buckets, that is, compiled shapes."""
     max_length: int | None = None
     """Longest bucket in tokens; None for the longest sample."""
-    overlong: Overlong = "error"
-    """What happens to samples longer than that."""
+    overlong: PackedOverlong = "error"
+    """What happens to samples longer than that; split, which needs pack, plans them in pieces."""
     length_multiple: int = 1
     """Lengths of buckets are rounded up to a multiple of this."""
     order: Order = "length"
@@ -84,6 +84,8 @@ class PlanCommand(PlanConfig):
         return lr_sequence(plan, self.learning_rate, self.base_batch_size, rule=rule)
 
     def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
+        if self.overlong == "split":
+            raise UserError("compare has strategies that cannot split: choose another overlong for it")
         return compare_strategies(
             lengths,
             self.budget,

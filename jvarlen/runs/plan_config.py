@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int64
@@ -14,7 +15,7 @@ from jvarlen._common.checks import UserError, check_at_least, check_setting
 from jvarlen.planning.buckets import Bucket, Strategy, make_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.lengths import Overlong, PackedOverlong
 from jvarlen.planning.order import Order
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.planning.packing import Packing, pack_samples
@@ -24,12 +25,6 @@ from jvarlen.planning.row_lengths import packed_row_lengths
 __all__ = ["BatchSizeRule", "PlanConfig"]
 
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
-
-
-class _Limits(TypedDict):
-    max_shapes: int
-    max_length: int | None
-    overlong: Overlong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +39,9 @@ class PlanConfig:
     """How the lengths of the buckets are chosen."""
     max_length: int | None = 1024
     """Longest bucket in tokens; None for the longest sample."""
-    overlong: Overlong | None = None
-    """What happens to samples longer than that. None: an error, except that the built-in corpus is cut."""
+    overlong: PackedOverlong | None = None
+    """What happens to samples longer than that; split, which needs pack, trains on them in pieces.
+    None: an error, except that the built-in corpus is cut."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update, over all devices and accumulation."""
     row_multiple: int = 1
@@ -75,6 +71,10 @@ class PlanConfig:
     """Pack several samples into each row."""
     row_lengths: tuple[int, ...] = ()
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
+    max_samples_per_row: int | None = None
+    """The most samples in a packed row; None for any number."""
+    pieces_in_order: bool = False
+    """Train on the pieces of a split sample in their order, none before an earlier one of its epoch."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
     max_cost: float | None = None
@@ -97,6 +97,7 @@ class PlanConfig:
             "row_multiple",
             "length_multiple",
             "max_sequences",
+            "max_samples_per_row",
             "block_size",
             "pacing_steps",
             "pacing_stages",
@@ -104,6 +105,11 @@ class PlanConfig:
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
             raise UserError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
+        for name in ("max_samples_per_row", "pieces_in_order"):
+            if (value := getattr(self, name)) and not self.pack:
+                raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
+        if self.overlong == "split" and not self.pack:
+            raise UserError("overlong split packs long samples in pieces: set pack as well")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
             if getattr(self, name) is not None and getattr(self, f"{model}_model") is None:
                 raise UserError(f"{name} ({getattr(self, name)!r}) needs {model}_model, a file of such a model")
@@ -118,6 +124,8 @@ class PlanConfig:
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
+        if self.pieces_in_order and self.shuffle_steps:
+            raise UserError("pieces_in_order and shuffle_steps exclude each other: both decide the order of the steps")
         if self.block_size is not None:
             raise UserError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
         odd = [length for length in self.row_lengths if length % self.length_multiple]
@@ -150,11 +158,24 @@ class PlanConfig:
         Returns:
           A tuple of `Bucket`.
         """
-        limits = _Limits(max_shapes=self.max_shapes, max_length=self.max_length, overlong=self._overlong)
         if not self.pack:
-            return make_buckets(lengths, self.budget, strategy=self.strategy, **limits)
-        row_lengths = self.row_lengths or packed_row_lengths(lengths, self.budget, **limits)
-        rows = pack_samples(lengths, row_lengths, overlong=self._overlong)  # of the same sizes in every epoch
+            return make_buckets(
+                lengths,
+                self.budget,
+                strategy=self.strategy,
+                max_shapes=self.max_shapes,
+                max_length=self.max_length,
+                overlong=self._bucket_overlong,
+            )
+        row_lengths = self.row_lengths or packed_row_lengths(
+            lengths,
+            self.budget,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong or "error",
+            max_samples_per_row=self.max_samples_per_row,
+        )
+        rows = self._packed(lengths, row_lengths, "dataset", 0, 0)  # of the same sizes in every epoch
         return make_buckets(rows.num_tokens, self.budget, strategy=row_lengths)
 
     def make_plan(
@@ -182,7 +203,8 @@ class PlanConfig:
             epoch=epoch,
             shuffle_steps=self.shuffle_steps,
             longest_first=self.longest_first,
-            overlong="error" if self.pack else self._overlong,
+            overlong=self._bucket_overlong,
+            pieces_in_order=self.pieces_in_order,
         )
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
@@ -199,12 +221,15 @@ class PlanConfig:
             self._rows(lengths, buckets, "dataset", 0, 0),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
-            overlong="error" if self.pack else self._overlong,
+            overlong=self._bucket_overlong,
         )
 
     @property
-    def _overlong(self) -> Overlong:
-        return self.overlong or "error"
+    def _bucket_overlong(self) -> Overlong:
+        """The rule for samples that no bucket holds; a packing has its own."""
+        if self.pack or self.overlong is None or self.overlong == "split":
+            return "error"
+        return self.overlong
 
     def _pacing(self) -> Pacing | None:
         if self.pacing == "none":
@@ -221,7 +246,20 @@ class PlanConfig:
         if not self.pack:
             return lengths
         row_lengths = [bucket.length for bucket in buckets]
-        return pack_samples(lengths, row_lengths, order=order, seed=seed, epoch=epoch, overlong=self._overlong)
+        return self._packed(lengths, row_lengths, order, seed, epoch)
+
+    def _packed(
+        self, lengths: Int64[np.ndarray, " N"], row_lengths: Sequence[int], order: Order, seed: int, epoch: int
+    ) -> Packing:
+        return pack_samples(
+            lengths,
+            row_lengths,
+            max_samples_per_row=self.max_samples_per_row,
+            order=order,
+            seed=seed,
+            epoch=epoch,
+            overlong=self.overlong or "error",
+        )
 
 
 def _load_model(path: Path | None, unit: str) -> CostModel | None:

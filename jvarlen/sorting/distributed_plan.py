@@ -22,11 +22,10 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
-from jvarlen.planning.grouping import Ordering
+from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import Overlong, apply_overlong, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import check_seed, random_keys
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
-from jvarlen.planning.step_order import canonical_steps, emitted_steps
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.sorting.plan_places import Places, make_places, sort_to_places
 from jvarlen.sorting.sharded_rows import spread_local_rows

@@ -106,7 +106,7 @@ def scale_by_batch_size(
         `optax.inject_hyperparams`; an invalid traced value scales by NaN.
       rule: as in `lr_scale`; a function must accept JAX arrays.
       unit: what the batch size counts: real `"sequences"`, from the extra argument `batch_size`, or real `"tokens"`,
-        from `num_tokens`. `make_train_step` passes the latter for `Batch`, `PackedBatch` and `PairBatch`, and for
+        from `num_tokens`. `make_train_step` passes the latter for the batch types of `jvarlen`, and for
         batches with a field `num_tokens`.
 
     Returns:

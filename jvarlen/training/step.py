@@ -76,7 +76,7 @@ def make_train_step(
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets`. The batch
       is any pytree whose leaves, except scalars, have leading axis M. A scalar field `num_sequences` (attribute or key
       of a dict) counts the step's real samples. A field `num_tokens`, a scalar of the step or a count for each
-      microbatch, counts its tokens; `Batch`, `PackedBatch` and `PairBatch` do not need it.
+      microbatch, counts its tokens; the batch types of `jvarlen` do not need it.
 
     Raises:
       ValueError: when it is traced: shards that do not divide M; a loss that takes a key or `extra` that the state does

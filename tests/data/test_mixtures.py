@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.mixtures import Mixture, mixture_counts
-from jvarlen.data.tokens import Subset, TokenDataset
+from jvarlen.data.tokens import Subset, TokenDataset, WeightedSamples, WeightedTokens
 from jvarlen.planning.buckets import make_buckets
 from jvarlen.planning.plan import make_plan
 
@@ -232,3 +232,35 @@ def test_a_plan_trains_each_dataset_with_its_exact_count(order):
     rows = np.concatenate([plan.rows(step).reshape(-1) for step in range(plan.num_steps)])
     trained = mixture.source[rows[rows >= 0]]
     assert np.bincount(trained).tolist() == mixture.counts.tolist() == [51, 30, 20]
+
+
+def test_loss_weights_multiply_those_of_the_samples():
+    plain = TokenDataset.from_bytes([b"ab", b"c"])
+    weighted = [WeightedTokens([1, 2], [0, 1]), WeightedTokens([3], [0.5])]
+    mixture = Mixture([plain, plain, weighted], loss_weights=[1, 0.5, 3])
+    assert mixture[0].tobytes() == b"ab"
+    assert [mixture[i].weights.tolist() for i in range(2, 6)] == [[0.5, 0.5], [0.5], [0, 3], [1.5]]
+    assert mixture[2].tokens.tobytes() == b"ab"
+    assert Mixture([plain, plain], loss_weights=[1, 0.5]).lengths.tolist() == [2, 1, 2, 1]
+
+
+def test_every_sample_can_have_a_weight_of_its_own():
+    plain = TokenDataset.from_bytes([b"ab", b"c", b"def"])
+    weighted = WeightedSamples(plain, [0.25, 0, 2])
+    assert [sample.weights.tolist() for sample in weighted] == [[0.25, 0.25], [0], [2, 2, 2]]
+    assert weighted.lengths.tolist() == [2, 1, 3]
+    mixture = Mixture([weighted, plain], [1, 1], num_samples=6, loss_weights=[2, 1])
+    assert mixture[0].weights.tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match="3 samples need one weight"):
+        WeightedSamples(plain, [1, 2])
+    with pytest.raises(ValueError, match=r"id 1: -1\.0, id 2: nan"):
+        WeightedSamples(plain, [1, -1, np.nan])
+
+
+def test_loss_weights_are_part_of_what_a_dataset_holds():
+    class Keyed(list):
+        content_key = "key"
+
+    datasets = [Keyed([[1], [2]]), Keyed([[3], [4]])]
+    keys = {Mixture(datasets, loss_weights=weights).content_key for weights in (None, [1, 1], [1, 0.5], [0.5, 1])}
+    assert len(keys) == 3

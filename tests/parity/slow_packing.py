@@ -6,6 +6,7 @@ With a limit on the samples of a row: one row at a time, ids in a list for every
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
+from operator import le, mul, sub
 from typing import Any, NamedTuple
 
 from . import slow
@@ -59,9 +60,82 @@ def pack_samples(
     return rows
 
 
+class JointRow(NamedTuple):
+    """A row of several features: its samples as (id, cut lengths) in order of placing."""
+
+    samples: list[tuple[int, tuple[int, ...]]]
+
+
+def pack_jointly(
+    lengths: Sequence[Sequence[int]],
+    row_lengths: Sequence[int],
+    *,
+    max_samples_per_row: int | None = None,
+    order: str | Sequence[int] = "dataset",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: str = "error",
+) -> list[JointRow]:
+    """Return rows of samples of several features, in the order of opening."""
+    sums = [sum(sample) for sample in lengths]
+    shuffled = order == "shuffle"
+    ids = slow.random_order(seed, epoch, 0, len(lengths), stream=1) if shuffled else slow.sample_order(sums, order)
+    if overlong == "drop":
+        ids = [i for i in ids if all(map(le, lengths[i], row_lengths))]
+    left: dict[tuple[int, ...], list[int]] = {}
+    for i in ids:
+        left.setdefault(tuple(map(min, lengths[i], row_lengths)), []).append(i)
+    rows = []
+    while left:
+        row = next_joint_row({kind: len(waiting) for kind, waiting in left.items()}, row_lengths, max_samples_per_row)
+        while all(len(left.get(kind, [])) >= row.count(kind) for kind in row):
+            rows.append(JointRow([(left[kind].pop(0), kind) for kind in row]))
+        left = {kind: waiting for kind, waiting in left.items() if waiting}
+    return rows
+
+
+def next_joint_row(
+    counts: dict[tuple[int, ...], int], row_lengths: Sequence[int], most: int | None
+) -> list[tuple[int, ...]]:
+    """Return the lengths of the samples of the next row of several features."""
+    counts, space = dict(counts), list(row_lengths)
+    num_left = sum(counts.values())
+    most = num_left if most is None else most
+    tokens = [sum(kind[d] * count for kind, count in counts.items()) for d in range(len(space))]
+    many = num_left > most and all(-(-num_left // most) * t > w for t, w in zip(row_lengths, tokens, strict=True))
+    row: list[tuple[int, ...]] = []
+    while len(row) < most:
+        factors = [2**40 * s // t**2 for s, t in zip(space, row_lengths, strict=True)]
+        fitting = [kind for kind, count in counts.items() if count and all(map(le, kind, space))]
+        even = [s // (most - len(row)) for s in space]
+        if many and row and any(all(map(le, kind, even)) for kind in fitting):
+            fitting = [kind for kind in fitting if all(map(le, kind, even))]
+        if not fitting:
+            break
+        row.append(max(fitting, key=lambda kind: (sum(map(mul, kind, factors)), kind)))
+        counts[row[-1]] -= 1
+        space = list(map(sub, space, row[-1]))
+    return row
+
+
 def split_samples(lengths: Sequence[int], longest: int, ids: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the pieces of some samples in order, as (id, start, length)."""
     return [(i, start, min(longest, lengths[i] - start)) for i in ids for start in range(0, lengths[i], longest)]
+
+
+def after_earlier_pieces(groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
+    """Return groups of pieces (id, start) in order, where last pieces wait for the others of their samples."""
+    last: dict[int, int] = {}
+    for i, start in (piece for group in groups for piece in group):
+        last[i] = max(start, last.get(i, 0))
+    ordered: list[int] = []
+    waiting: list[int] = []
+    for g in range(len(groups)):
+        still_to_come = {i for later in groups[g + 1 :] for i, start in later if start < last[i]}
+        free = [h for h in (g, *waiting) if not any(start == last[i] and i in still_to_come for i, start in groups[h])]
+        ordered += free
+        waiting = [h for h in (*waiting, g) if h not in free]
+    return ordered
 
 
 def distinct_rows(rows: Sequence[Row]) -> dict[tuple[int, tuple[int, ...]], int]:

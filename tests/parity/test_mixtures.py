@@ -1,6 +1,7 @@
 """Mixtures: both packages choose the same samples of the same datasets."""
 
 import importlib
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import PACKAGES
-from .inputs import few, seeds
+from .inputs import few, moderate, seeds
 
 weights = st.lists(
     st.one_of(st.integers(0, 9), st.sampled_from([0.1, 0.3, 1e-9, 2.5e6, 1 / 3])), min_size=1, max_size=5
@@ -49,6 +50,61 @@ def test_counts_sources_and_ids_are_identical(
         assert [one[i] for i in range(len(one))] == one.ids.tolist()
 
 
+@moderate
+@given(data=st.data(), shares=weights, total=st.integers(1, 40), seed=seeds)
+def test_carried_counts_are_never_a_sample_off_their_quotas(
+    mixtures: ModuleType, data: st.DataObject, shares: list[Any], total: int, seed: int
+) -> None:
+    """After any number of epochs; each has the total, and goes on in every dataset where the last one ended."""
+    sizes = [data.draw(st.integers(1 if share else 0, 9)) for share in shares]
+    exact = [Fraction(str(share)) for share in shares]
+    had = [0] * len(shares)
+    seen: list[list[int]] = [[] for _ in shares]
+    for epoch in range(data.draw(st.integers(1, 12))):
+        expected = list(had)
+        for _ in range(total):  # one by one, as the rule says
+            below = [d for d, w in enumerate(exact) if expected[d] < (epoch + 1) * total * w / sum(exact)]
+            expected[max(below, key=lambda d: (exact[d] / (expected[d] + 1), -d))] += 1
+        mixture = mixtures.Mixture(
+            [range(size) for size in sizes], shares, num_samples=total, seed=seed, epoch=epoch, carry=True
+        )
+        counts = mixtures.mixture_counts(sizes, shares, total, carry=True, epoch=epoch)
+        assert counts.dtype == np.int64
+        assert counts.tolist() == mixture.counts.tolist() == [new - old for new, old in zip(expected, had, strict=True)]
+        assert counts.min() >= 0
+        assert counts.sum() == len(mixture) == total
+        had = expected
+        assert all(abs(count - (epoch + 1) * total * w / sum(exact)) < 1 for count, w in zip(had, exact, strict=True))
+        for d, size in enumerate(sizes):
+            seen[d] += mixture.ids[mixture.source == d].tolist()
+            if size:
+                times = np.bincount(seen[d], minlength=size)
+                assert times.max() - times.min() <= 1
+
+
+@few
+@given(data=st.data(), shares=weights, total=st.one_of(st.none(), st.integers(1, 500)), seed=seeds)
+def test_carried_counts_and_ids_are_identical(
+    mixtures: ModuleType, reference: ModuleType, data: st.DataObject, shares: list[Any], total: int | None, seed: int
+) -> None:
+    """Also far away, where only few epochs have to be gone through again."""
+    sizes = [data.draw(st.integers(1 if share else 0, 50)) for share in shares]
+    for epoch in (0, 1, 7, 10**12 if all(isinstance(share, int) for share in shares) else 30):
+        one, other = (
+            module.Mixture([range(n) for n in sizes], shares, num_samples=total, seed=seed, epoch=epoch, carry=True)
+            for module in (mixtures, reference)
+        )
+        for name in ("counts", "source", "ids"):
+            assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_a_dataset_of_a_small_share_comes_in_its_time(mixtures: ModuleType) -> None:
+    """Where rounding within the epoch would leave it out for good."""
+    counts = [mixtures.mixture_counts([50, 5], [99, 1], 10, carry=True, epoch=epoch)[1] for epoch in range(30)]
+    assert mixtures.mixture_counts([50, 5], [99, 1], 10)[1] == 0
+    assert np.flatnonzero(counts).tolist() == [9, 19, 29]
+
+
 def test_the_choice_is_fixed_for_good(mixtures: ModuleType) -> None:
     """A run that is resumed after an upgrade trains on the same samples."""
     mixture = mixtures.Mixture([range(9), range(4)], [0.5, 0.5], num_samples=11, seed=7, epoch=3)
@@ -77,6 +133,11 @@ def test_without_weights_datasets_follow_each_other(mixtures: ModuleType) -> Non
         ([0, 0], None, {}),
         ([2, 2], None, {"num_samples": 3}),
         ([2, 2], [1, 1], {"num_samples": 0}),
+        ([2, 2], None, {"loss_weights": [1]}),
+        ([2, 2], None, {"loss_weights": [1, -1]}),
+        ([2, 2], [1, 1], {"loss_weights": [1, np.inf]}),
+        ([2, 2], None, {"carry": True}),
+        ([2, 2], [1, 1], {"carry": True, "epoch": -1}),
         ([2, 2], [1, 1], {"seed": -1}),
         ([2, 2], [1, 1], {"epoch": 2**63}),
     ],

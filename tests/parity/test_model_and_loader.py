@@ -1,6 +1,7 @@
 """The two models from the same weights and the two loaders on the same plan: the same losses and arrays."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -106,6 +107,70 @@ def test_both_loaders_cut_the_same_pieces():
             assert (piece == -1).all()
             piece[:] = tokens
     assert all((tokens == DATASET[i]).all() for i, tokens in enumerate(read))
+
+
+def weighted_samples(package):
+    """Plain tokens, tokens with labels, and tokens with loss weights, of one package."""
+    rng = np.random.default_rng(4)
+    samples = []
+    for i in range(60):
+        tokens = DATASET[i].astype(np.int64)
+        labels, weights = np.where(rng.random(len(tokens)) < 0.4, -100, tokens), rng.choice([0, 0.3, 1.7], len(tokens))
+        of_labels = package.WeightedTokens.from_labels(tokens, labels)
+        samples.append([tokens, of_labels, package.WeightedTokens(tokens, weights)][i % 3])
+    return samples
+
+
+@pytest.mark.parametrize("kind", ["padded", "cut", "packed", "split", "mixture"])
+def test_labels_and_loss_weights_give_the_same_batches_and_loss(kind):
+    """In float64, where nothing but a wrong weight can differ."""
+    params = init_params(CONFIG, seed=1)
+    model = torch_ref.Transformer(embed_dim=CONFIG.width, num_layers=CONFIG.num_layers, num_heads=CONFIG.num_heads)
+    torch_ref.load_params(model, flat_params(params))
+    batches = []
+    for package in (jvarlen, torch_ref):
+        dataset, lengths, options = weighted_samples(package), LENGTHS[:60], {"order": "shuffle", "seed": 1}
+        if kind == "mixture":
+            dataset = package.Mixture([dataset[:40], dataset[40:]], [3, 1], seed=2, loss_weights=[1, 0.4])
+            lengths = np.array([len(dataset[i]) for i in range(len(dataset))])
+        if kind in ("packed", "split"):
+            packed = package.pack_samples(lengths, 64 if kind == "packed" else 20, overlong="split")
+            plan = package.make_plan(packed, [(4, packed.row_lengths[-1])], microbatches_per_step=2, **options)
+        else:
+            edges, overlong = ([(8, 16), (4, 48)], "error") if kind != "cut" else ([(6, 30)], "truncate")
+            plan = package.make_plan(lengths, edges, microbatches_per_step=2, overlong=overlong, **options)
+        collate = {"collate": jvarlen.pack_to_bucket} if package is jvarlen and kind in ("packed", "split") else {}
+        batches.append(package.load(plan, dataset, **collate))
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
+        loss_fn, model = jax.jit(make_loss_fn(CONFIG)), model.double()
+        steps = list(zip(*batches, strict=True))
+        for batch, reference in steps:
+            np.testing.assert_array_equal(batch.tokens, reference.tokens.numpy())
+            np.testing.assert_array_equal(batch.weights, reference.weights.numpy())
+        batch, reference = next((b, r) for b, r in steps if set(np.unique(b.weights[0])) - {0, 1})
+        part = {name: value[0] for name, value in reference._asdict().items() if isinstance(value, torch.Tensor)}
+        loss, weight = loss_fn(params, jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else leaf, batch))
+        expected, expected_weight = torch_ref.loss_sums(model, reference._replace(**part))
+        assert loss.dtype == jnp.float64
+        np.testing.assert_allclose(float(loss), float(expected.detach()), rtol=1e-12)
+        np.testing.assert_allclose(float(weight), float(expected_weight), rtol=1e-6)
+
+
+@pytest.mark.parametrize("package", [jvarlen, torch_ref], ids=lambda package: package.__name__)
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda weighted: weighted([1, 2], [1]), r"\(1,\)|not \(2,\)"),
+        (lambda weighted: weighted([1, 2], [1, -1]), "at least 0"),
+        (lambda weighted: weighted([1, 2], [1, np.nan]), "finite"),
+        (lambda weighted: weighted.from_labels([1, 2], [1]), "labels"),
+        (lambda weighted: weighted.from_labels([1, 2], [1, 3]), "-100"),
+    ],
+)
+def test_weights_and_labels_that_do_not_fit_are_refused(package, make, named):
+    with pytest.raises(ValueError, match=named):
+        make(package.WeightedTokens)
 
 
 def test_the_models_agree_on_packed_rows():

@@ -379,6 +379,54 @@ def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None
             package.Plan.load(path)
 
 
+@moderate
+@given(drawn=split_arguments(), data=st.data())
+def test_pieces_come_in_their_order_on_request(
+    package: ModuleType, drawn: tuple[Any, Any, Any], data: st.DataObject
+) -> None:
+    """Rows and then steps wait for those with earlier pieces, and pieces of one length are numbered as they come."""
+    arguments, rows, pieces = drawn
+    packed = [[pieces[p][:2] for p, _ in row.samples] for row in rows]
+    tokens = [row.num_tokens for row in rows]
+    order, seed, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(seeds), data.draw(st.integers(1, 2))
+    buckets = [(data.draw(st.integers(1, 4)), edge) for edge in arguments["row_lengths"]]
+    options = {"order": order, "seed": seed, "microbatches_per_step": microbatches}
+    longest_first = data.draw(st.booleans())
+    plan = package.make_plan(
+        pack(package, arguments), buckets, **options, longest_first=longest_first, pieces_in_order=True
+    )
+    if plan.piece_starts is None:
+        usual = package.make_plan(pack(package, arguments), buckets, **options, longest_first=longest_first)
+        assert plan.digest == usual.digest
+        return
+    is_shuffled = order == "shuffle"
+    base = slow.random_order(seed, 0, 0, len(rows)) if is_shuffled else slow.sample_order(tokens, order)
+    in_order = [base[place] for place in slow_packing.after_earlier_pieces([packed[r] for r in base])]
+    steps = slow.make_steps(tokens, buckets, microbatches_per_step=microbatches, order=in_order)
+    of_steps = [[piece for r in held for piece in packed[r]] for _, held in steps]
+    steps = [steps[s] for s in slow_packing.after_earlier_pieces(of_steps)]
+    if longest_first:
+        first = [k for k, _ in steps].index(max(k for k, _ in steps))
+        steps[0], steps[first] = steps[first], steps[0]
+    assert steps_of(plan) == [(k, [i for r in held for i, _ in packed[r]]) for k, held in steps]
+    assert np.diff(plan.row_offsets).tolist() == [len(packed[r]) for _, held in steps for r in held]
+    assert plan.num_tokens.tolist() == [sum(tokens[r] for r in held) for _, held in steps]
+    placed = list(zip(plan.sample_ids.tolist(), plan.piece_starts.tolist(), strict=True))
+    assert sorted(placed) == sorted(piece for row in packed for piece in row)
+    started: dict[int, int] = {}
+    for i, start in placed:
+        assert start > started.get(i, -1)
+        started[i] = start
+
+
+def test_only_packings_can_keep_pieces_in_order(package: ModuleType) -> None:
+    """And only where nothing else decides when steps come."""
+    packing = package.pack_samples([9, 4, 40], 10, overlong="split")
+    for lengths, options in (([3, 4], {}), (packing, {"shuffle_steps": True}), (packing, {"order": "random"})):
+        with pytest.raises(ValueError, match=r"pieces_in_order|random"):
+            package.make_plan(lengths, [(2, 10)], pieces_in_order=True, **options)
+
+
 # Lengths of rows
 
 
@@ -396,6 +444,20 @@ def test_row_lengths_are_the_best_of_all_sets(package: ModuleType, data: st.Data
     assert isinstance(chosen, tuple)
     assert all(isinstance(length, int) for length in chosen)
     assert list(chosen) == slow_packing.choose_row_lengths(**arguments)
+
+
+@few
+@given(data=st.data())
+def test_row_lengths_for_split_samples_are_those_for_their_pieces(package: ModuleType, data: st.DataObject) -> None:
+    """Without a longest row nothing is split."""
+    arguments = data.draw(bucket_arguments(strategy="optimal", max_samples=20, longest=12))
+    del arguments["strategy"], arguments["overlong"]
+    lengths, limit = arguments["lengths"], arguments["max_length"]
+    of_pieces = lengths
+    if limit is not None:
+        of_pieces = [length for _, _, length in slow_packing.split_samples(lengths, limit, range(len(lengths)))]
+    chosen = package.choose_row_lengths(**as_arrays(arguments), overlong="split")
+    assert chosen == package.choose_row_lengths(**as_arrays(arguments | {"lengths": of_pieces}))
 
 
 def test_short_samples_count_as_shares_of_a_row(package: ModuleType) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import CompileOptions, FitConfig, fit, scale_by_batch_size
+from jvarlen import CompileOptions, FitConfig, Plan, fit, scale_by_batch_size
 from jvarlen.data.split import Split
 from jvarlen.reports.report import read_metrics
 from jvarlen.reports.run_page import read_runs
@@ -190,3 +190,46 @@ def test_a_run_goes_on_from_its_best_checkpoint_and_forgets_what_came_later(tmp_
     assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(7))
     fit(config, DATA, **own(eval_loss_fn=growing))
     assert [row["step"] for row in steps_of(whole.run_dir)] == list(range(NUM_STEPS))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation_cache, in_order):
+    rng = np.random.default_rng(3)
+    samples = [rng.integers(0, 50, length) for length in rng.integers(1, 60, 40)]
+
+    def values(params, microbatch):
+        return jnp.sum(params[microbatch.tokens] * microbatch.weights), jnp.sum(microbatch.weights)
+
+    config = FitConfig(
+        num_epochs=2,
+        runs_dir=tmp_path,
+        compile=CompileOptions(cache_dir=compilation_cache),
+        progress=False,
+        plan=PlanConfig(
+            max_tokens=64,
+            max_length=16,
+            pack=True,
+            overlong="split",
+            max_samples_per_row=3,
+            pieces_in_order=in_order,
+            microbatches_per_step=2,
+        ),
+    )
+    table = rng.normal(size=50).astype(np.float32)
+    params = jnp.asarray(table)
+    result = fit(config, Split(samples, samples[:5]), loss_fn=values, params=params, optimizer=optax.sgd(0.0))
+    records = [row for row in read_metrics(result.run_dir / "metrics.jsonl") if "loss" in row]
+    plan = Plan.load(result.run_dir / "plan.npz")
+    assert plan.overlong == "split"
+    assert np.diff(plan.row_offsets).max() <= 3
+    assert len(records) == 2 * plan.num_steps
+    expected = sum(table[sample].sum() for sample in samples)
+    for epoch in (records[: plan.num_steps], records[plan.num_steps :]):
+        assert sum(row["num_tokens"] for row in epoch) == sum(map(len, samples))
+        np.testing.assert_allclose(sum(row["loss"] * row["num_tokens"] for row in epoch), expected, rtol=1e-4)
+    held_out = np.concatenate(samples[:5])
+    np.testing.assert_allclose(result.summary.held_out_after, table[held_out].mean(), rtol=1e-5)
+    step = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
+    by_piece = np.lexsort([plan.piece_starts, plan.sample_ids])
+    is_next = np.diff(plan.sample_ids[by_piece]) == 0
+    assert ((np.diff(step[by_piece]) >= 0) | ~is_next).all() == in_order

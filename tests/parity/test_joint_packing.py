@@ -1,0 +1,210 @@
+"""Packing of several features: rows that hold inputs and targets, sample by sample, and plans of such rows."""
+
+import hashlib
+import itertools
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from . import slow, slow_packing
+from .inputs import ORDERS, as_arrays, few, moderate, seeds, steps_of
+
+
+@st.composite
+def joint_arguments(draw: st.DrawFn, num_features: int | None = None) -> dict[str, Any]:
+    """Draw valid arguments of `pack_samples` for samples of several features, of which at least one remains."""
+    num_features = num_features or draw(st.integers(2, 3))
+    row_lengths = draw(st.lists(st.integers(1, 24), min_size=num_features, max_size=num_features))
+    overlong = draw(st.sampled_from(["error", "drop", "truncate"]))
+    above = 0 if overlong == "error" else 3
+    sample = st.tuples(*(st.integers(1, length + above) for length in row_lengths)).map(list)
+    lengths = [[1] * num_features, *draw(st.lists(sample, max_size=50))]
+    order: str | list[int] = draw(st.sampled_from(ORDERS))
+    if draw(st.integers(0, 3)) == 0:
+        permuted = draw(st.permutations(range(len(lengths))))
+        order = [0, *(i for i in permuted if i)][: draw(st.integers(1, len(lengths)))]
+    return {
+        "lengths": lengths,
+        "row_lengths": row_lengths,
+        "max_samples_per_row": draw(st.sampled_from([None, None, 1, 2, 3, 5, 2**40])),
+        "order": order,
+        "seed": draw(seeds),
+        "epoch": draw(seeds),
+        "overlong": overlong,
+    }
+
+
+def rows_of(packing: Any) -> list[slow_packing.JointRow]:
+    """Return a packing's rows."""
+    samples = zip(packing.sample_ids.tolist(), map(tuple, packing.sample_lengths.tolist()), strict=True)
+    listed, bounds = list(samples), packing.row_offsets.tolist()
+    return [slow_packing.JointRow(listed[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+@moderate
+@given(arguments=joint_arguments())
+def test_rows_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
+    """Every row, sample by sample in order of placing, and every attribute of them."""
+    packing = package.pack_samples(**as_arrays(arguments))
+    rows = slow_packing.pack_jointly(**arguments)
+    assert rows_of(packing) == rows
+    sizes = arguments["row_lengths"]
+    lengths = [[kind for _, kind in row.samples] for row in rows]
+    assert packing.num_tokens.tolist() == [np.sum(row, axis=0).tolist() for row in lengths]
+    assert (packing.num_tokens <= packing.capacity).all()
+    assert packing.capacity.tolist() == [sizes] * len(rows)
+    assert packing.row_lengths == tuple(sizes)
+    assert packing.starts.tolist() == [
+        [sum(kind[d] for kind in row[:i]) for d in range(len(sizes))] for row in lengths for i in range(len(row))
+    ]
+    assert packing.fill == sum(sum(map(sum, row)) for row in lengths) / (len(rows) * sum(sizes))
+    used = range(len(arguments["lengths"])) if isinstance(arguments["order"], str) else arguments["order"]
+    too_long = sum(any(np.greater(arguments["lengths"][i], sizes)) for i in used)
+    assert packing.num_dropped == (too_long if arguments["overlong"] == "drop" else 0)
+    assert packing.num_truncated == (too_long if arguments["overlong"] == "truncate" else 0)
+    names = ("sample_ids", "row_offsets", "sample_lengths", "capacity", "num_tokens", "starts")
+    assert all(getattr(packing, name).dtype == np.int64 for name in names)
+
+
+@moderate
+@given(arguments=joint_arguments(), data=st.data())
+def test_a_histogram_is_packed_into_the_same_rows(
+    package: ModuleType, arguments: dict[str, Any], data: st.DataObject
+) -> None:
+    """The rows of the samples that it counts, each kind once with its number."""
+    del arguments["order"], arguments["seed"], arguments["epoch"]
+    size = len(arguments["lengths"])
+    counts = data.draw(st.lists(st.integers(1, 5), min_size=size, max_size=size))
+    packed = package.pack_samples(**as_arrays(arguments), counts=np.array(counts))
+    each = [sample for sample, count in zip(arguments["lengths"], counts, strict=True) for _ in range(count)]
+    kinds: dict[tuple[tuple[int, ...], ...], int] = {}
+    for row in slow_packing.pack_jointly(**arguments | {"lengths": each}):
+        kind = tuple(lengths for _, lengths in row.samples)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    bounds, lengths_in = packed.row_offsets.tolist(), list(map(tuple, packed.sample_lengths.tolist()))
+    found = [tuple(lengths_in[start:end]) for start, end in itertools.pairwise(bounds)]
+    assert list(zip(found, packed.counts.tolist(), strict=True)) == list(kinds.items())
+    rows = package.pack_samples(**as_arrays(arguments | {"lengths": each}))
+    for name in ("num_rows", "fill", "num_dropped", "num_truncated", "row_lengths", "overlong"):
+        assert getattr(packed, name) == getattr(rows, name)
+
+
+@few
+@given(arguments=joint_arguments(), other_seed=seeds)
+def test_shuffled_samples_fill_rows_of_the_same_sizes(
+    package: ModuleType, arguments: dict[str, Any], other_seed: int
+) -> None:
+    """Another order is another packing, but not another plan of shapes."""
+    arguments |= {"order": "shuffle", "overlong": "truncate"}
+    one, other = (
+        package.pack_samples(**as_arrays(arguments | {"seed": seed})) for seed in (arguments["seed"], other_seed)
+    )
+    for name in ("row_offsets", "sample_lengths", "capacity"):
+        assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+def test_rows_fill_as_by_hand(package: ModuleType) -> None:
+    """The longest first, then what has most where most is free; equal sums by the first length."""
+    packing = package.pack_samples([[4, 2], [1, 5], [5, 5], [3, 3], [2, 1]], (8, 8))
+    assert [[i for i, _ in row.samples] for row in rows_of(packing)] == [[2, 3], [0, 1, 4]]
+    assert packing.starts.tolist() == [[0, 0], [5, 5], [0, 0], [4, 2], [5, 7]]
+    limited = package.pack_samples([[1, 1]] * 5 + [[6, 6]], (8, 8), max_samples_per_row=3)
+    assert [[i for i, _ in row.samples] for row in rows_of(limited)] == [[5, 0, 1], [2, 3, 4]]
+
+
+def test_rows_may_be_millions_of_tokens_long(package: ModuleType) -> None:
+    """Where three lengths together do not fit 64 bits."""
+    lengths = np.random.default_rng(5).integers(1, 2**21, (60, 3))
+    arguments = {"lengths": lengths.tolist(), "row_lengths": [2**23 - 1, 2**22, 2**22 + 1]}
+    assert rows_of(package.pack_samples(**as_arrays(arguments))) == slow_packing.pack_jointly(**arguments)
+
+
+def test_large_packings_are_identical(package: ModuleType) -> None:
+    """Thousands of samples of many lengths; compiled where numba is installed."""
+    rng = np.random.default_rng(3)
+    lengths = np.minimum(rng.lognormal(3.5, 0.8, (4000, 2)).astype(np.int64) + 1, [256, 300])
+    packing = package.pack_samples(lengths, (256, 300), order="shuffle", seed=5)
+    assert packing.num_rows == 737
+    assert hashlib.sha256(packing.sample_ids.tobytes()).hexdigest().startswith("362fee2ec626b6d9")
+    assert (np.sort(packing.sample_ids) == np.arange(4000)).all()
+
+
+@few
+@given(data=st.data())
+def test_plans_of_rows_of_pairs_match_the_contract(
+    package: ModuleType, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Rows are planned like pairs, and unpacked; the digest and the file cover them."""
+    arguments = data.draw(joint_arguments(2))
+    rows = slow_packing.pack_jointly(**arguments)
+    tokens = [[sum(kind[d] for _, kind in row.samples) for d in (0, 1)] for row in rows]
+    top = [max(column) for column in zip(*tokens, strict=True)]
+    smaller = [data.draw(st.integers(1, n)) for n in top]
+    buckets = [(data.draw(st.integers(1, 3)), *lengths) for lengths in sorted({tuple(smaller), tuple(top)})]
+    order, seed = data.draw(st.sampled_from(ORDERS)), data.draw(seeds)
+    packing = package.pack_samples(**as_arrays(arguments))
+    plan = package.make_plan(packing, buckets, order=order, seed=seed, microbatches_per_step=2)
+    of_rows = package.make_plan(np.array(tokens), buckets, order=order, seed=seed, microbatches_per_step=2)
+    in_steps = [(k, [[i for i, _ in rows[r].samples] for r in held]) for k, held in steps_of(of_rows)]
+    offsets = [0]
+    for _, held in in_steps:
+        for row in held:
+            offsets.append(offsets[-1] + len(row))
+    steps = [(k, [i for row in held for i in row]) for k, held in in_steps]
+    assert steps_of(plan) == steps
+    assert plan.num_tokens.tolist() == of_rows.num_tokens.tolist()
+    assert plan.row_offsets.tolist() == offsets
+    assert plan.digest == slow.digest(steps, buckets, 2, offsets)
+    path = tmp_path_factory.mktemp("joint") / "plan.npz"
+    plan.save(path)
+    assert package.Plan.load(path).digest == plan.digest
+    assert "samples" in plan.report()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"row_lengths": 8}, "8"),
+        ({"row_lengths": [8]}, r"2.*\[8\]"),
+        ({"row_lengths": [8, 8, 8]}, r"\[8, 8, 8\]"),
+        ({"row_lengths": [8, 0]}, "0"),
+        ({"row_lengths": [8, 8.5]}, r"8\.5"),
+        ({"row_lengths": [8, 2**23]}, str(2**23)),
+        ({"max_samples_per_row": 0}, "max_samples_per_row"),
+        ({"overlong": "split"}, "split"),
+        ({"overlong": "ignore"}, "ignore"),
+        ({"counts": [1]}, "counts"),
+        ({"counts": [1, 2], "order": "shuffle"}, "shuffle"),
+        ({"seed": -1}, "seed"),
+        ({"lengths": [[3, 4], [5, 0]]}, r"id 1\D+5, 0"),
+        ({"lengths": [[3], [5]]}, r"\(2, 1\)"),
+        ({"lengths": [[3.0, 4.0]]}, "float64"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[str, Any], named: str) -> None:
+    """Everything outside its range is a ValueError that says what."""
+    valid: dict[str, Any] = {"lengths": [[3, 4], [5, 8]], "row_lengths": [8, 8]}
+    with pytest.raises(ValueError, match=named):
+        package.pack_samples(**(valid | arguments))
+
+
+def test_what_does_not_fit_is_listed(package: ModuleType) -> None:
+    """Samples above a row in any feature, and rows above every bucket, by id, lengths and limit."""
+    lengths = [[3, 9], [1, 1], [9, 3]]
+    with pytest.raises(ValueError, match=r"id 0\D+3, 9.*id 2\D+9, 3.*8"):
+        package.pack_samples(lengths, (8, 8), order="length")
+    with pytest.raises(ValueError, match=r"drop.*id 0\D+9, 9"):
+        package.pack_samples([[9, 9]], (8, 8), overlong="drop")
+    packing = package.pack_samples(lengths, (8, 8), overlong="truncate")
+    with pytest.raises(ValueError, match=r"rows.*id 1: \(3, 8\)"):
+        package.make_plan(packing, [(1, 8, 7)])
+    with pytest.raises(ValueError, match=r"\b9\b"):
+        package.make_plan(packing, [(1, 8, 9)])
+    assert package.make_plan(packing, [(1, 8, 8)]).num_truncated == 2
+    with pytest.raises(ValueError, match=r"pairs|lengths"):
+        package.make_plan(packing, [(1, 8)])

@@ -1,0 +1,199 @@
+"""Packed pairs: rows that hold sources and targets, laid out as planned, with the loss of the pairs alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import (
+    PackedPairBatch,
+    WeightedTokens,
+    compile_buckets,
+    full_batch,
+    load,
+    make_pair_buckets,
+    make_plan,
+    pack_pairs_to_bucket,
+    pack_samples,
+    packed_pair_batch_spec,
+    pad_pairs_to_bucket,
+    pad_to_bucket,
+    segment_mask,
+)
+from jvarlen.batches.batches import count_tokens
+from jvarlen.loading.plan_source import PlanSource
+from jvarlen.planning import _kernels as kernels
+from jvarlen.testing import assert_exactly_once
+from tests.planning.test_kernels import needs_numba
+
+VOCAB, WIDTH = 11, 6
+RNG = np.random.default_rng(0)
+LENGTHS = RNG.integers(1, [9, 13], (40, 2))
+PAIRS = [tuple(RNG.integers(1, VOCAB, n) for n in pair) for pair in LENGTHS]
+
+
+def packed_plan(row_lengths=(16, 20), **options):
+    packing = pack_samples(LENGTHS, row_lengths, order="shuffle", **options)
+    return make_plan(packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2), microbatches_per_step=2)
+
+
+@needs_numba
+def test_the_compiled_rule_is_the_rule():
+    for num_features, most in ((2, 200), (3, 3), (2, 4)):
+        lengths = RNG.integers(1, [30, 40, 50][:num_features], (200, num_features))
+        distinct, counts = np.unique(lengths, axis=0, return_counts=True)
+        sizes = np.array([60, 70, 80][:num_features])
+        plain = kernels.fill_joint_rows.py_func(distinct, counts, sizes, most)
+        for one, other in zip(plain, kernels.fill_joint_rows.compiled(distinct, counts, sizes, most), strict=True):
+            assert one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.9])
+def test_rows_are_a_few_percent_more_than_their_tokens_need(correlation):
+    """Where a single open row takes a third more."""
+    logs = np.random.default_rng(1).multivariate_normal(
+        [4, 4], 0.5 * np.array([[1, correlation], [correlation, 1]]), 2000
+    )
+    lengths = np.exp(logs).astype(np.int64).clip(1, 512)
+    num_needed = -(-lengths.sum(axis=0).max() // 512)
+    assert pack_samples(lengths, (512, 512)).num_rows <= 1.06 * num_needed
+    limited = pack_samples(lengths, (512, 512), max_samples_per_row=4)
+    assert limited.num_rows <= 1.03 * 2000 / 4
+    assert np.diff(limited.row_offsets).max() == 4
+
+
+def test_every_pair_is_laid_out_as_planned():
+    plan = packed_plan()
+    assert_exactly_once(plan, len(PAIRS))
+    assert (plan.planned_lengths(LENGTHS) == LENGTHS[plan.sample_ids]).all()
+    for step, batch in enumerate(load(plan, PAIRS, collate=pack_pairs_to_bucket, lengths=LENGTHS)):
+        spec = packed_pair_batch_spec(plan.buckets[plan.step_bucket[step]], 2)
+        assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), batch) == jax.tree.map(
+            lambda leaf: (leaf.shape, leaf.dtype), spec
+        )
+        assert count_tokens(batch) == plan.num_tokens[step]
+        assert batch.num_sequences == plan.num_sequences[step]
+        for m, rows in enumerate(plan.rows(step)):
+            for b, ids in enumerate(rows):
+                for side, name in enumerate(("source", "target")):
+                    samples = [PAIRS[i][side] for i in ids if i >= 0]
+                    expected = {
+                        "tokens": [token for sample in samples for token in sample],
+                        "segment_ids": [s + 1 for s, sample in enumerate(samples) for _ in sample],
+                        "positions": [t for sample in samples for t in range(len(sample))],
+                    }
+                    for kind, values in expected.items():
+                        row = getattr(batch, f"{name}_{kind}")[m, b].tolist()
+                        assert row == values + [0] * (len(row) - len(values))
+                assert (batch.weights[m, b] == (batch.target_segment_ids[m, b] > 0)).all()
+
+
+def test_cut_pairs_keep_their_first_tokens_and_weights():
+    pairs = [(np.arange(1, 9), WeightedTokens(np.arange(1, 4), [0, 0.5, 1])), (np.arange(1, 3), np.arange(1, 9))]
+    packing = pack_samples([[8, 3], [2, 8]], (6, 7), overlong="truncate")
+    plan = make_plan(packing, [(2, 6, 7)])
+    assert plan.num_truncated == 2
+    batch = PlanSource(plan, pairs, pack_pairs_to_bucket, lengths=[[8, 3], [2, 8]])[0]
+    num_sources = (batch.source_segment_ids[0] > 0).sum(axis=1).tolist()
+    weights = dict(zip(num_sources, batch.weights[0].tolist(), strict=True))
+    assert weights == {6: [0, 0.5, 1, 0, 0, 0, 0], 2: [1] * 7}
+
+
+def test_plans_and_collate_functions_that_do_not_match_are_refused():
+    with pytest.raises(ValueError, match="packed rows of pairs: collate it with pack_pairs_to_bucket"):
+        PlanSource(packed_plan(), PAIRS, pad_pairs_to_bucket)[0]
+    with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
+        PlanSource(make_plan([3], [(1, 3)]), [np.ones(3, int)], pack_pairs_to_bucket)[0]
+    with pytest.raises(ValueError, match="pack_pairs_to_bucket"):
+        PlanSource(packed_plan(), PAIRS, pad_to_bucket)[0]
+    swapped = make_plan(pack_samples([[4, 4], [2, 2]], (4, 4)), [(2, 4, 4)])
+    with pytest.raises(ValueError, match=r"id 0: 5 \(limit 4\)"):
+        PlanSource(
+            swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], pack_pairs_to_bucket
+        )[0]
+
+
+def params_of_encoder_decoder():
+    shapes = {
+        "source": (VOCAB, WIDTH),
+        "target": (VOCAB, WIDTH),
+        "place": (32, WIDTH),
+        "head": (WIDTH, VOCAB),
+        **{f"{block}.{part}": (WIDTH, WIDTH) for block in ("encode", "decode", "cross") for part in "qkv"},
+    }
+    rng = np.random.default_rng(2)
+    return {name: jnp.asarray(rng.normal(size=shape), jnp.float64) for name, shape in shapes.items()}
+
+
+def loss_of_encoder_decoder(params, batch):
+    """Attention over sources, causal attention over targets, and cross-attention, each within its pair."""
+
+    def attend(block, x_BxQxD, y_BxTxD, mask_BxQxT):
+        q, k, v = x_BxQxD @ params[f"{block}.q"], y_BxTxD @ params[f"{block}.k"], y_BxTxD @ params[f"{block}.v"]
+        logits = jnp.where(mask_BxQxT, q @ k.mT, -1e30)
+        return x_BxQxD + jax.nn.softmax(logits) @ v
+
+    source_ids, target_ids = batch.source_segment_ids, batch.target_segment_ids
+    encoded = params["source"][batch.source_tokens] + params["place"][batch.source_positions]
+    encoded = attend("encode", encoded, encoded, segment_mask(source_ids, source_ids, causal=False))
+    before = jnp.where(batch.target_positions == 0, 0, jnp.roll(batch.target_tokens, 1, axis=-1))
+    decoded = params["target"][before] + params["place"][batch.target_positions]
+    decoded = attend("decode", decoded, decoded, segment_mask(target_ids, target_ids))
+    decoded = attend("cross", decoded, encoded, segment_mask(target_ids, source_ids, causal=False))
+    log_probs = jax.nn.log_softmax(decoded @ params["head"])
+    losses = -jnp.take_along_axis(log_probs, batch.target_tokens[..., None], -1)[..., 0]
+    return (losses * batch.weights).sum(), batch.weights.sum()
+
+
+def as_packed(batch):
+    """A batch of pairs as rows of one pair each."""
+    sides = []
+    for tokens, lengths in ((batch.source_tokens, batch.source_lengths), (batch.target_tokens, batch.target_lengths)):
+        places = np.broadcast_to(np.arange(tokens.shape[-1]), tokens.shape)
+        is_token = places < np.asarray(lengths)[..., None]
+        sides += [tokens, is_token.astype(np.int32), places * is_token]
+    return PackedPairBatch(*sides, batch.weights, batch.num_sequences)
+
+
+def sums_over(plan, collate, params):
+    """Σ loss, Σ weight and the gradient of Σ loss over all microbatches of a plan."""
+    source = PlanSource(plan, PAIRS, collate)
+    value_and_grad = jax.jit(jax.value_and_grad(loss_of_encoder_decoder, has_aux=True))
+    total = None
+    for step in range(plan.num_steps):
+        batch = source[step] if collate is pack_pairs_to_bucket else as_packed(source[step])
+        for m in range(plan.microbatches_per_step):
+            sums = value_and_grad(params, jax.tree.map(lambda leaf, m=m: leaf[m] if np.ndim(leaf) else leaf, batch))
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+    return total
+
+
+def test_packed_pairs_have_the_loss_and_gradient_that_they_have_alone():
+    """In float64, where nothing but a wrong term can differ."""
+    with jax.enable_x64(True):
+        params = params_of_encoder_decoder()
+        (loss, weight), grads = sums_over(packed_plan(), pack_pairs_to_bucket, params)
+        alone = make_plan(LENGTHS, [(1, 9, 13)], microbatches_per_step=8)
+        (expected, expected_weight), expected_grads = sums_over(alone, pad_pairs_to_bucket, params)
+        assert weight == expected_weight == LENGTHS[:, 1].sum()
+        np.testing.assert_allclose(loss, expected, rtol=1e-12)
+        for name, grad in grads.items():
+            np.testing.assert_allclose(grad, expected_grads[name], rtol=1e-12, atol=1e-12 * loss, err_msg=name)
+
+
+def test_packed_pairs_train_in_shapes_compiled_ahead():
+    plan = packed_plan()
+
+    def count(state, batch):
+        return state + count_tokens(batch), {"weight": batch.weights.sum()}
+
+    step = compile_buckets(
+        count, np.float32(0), plan.buckets, microbatches_per_step=2, batch_spec=packed_pair_batch_spec, progress=False
+    )
+    state = np.float32(0)
+    for batch in load(plan, PAIRS, collate=pack_pairs_to_bucket):
+        state, _ = step(state, batch)
+    assert int(state) == LENGTHS.sum()
+    full = full_batch(packed_pair_batch_spec(plan.buckets[0], 2))
+    assert count_tokens(full) == 2 * plan.buckets[0].num_positions
+    assert full.target_positions[0, 0].tolist() == list(range(plan.buckets[0].target_length))

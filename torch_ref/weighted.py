@@ -1,0 +1,76 @@
+"""Samples whose tokens count differently in the loss."""
+
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from torch_ref.checks import MAX_LISTED
+
+__all__ = ["WeightedTokens", "reweighted"]
+
+
+class WeightedTokens:
+    """Tokens, and by how much the prediction of each counts in the loss.
+
+    Args:
+        tokens: [L] integers.
+        weights: [L] finite numbers >= 0.
+
+    Attributes:
+        tokens: integers [L].
+        weights: float32 [L].
+
+    Raises:
+        ValueError: if there are not as many weights as tokens, or a weight is out of its range.
+
+    Example:
+        >>> WeightedTokens.from_labels([5, 6, 7], [-100, 6, 7]).weights
+        array([0., 1., 1.], dtype=float32)
+    """
+
+    def __init__(self, tokens: ArrayLike, weights: ArrayLike) -> None:
+        """Check the weights."""
+        self.tokens: NDArray[Any] = np.asarray(tokens)
+        self.weights: NDArray[np.float32] = np.asarray(weights, dtype=np.float32)
+        if self.weights.shape != self.tokens.shape:
+            raise ValueError(f"weights of shape {self.weights.shape} do not go with tokens of {self.tokens.shape}")
+        bad = np.flatnonzero(~(np.isfinite(self.weights) & (self.weights >= 0)))
+        if len(bad):
+            listed = ", ".join(f"token {i}: {self.weights[i]}" for i in bad[:MAX_LISTED])
+            raise ValueError(f"weights must be finite and at least 0: {listed}")
+
+    @classmethod
+    def from_labels(cls, tokens: ArrayLike, labels: ArrayLike, ignored: int = -100) -> Self:
+        """Give weight 1 to the tokens that labels repeat, and 0 where they are `ignored`.
+
+        Args:
+            tokens: [L] integers.
+            labels: [L] integers, as `transformers` has them: each its token or `ignored`.
+            ignored: the label of tokens that are not learned.
+
+        Returns:
+            The tokens with these weights.
+
+        Raises:
+            ValueError: if there are not as many labels as tokens, or a label is neither.
+        """
+        of_tokens, of_labels = np.asarray(tokens), np.asarray(labels)
+        if of_tokens.shape != of_labels.shape:
+            raise ValueError(f"labels of shape {of_labels.shape} do not go with tokens of {of_tokens.shape}")
+        wrong = np.flatnonzero((of_labels != ignored) & (of_labels != of_tokens))
+        if len(wrong):
+            listed = ", ".join(f"token {i}: {of_labels[i]} for {of_tokens[i]}" for i in wrong[:MAX_LISTED])
+            raise ValueError(f"a label must be its token or {ignored}: {listed}")
+        return cls(of_tokens, of_labels != ignored)
+
+    def __len__(self) -> int:
+        """Return the number of tokens, which is the length that a plan needs."""
+        return len(self.tokens)
+
+
+def reweighted(sample: Any, factor: float) -> WeightedTokens:
+    """Return the sample with its weights, or 1 where it has none, times the factor."""
+    if isinstance(sample, WeightedTokens):
+        return WeightedTokens(sample.tokens, sample.weights * factor)
+    return WeightedTokens(sample, np.full(len(sample), factor, dtype=np.float32))
