@@ -44,6 +44,8 @@ class SampleCommand:
     """The most tokens that a prompt is continued by; it ends earlier where the model writes the end token."""
     temperature: float = 0.0
     """Logits are divided by it; 0 always takes the likeliest token."""
+    stop: str | None = None
+    """Text before which a sample ends, such as the one that follows every answer in the data."""
     seed: int = 0
     """Seed of the random choice of tokens."""
     checkpoint: _WhichCheckpoint = "latest"
@@ -87,7 +89,7 @@ class SampleCommand:
             mesh=mesh,
             progress=self.progress,
         )
-        texts = [codec.decode(np.concatenate(parts)) for parts in zip(tokens, new, strict=True)]
+        texts = [_text_of(codec, *parts, self.stop) for parts in zip(tokens, new, strict=True)]
         if self.out is not None:
             _write_samples(self.out, list(prompts.values()), texts, new)
         for name, text in zip(prompts, texts, strict=True):
@@ -208,6 +210,13 @@ def _encode(codec: TextCodec, prompts: dict[str, str], vocab_size: int, longest:
     if wrong:
         raise UserError(f"prompts that cannot be continued: {list_first(wrong, '; ')}")
     return encoded
+
+
+def _text_of(codec: TextCodec, prompt: Int32[np.ndarray, " L"], new: Int32[np.ndarray, " n"], stop: str | None) -> str:
+    """The prompt and what continues it, up to the stop."""
+    text = codec.decode(np.concatenate([prompt, new]))
+    end = text.find(stop, len(codec.decode(prompt))) if stop else -1
+    return text if end < 0 else text[:end]
 
 
 def _write_samples(path: Path, prompts: list[str], texts: list[str], new: list[Int32[np.ndarray, " n"]]) -> None:

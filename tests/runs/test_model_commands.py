@@ -79,6 +79,14 @@ def test_a_single_sample_is_printed_alone_and_its_seed_decides_it(run, capsys):
     assert printed[0] == printed[1] != printed[2]
 
 
+def test_a_sample_ends_before_the_stop(run, capsys):
+    args = ["sample", str(run), "--prompt", "ab", *SAMPLED]
+    assert main(args) == 0
+    whole = capsys.readouterr().out
+    assert main([*args, "--stop", whole[4]]) == 0
+    assert capsys.readouterr().out == whole[: whole.index(whole[4], 2)] + "\n"
+
+
 def tokenizer_file(path):
     tokenizers = pytest.importorskip("tokenizers")
     vocab = {"<s>": 0, "</s>": 1, "a": 2, "plan": 3, "of": 4, "steps": 5, "?": 6} | {f"w{i}": i for i in range(7, 400)}
