@@ -244,12 +244,14 @@ def test_more_steps_can_be_asked_for_on_resuming(config, split, capsys):
     assert load_config(run_dir / "config.json").max_steps == 7
 
 
-def test_unless_told_longer_samples_are_an_error_and_those_of_the_built_in_corpus_are_cut(config, split, monkeypatch):
+def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data_is_not(config, split, monkeypatch):
     config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, overlong=None))
     with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
         fit(config, split)
     monkeypatch.setattr("jvarlen.runs.data.stdlib_functions", lambda progress: split.train)
-    result = fit(config)
+    monkeypatch.setattr(sys.modules["jvarlen.runs.fit"], "_DEMO_STEPS", 3)
+    result = fit(dataclasses.replace(config, max_steps=None, num_epochs=None))
+    assert result.summary.num_steps == 3, "those of the built-in corpus, and not an epoch"
     assert load_config(result.run_dir / "config.json").plan.overlong == "truncate"
     assert Plan.load(result.run_dir / "plan.npz").num_truncated > 0
 
