@@ -6,6 +6,7 @@ import os
 from tests.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's

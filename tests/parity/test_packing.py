@@ -501,7 +501,6 @@ def test_no_row_lengths_plan_fewer_positions(
     [
         (0, 16_384, 1, (4028, 4045, 4073, 4095)),
         (0, 65_536, 8, (4050, 4069, 4083, 4095)),
-        (1, 32_768, 1, (4022, 4074, 4082, 4095)),
     ],
 )
 def test_uniform_lengths_get_rows_that_fill(
