@@ -26,8 +26,9 @@ __all__ = [
 AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
 SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
-_CHUNK = 256  # queries at a time
-_LONG = 1024  # positions from which memory for all of T² is worth saving
+_CHUNK = 256  # the most queries at a time
+_MOST_SLICES = 4  # of the keys, for causal queries: more compute less in vain and take longer to compile
+_LONG = 1024  # positions from which memory for all of T² is worth saving on other devices than a CPU
 
 
 def attend(
@@ -52,8 +53,7 @@ def attend(
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, which gets the lengths. With
         `"xla"` the mask is made on the fly, but the logits of all pairs of positions take memory. `"cudnn"` holds
         nothing of size T²; it needs a GPU and 16-bit floats. `"mask"` passes the B×T×T mask. `"chunked"` is that of
-        `attend_within_segments`, with the padding as a segment of its own. None: chunked for rows of 1,024 positions or
-        more, by measurements on a CPU, and `"xla"` for shorter ones.
+        `attend_within_segments`. None: chunked on a CPU and for rows of 1,024 positions or more, else `"xla"`.
 
     Returns:
       float[B, T, H, K]; values past a row's length are meaningless but finite.
@@ -67,8 +67,9 @@ def attend(
     seq_length = query.shape[1]
     implementation = implementation or _chosen_for(seq_length)
     if implementation == "chunked":
-        segment_ids = padding_mask(lengths, seq_length).astype(jnp.int32)
-        return attend_within_segments(query, key, value, segment_ids, causal=causal, implementation="chunked")
+        # Padding comes last, so that what is causal never sees it.
+        segment_ids = None if causal else padding_mask(lengths, seq_length).astype(jnp.int32)
+        return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
     if implementation == "mask" or query.dtype == jnp.float64:
         return attend_by_mask(query, key, value, attention_mask(lengths, seq_length, causal=causal))
     one_at_least = jnp.maximum(
@@ -97,8 +98,9 @@ def attend_within_segments(
       segment_ids: int[B, T] of any integer type, the sample of each position; 0 where there is no token.
       causal: whether a position sees only itself and what comes before it.
       implementation: `"xla"` and `"cudnn"` are those of `jax.nn.dot_product_attention`, with a B×T×T mask. `"chunked"`
-        computes some queries at a time, on any device: memory grows with T instead of T², also in the backward pass,
-        which recomputes the attention. None: chunked for rows of 1,024 positions or more, and `"xla"` for shorter ones.
+        computes some queries at a time, on any device, and causal ones with the keys up to them alone: memory grows
+        with T instead of T², also in the backward pass, which recomputes the attention. None: chunked on a CPU and for
+        rows of 1,024 positions or more, else `"xla"`.
 
     Returns:
       float[B, T, H, K]; values at positions without a token are meaningless.
@@ -111,30 +113,119 @@ def attend_within_segments(
     if implementation != "chunked":
         mask_BxTxT = segment_mask(segment_ids, segment_ids, causal=causal)
         return attend_by_mask(query, key, value, mask_BxTxT, implementation)
-    num_chunks = -(-seq_length // _CHUNK)
-    filler = num_chunks * _CHUNK - seq_length
+    return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
 
-    def in_chunks(array: Array) -> Array:
-        padded = jnp.pad(array, [(0, 0), (0, filler)] + [(0, 0)] * (array.ndim - 2))
-        return jnp.moveaxis(padded.reshape(array.shape[0], num_chunks, _CHUNK, *array.shape[2:]), 1, 0)
 
+def _attend_in_chunks(
+    query: Float[Array, "B T H K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    segment_ids: Integer[Array, "B T"] | None,
+    *,
+    causal: bool,
+) -> Float[Array, "B T H K"]:
+    """Attention of some queries at a time, of which causal ones get only the keys up to them.
+
+    A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
+    """
+    seq_length, num_kv_heads = query.shape[1], key.shape[2]
+    _check_heads(query, key)
+    half = _CHUNK // 2
+    size = min(half * -(-seq_length // _CHUNK), _CHUNK)  # of a chunk: no row is one chunk but a short one
+    num_chunks = -(-seq_length // size)
+    run_length = size * -(-num_chunks // _MOST_SLICES) if causal else seq_length
     # In the backward pass the chunks' gradients of keys and values are summed, in float32 at least.
     summed_type = jnp.promote_types(key.dtype, jnp.float32)
-    key, value = key.astype(summed_type), value.astype(summed_type)
+    key_BxNxTxK, value_BxNxTxK = (jnp.swapaxes(x, 1, 2).astype(summed_type) for x in (key, value))
+    query_BxNxGxTxK = jnp.moveaxis(query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[3]), 1, 3)
 
-    @jax.checkpoint
-    def one_chunk(chunk: tuple[Array, Array, Array]) -> Array:
-        query_BxQxHxK, segments_BxQ, first_query = chunk
-        mask_BxQxT = segment_mask(segments_BxQ, segment_ids, causal=causal, first_query=first_query)
-        return attend_by_mask(query_BxQxHxK, key.astype(query.dtype), value.astype(query.dtype), mask_BxQxT)
+    def attend_run(start: int) -> Array:
+        """Of the queries of one run."""
+        end = min(start + run_length, seq_length)
+        num_keys = end if causal else seq_length
+        keys, values = key_BxNxTxK[:, :, :num_keys], value_BxNxTxK[:, :, :num_keys]
+        key_segments = None if segment_ids is None else segment_ids[:, :num_keys]
 
-    first_queries = jnp.arange(num_chunks) * _CHUNK
-    attended = jax.lax.map(one_chunk, (in_chunks(query), in_chunks(segment_ids), first_queries))
-    return jnp.moveaxis(attended, 0, 1).reshape(query.shape[0], -1, *query.shape[2:])[:, :seq_length]
+        @jax.checkpoint
+        def one_chunk(first_query: Array | int, query: Array, query_segments: Array | None) -> Array:
+            mask = _mask_of(first_query, query.shape[3], num_keys, query_segments, key_segments, causal=causal)
+            return _attend_chunk(query, keys.astype(query.dtype), values.astype(query.dtype), mask)
+
+        queries = query_BxNxGxTxK[:, :, :, start:end]
+        segments = None if segment_ids is None else segment_ids[:, start:end]
+        if end - start <= size:
+            return one_chunk(start, queries, segments)
+        first_queries = jnp.arange(start, end, size)
+        chunks = (first_queries, _split(queries, 3, size), None if segments is None else _split(segments, 1, size))
+        attended = jax.lax.map(lambda chunk: one_chunk(*chunk), chunks)
+        return jnp.moveaxis(attended, 0, 3).reshape(*queries.shape[:3], -1, queries.shape[4])[:, :, :, : end - start]
+
+    attended = jnp.concatenate([attend_run(start) for start in range(0, seq_length, run_length)], axis=3)
+    return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
+
+
+def _split(array: Array, axis: int, size: int) -> Array:
+    """Chunks of an axis as a new first axis; the last one is filled with zeros."""
+    num_chunks = -(-array.shape[axis] // size)
+    padding = [(0, 0)] * array.ndim
+    padding[axis] = (0, num_chunks * size - array.shape[axis])
+    padded = jnp.pad(array, padding)
+    return jnp.moveaxis(padded.reshape(*array.shape[:axis], num_chunks, size, *array.shape[axis + 1 :]), axis, 0)
+
+
+def _mask_of(
+    first_query: Array | int,
+    num_queries: int,
+    num_keys: int,
+    query_segments: Array | None,
+    key_segments: Array | None,
+    *,
+    causal: bool,
+) -> Bool[Array, "#B 1 1 Q T"] | None:
+    """Which keys the queries of a chunk see; None: all."""
+    positions_Qx1 = (first_query + jnp.arange(num_queries))[:, None]
+    mask = (positions_Qx1 >= jnp.arange(num_keys))[None] if causal else None
+    if query_segments is not None and key_segments is not None:
+        mask_BxQxT = segment_mask(query_segments, key_segments, causal=False)
+        mask = mask_BxQxT if mask is None else mask & mask_BxQxT
+    return None if mask is None else mask[:, None, None]
+
+
+def _attend_chunk(
+    query: Float[Array, "B N G Q K"],
+    key: Float[Array, "B N T K"],
+    value: Float[Array, "B N T K"],
+    mask: Bool[Array, "#B 1 1 Q T"] | None,
+) -> Float[Array, "B N G Q K"]:
+    """Softmax in float32 at least; sums are divided after the product with the values, which has fewer numbers."""
+    type_of_sums = jnp.promote_types(query.dtype, jnp.float32)
+    # The heads of a group are more queries: products of matrices, not of more axes.
+    shape_BxNxGxQ = query.shape[:4]
+    query_BxNxRxK = query.reshape(*query.shape[:2], -1, query.shape[4])
+    logits_BxNxRxT = jnp.einsum("BNRK,BNTK->BNRT", query_BxNxRxK, key, preferred_element_type=type_of_sums)
+    logits_BxNxRxT *= query.shape[-1] ** -0.5
+    if mask is not None:
+        logits_BxNxGxQxT = logits_BxNxRxT.reshape(*shape_BxNxGxQ, -1)
+        lowest = jnp.finfo(type_of_sums).min
+        logits_BxNxRxT = jnp.where(mask, logits_BxNxGxQxT, lowest).reshape(logits_BxNxRxT.shape)
+    largest_BxNxRx1 = jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True))
+    powers_BxNxRxT = jnp.exp(logits_BxNxRxT - largest_BxNxRx1)
+    products_BxNxRxK = jnp.einsum(
+        "BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value, preferred_element_type=type_of_sums
+    )
+    attended_BxNxRxK = products_BxNxRxK / jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True)
+    return attended_BxNxRxK.astype(query.dtype).reshape(query.shape)
+
+
+def _check_heads(query: Array, key: Array) -> None:
+    if query.shape[2] % key.shape[2]:
+        raise UserError(
+            f"{query.shape[2]} heads of queries must be a multiple of the {key.shape[2]} of keys and values"
+        )
 
 
 def _chosen_for(seq_length: int) -> Literal["xla", "chunked"]:
-    return "chunked" if seq_length >= _LONG else "xla"
+    return "chunked" if seq_length >= _LONG or jax.default_backend() == "cpu" else "xla"
 
 
 def attend_by_mask(
@@ -160,10 +251,8 @@ def attend_by_mask(
     if query.dtype != jnp.float64:
         return jax.nn.dot_product_attention(query, key, value, mask=mask, implementation=implementation)
     # The same in float64, whose softmax `jax.nn.dot_product_attention` takes in float32.
-    num_heads, num_kv_heads = query.shape[2], key.shape[2]
-    if num_heads % num_kv_heads:
-        raise UserError(f"{num_heads} heads of queries must be a multiple of the {num_kv_heads} of keys and values")
-    query_BxQxNxGxK = query.reshape(*query.shape[:2], num_kv_heads, -1, query.shape[3])
+    _check_heads(query, key)
+    query_BxQxNxGxK = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
     logits_BxNxGxQxT = jnp.einsum("BQNGK,BTNK->BNGQT", query_BxQxNxGxK, key) / jnp.sqrt(query.shape[3])
     logits_BxNxGxQxT = jnp.where(mask[:, None], logits_BxNxGxQxT, jnp.finfo(query.dtype).min)
     weights_BxNxGxQxT = jax.nn.softmax(logits_BxNxGxQxT, axis=-1)
