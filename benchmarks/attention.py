@@ -1,8 +1,8 @@
 """How long does attention take, forward and backward, against PyTorch's?
 
-`attend` and `attend_within_segments`, in all forms that the device has, against `scaled_dot_product_attention`, causal,
-in float32 with two heads of 64. What is compared takes turns. Run `python benchmarks/attention.py [--quick]`. Prints a
-table and writes it, with versions and hardware, to `benchmarks/results/`.
+`attend` and `attend_within_segments` against `scaled_dot_product_attention`, causal, in float32 with two heads of 64.
+Forms take turns, and PyTorch comes after them. Run `python benchmarks/attention.py [--quick]`. Prints a table and
+writes it, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -75,14 +75,19 @@ def measure(shape: tuple[int, ...], rounds: int) -> list[list[str]]:
     """Best seconds of every way, in turn."""
     found = jax_ways(shape)
     calls = {name: call for name, (call, _) in found.items()}
-    if (of_torch := torch_way(shape)) is not None:
-        calls["PyTorch"] = of_torch
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    of_torch = torch_way(shape)
+    seconds: dict[str, list[float]] = {name: [] for name in [*calls, *["PyTorch"] * (of_torch is not None)]}
+
+    def time_call(name: str, call: Callable[[], object]) -> None:
+        begun = time.perf_counter()
+        call()
+        seconds[name].append(time.perf_counter() - begun)
+
     for _ in range(rounds):
         for name, call in calls.items():
-            begun = time.perf_counter()
-            call()
-            seconds[name].append(time.perf_counter() - begun)
+            time_call(name, call)
+    for _ in range(rounds if of_torch is not None else 0):  # apart: its threads wait busily for the next call
+        time_call("PyTorch", of_torch)
     best = {name: min(values) for name, values in seconds.items()}
     theirs = best.get("PyTorch", np.nan)
     return [

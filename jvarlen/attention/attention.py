@@ -1,15 +1,17 @@
 """Attention within the samples of padded or packed rows.
 
 Built on `jax.nn.dot_product_attention`. Where possible it is given lengths or segments instead of a B×T×T mask.
-Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, K head size.
+Letters: B rows, T positions, Q queries at a time, H query heads, N key/value heads, G = H / N, R = G · Q, K head size.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
 from jvarlen._common.checks import UserError
@@ -28,6 +30,11 @@ SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more compute less in vain and take longer to compile
+_SAVED = "of each query"  # what the backward pass does not compute again
+_PRECISIONS = {
+    jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    jnp.dtype(jnp.float16): jax.lax.DotAlgorithmPreset.F16_F16_F32,
+}
 _LONG = 1024  # positions from which memory for all of T² is worth saving on other devices than a CPU
 
 
@@ -146,10 +153,19 @@ def _attend_in_chunks(
         keys, values = key_BxNxTxK[:, :, :num_keys], value_BxNxTxK[:, :, :num_keys]
         key_segments = None if segment_ids is None else segment_ids[:, :num_keys]
 
-        @jax.checkpoint
+        @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(_SAVED))
         def one_chunk(first_query: Array | int, query: Array, query_segments: Array | None) -> Array:
-            mask = _mask_of(first_query, query.shape[3], num_keys, query_segments, key_segments, causal=causal)
-            return _attend_chunk(query, keys.astype(query.dtype), values.astype(query.dtype), mask)
+            # The heads of a group are more queries: products of matrices, not of more axes.
+            places_R = jnp.tile(jnp.arange(query.shape[3]), query.shape[2])
+            mask = None
+            if causal:
+                mask = ((first_query + places_R)[:, None] >= jnp.arange(num_keys))[None]
+            if query_segments is not None and key_segments is not None:
+                mask_BxRxT = segment_mask(query_segments[:, places_R], key_segments, causal=False)
+                mask = mask_BxRxT if mask is None else mask & mask_BxRxT
+            query_BxNxRxK = query.reshape(*query.shape[:2], -1, query.shape[4])
+            attended = _attend_chunk(query_BxNxRxK, keys.astype(query.dtype), values.astype(query.dtype), mask)
+            return attended.reshape(query.shape)
 
         queries = query_BxNxGxTxK[:, :, :, start:end]
         segments = None if segment_ids is None else segment_ids[:, start:end]
@@ -173,48 +189,26 @@ def _split(array: Array, axis: int, size: int) -> Array:
     return jnp.moveaxis(padded.reshape(*array.shape[:axis], num_chunks, size, *array.shape[axis + 1 :]), axis, 0)
 
 
-def _mask_of(
-    first_query: Array | int,
-    num_queries: int,
-    num_keys: int,
-    query_segments: Array | None,
-    key_segments: Array | None,
-    *,
-    causal: bool,
-) -> Bool[Array, "#B 1 1 Q T"] | None:
-    """Which keys the queries of a chunk see; None: all."""
-    positions_Qx1 = (first_query + jnp.arange(num_queries))[:, None]
-    mask = (positions_Qx1 >= jnp.arange(num_keys))[None] if causal else None
-    if query_segments is not None and key_segments is not None:
-        mask_BxQxT = segment_mask(query_segments, key_segments, causal=False)
-        mask = mask_BxQxT if mask is None else mask & mask_BxQxT
-    return None if mask is None else mask[:, None, None]
-
-
 def _attend_chunk(
-    query: Float[Array, "B N G Q K"],
+    query: Float[Array, "B N R K"],
     key: Float[Array, "B N T K"],
     value: Float[Array, "B N T K"],
-    mask: Bool[Array, "#B 1 1 Q T"] | None,
-) -> Float[Array, "B N G Q K"]:
+    mask: Bool[Array, "#B R T"] | None,
+) -> Float[Array, "B N R K"]:
     """Softmax in float32 at least; sums are divided after the product with the values, which has fewer numbers."""
     type_of_sums = jnp.promote_types(query.dtype, jnp.float32)
-    # The heads of a group are more queries: products of matrices, not of more axes.
-    shape_BxNxGxQ = query.shape[:4]
-    query_BxNxRxK = query.reshape(*query.shape[:2], -1, query.shape[4])
-    logits_BxNxRxT = jnp.einsum("BNRK,BNTK->BNRT", query_BxNxRxK, key, preferred_element_type=type_of_sums)
+    # Named, it holds in the backward pass as well, where one factor is a gradient in the type of the sums.
+    precision = _PRECISIONS.get(query.dtype)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=type_of_sums)
+    logits_BxNxRxT = product("BNRK,BNTK->BNRT", query, key)
     logits_BxNxRxT *= query.shape[-1] ** -0.5
     if mask is not None:
-        logits_BxNxGxQxT = logits_BxNxRxT.reshape(*shape_BxNxGxQ, -1)
-        lowest = jnp.finfo(type_of_sums).min
-        logits_BxNxRxT = jnp.where(mask, logits_BxNxGxQxT, lowest).reshape(logits_BxNxRxT.shape)
-    largest_BxNxRx1 = jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True))
+        logits_BxNxRxT = jnp.where(mask[:, None], logits_BxNxRxT, jnp.finfo(type_of_sums).min)
+    largest_BxNxRx1 = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True)), _SAVED)
     powers_BxNxRxT = jnp.exp(logits_BxNxRxT - largest_BxNxRx1)
-    products_BxNxRxK = jnp.einsum(
-        "BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value, preferred_element_type=type_of_sums
-    )
-    attended_BxNxRxK = products_BxNxRxK / jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True)
-    return attended_BxNxRxK.astype(query.dtype).reshape(query.shape)
+    sums_BxNxRx1 = checkpoint_name(jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True), _SAVED)
+    products_BxNxRxK = product("BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value)
+    return (checkpoint_name(products_BxNxRxK, _SAVED) / sums_BxNxRx1).astype(query.dtype)
 
 
 def _check_heads(query: Array, key: Array) -> None:

@@ -72,7 +72,8 @@ def types_multiplied(config):
         for equation in equations(jax.make_jaxpr(loss_and_grad(config))(PARAMS, MICROBATCH).jaxpr)
         if equation.primitive.name == "dot_general"
     ]
-    assert len(products) == 3 * (2 * 6 + 1)  # four layers and two products of attention a block, and the head
+    # Four layers and two products of attention a block, and the head; in the backward pass, attention's logits again.
+    assert len(products) == 3 * (2 * 6 + 1) + 2
     rounded = jax.lax.DotAlgorithmPreset.BF16_BF16_F32
     return {
         "bfloat16" if product.params["precision"] == rounded else str(factor.aval.dtype)
