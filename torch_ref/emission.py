@@ -33,6 +33,7 @@ def emit_steps(
     descending: bool = False,
     shuffle_stream: tuple[int, int, int] | None = None,
     longest_first: Tensor | None = None,
+    onset_spacing: int = 0,
 ) -> Steps:
     """Cut each bucket's samples into steps and put the steps in order.
 
@@ -44,6 +45,8 @@ def emit_steps(
         shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position); None does not.
         longest_first: int64[K], the length of each bucket: swap the first step of the longest one in use (the last
             such bucket) with step 0; None does not.
+        onset_spacing: at last, let the n-th bucket to come wait until step n times this, or until nothing else is left;
+            0 does not.
 
     Returns:
         The steps in the order in which they run.
@@ -64,6 +67,8 @@ def emit_steps(
         longest = buckets[longest_first[buckets] == longest_first[buckets].max()].max()
         first = int(torch.nonzero(buckets == longest)[0])
         emitted[[0, first]] = emitted[[first, 0]]
+    if onset_spacing > 0:
+        emitted = emitted[_space_onsets(steps.bucket[emitted], onset_spacing)]
     return _select(steps, emitted)
 
 
@@ -85,6 +90,24 @@ def _by_arrival(steps: Steps, rows_per_step: Tensor) -> Tensor:
     # At most one step of a bucket is partial, and buckets ascend: a stable sort keeps these in their places.
     never = len(steps.places)
     return torch.sort(torch.where(partial, never, last_arrival), stable=True).indices
+
+
+def _space_onsets(buckets: Tensor, spacing: int) -> Tensor:
+    """Return an order of steps of buckets int64[S] in which the n-th bucket to come waits until step n * spacing."""
+    in_use, number = torch.unique(buckets, return_inverse=True)
+    first = torch.full_like(in_use, len(buckets)).scatter_reduce(0, number, torch.arange(len(buckets)), "amin")
+    number = torch.argsort(torch.argsort(first))[number]  # of each step's bucket, by its first step
+    waits = torch.ones(len(buckets), dtype=torch.bool)
+    placed: list[Tensor] = []
+    step = 0
+    for newest in range(len(in_use)):
+        admitted = torch.nonzero(waits & (number <= newest))[:, 0]
+        if newest + 1 < len(in_use):
+            admitted = admitted[: min((newest + 1) * spacing - step, len(admitted))]
+        waits[admitted] = False
+        placed.append(admitted)
+        step += len(admitted)
+    return torch.cat(placed)
 
 
 def _select(steps: Steps, emitted: Tensor) -> Steps:
