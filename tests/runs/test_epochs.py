@@ -65,6 +65,17 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
 
 
+def test_shapes_appear_one_by_one_in_the_first_epoch_only():
+    spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, onset_spacing=4))
+    plans, usual = (
+        [course.plan_of_epoch(epoch) for epoch in range(3)]
+        for course in (Course(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
+    )
+    onsets = np.sort(np.unique(plans[0].step_bucket, return_index=True)[1])
+    assert onsets.tolist() == [0, 4, 8]
+    assert [plan.digest == other.digest for plan, other in zip(plans, usual, strict=True)] == [False, True, True]
+
+
 @pytest.mark.parametrize("pacing", ["linear", "root", "competence", "discrete"])
 def test_every_pacing_makes_another_plan_of_all_samples(pacing):
     by_length = dataclasses.replace(CONFIG.plan, order="length")
