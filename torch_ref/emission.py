@@ -1,5 +1,7 @@
 """Cuts ordered samples with known buckets into steps, and orders the steps."""
 
+import heapq
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -94,20 +96,23 @@ def _by_arrival(steps: Steps, rows_per_step: Tensor) -> Tensor:
 
 def _space_onsets(buckets: Tensor, spacing: int) -> Tensor:
     """Return an order of steps of buckets int64[S] in which the n-th bucket to come waits until step n * spacing."""
-    in_use, number = torch.unique(buckets, return_inverse=True)
-    first = torch.full_like(in_use, len(buckets)).scatter_reduce(0, number, torch.arange(len(buckets)), "amin")
-    number = torch.argsort(torch.argsort(first))[number]  # of each step's bucket, by its first step
-    waits = torch.ones(len(buckets), dtype=torch.bool)
-    placed: list[Tensor] = []
-    step = 0
-    for newest in range(len(in_use)):
-        admitted = torch.nonzero(waits & (number <= newest))[:, 0]
-        if newest + 1 < len(in_use):
-            admitted = admitted[: min((newest + 1) * spacing - step, len(admitted))]
-        waits[admitted] = False
-        placed.append(admitted)
-        step += len(admitted)
-    return torch.cat(placed)
+    queues: dict[int, deque[int]] = {}
+    for step, bucket in enumerate(buckets.tolist()):
+        queues.setdefault(bucket, deque()).append(step)
+    waiting = deque(queues.values())
+    heap: list[deque[int]] = []  # of the buckets that have come, by the next step of each
+    ordered: list[int] = []
+    while waiting:
+        num_come = len(queues) - len(waiting)
+        if not heap or len(ordered) >= num_come * spacing:
+            heapq.heappush(heap, waiting.popleft())
+            continue
+        queue = heapq.heappop(heap)
+        ordered.append(queue.popleft())
+        if queue:
+            heapq.heappush(heap, queue)
+    ordered += sorted(step for queue in heap for step in queue)
+    return torch.tensor(ordered)
 
 
 def _select(steps: Steps, emitted: Tensor) -> Steps:

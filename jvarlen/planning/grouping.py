@@ -356,7 +356,7 @@ def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> In
     """Steps in an order in which shape n comes no earlier than step n·spacing, unless those before it are used up.
 
     Shapes are numbered by their first step. Until the next shape may come, the steps of all shapes so far come in
-    order. With K shapes this takes O(S·K).
+    order.
 
     Args:
       step_bucket: int32[S], the bucket of each step, in order.
@@ -366,17 +366,20 @@ def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> In
       int64[S], indices of the given steps.
     """
     shapes = dict.fromkeys(step_bucket.tolist())  # by their first step
+    num_spaced = len(shapes) * spacing  # the other steps come after these, in order
     left = np.zeros(0, np.int64)
     taken: list[Int64[np.ndarray, " t"]] = []
     num_taken = 0
     for num_shapes, shape in enumerate(shapes, start=1):
-        # Two ascending runs, which a stable sort merges.
-        left = np.sort(np.concatenate([left, np.flatnonzero(step_bucket == shape)]), kind="stable")
+        of_shape = np.flatnonzero(step_bucket == shape)[:num_spaced]
+        left = np.sort(np.concatenate([left, of_shape]), kind="stable")  # merges two ascending runs
         num_until_next = num_shapes * spacing - num_taken
         taken.append(left[:num_until_next])
         left = left[num_until_next:]
         num_taken += len(taken[-1])
-    return np.concatenate([*taken, left])
+    is_left = np.ones(len(step_bucket), bool)
+    is_left[np.concatenate(taken)] = False
+    return np.concatenate([*taken, np.flatnonzero(is_left)])
 
 
 def paced_ranks(
