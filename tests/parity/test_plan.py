@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jvarlen.testing import assert_exactly_once
 
 from . import slow
-from .inputs import ORDERS, make_plan, moderate, offenders, plan_arguments, steps_of
+from .inputs import ORDERS, make_plan, many, moderate, offenders, plan_arguments, steps_of
 
 
 @moderate
@@ -194,19 +194,22 @@ def test_shapes_appear_one_by_one(package: ModuleType) -> None:
     assert both.sample_ids.tolist() == [2, 5, 1, 4, 0, 3, 6, 7]
 
 
-@moderate
-@given(arguments=plan_arguments(), spacing=st.integers(1, 9))
-def test_no_shape_comes_before_its_turn(package: ModuleType, arguments: dict[str, Any], spacing: int) -> None:
-    """Or all shapes before it are used up; each shape's steps keep their order, and no step changes."""
-    arguments.pop("pacing", None)
-    plain, spaced = (steps_of(make_plan(package, arguments | {"onset_spacing": k})) for k in (0, spacing))
-    shapes = list(dict.fromkeys(k for k, _ in plain))
-    assert list(dict.fromkeys(k for k, _ in spaced)) == shapes
-    for number, shape in enumerate(shapes):
-        of_shape = [step for step, (k, _) in enumerate(spaced) if k == shape]
-        assert [spaced[step] for step in of_shape] == [step for step in plain if step[0] == shape]
-        left = {k for k, _ in spaced[of_shape[0] :]}
-        assert of_shape[0] >= number * spacing or left.isdisjoint(shapes[:number])
+@many
+@given(shapes=st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5]), min_size=1, max_size=60), spacing=st.integers(1, 12))
+def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], spacing: int) -> None:
+    """Or all shapes before it are used up; each shape's steps keep their order. Here every sample is a step."""
+    options: dict[str, Any] = {"buckets": [(1, length) for length in range(1, 6)], "order": "dataset"}
+    plan = package.make_plan(shapes, **options, onset_spacing=spacing)
+    plain = [(shape - 1, [i]) for i, shape in enumerate(shapes)]
+    assert steps_of(plan) == slow.space_onsets(plain, spacing)
+    come = [shapes[i] for i in plan.sample_ids]
+    in_turn = list(dict.fromkeys(shapes))
+    assert list(dict.fromkeys(come)) == in_turn
+    for number, shape in enumerate(in_turn):
+        first = come.index(shape)
+        assert first >= number * spacing or set(come[first:]).isdisjoint(in_turn[:number])
+        ids = [i for i in plan.sample_ids.tolist() if shapes[i] == shape]
+        assert ids == sorted(ids)
 
 
 def test_the_report_names_the_first_steps_of_spaced_shapes(package: ModuleType) -> None:

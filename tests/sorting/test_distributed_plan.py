@@ -26,7 +26,7 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     rng = np.random.default_rng(num_samples)
     lengths = rng.integers(1, 90, num_samples)
     buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
-    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3}
+    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3, "onset_spacing": 4}
     plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
     assert_same(plan, make_plan(lengths, buckets, **options), num_samples)
 
