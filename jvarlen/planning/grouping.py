@@ -372,7 +372,7 @@ def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> In
     num_taken = 0
     for num_shapes, shape in enumerate(shapes, start=1):
         of_shape = np.flatnonzero(step_bucket == shape)[:num_spaced]
-        left = np.sort(np.concatenate([left, of_shape]), kind="stable")  # merges two ascending runs
+        left = np.sort(np.concatenate([left[:num_spaced], of_shape]), kind="stable")  # merges two ascending runs
         num_until_next = num_shapes * spacing - num_taken
         taken.append(left[:num_until_next])
         left = left[num_until_next:]
