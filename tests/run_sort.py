@@ -77,7 +77,7 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     for order in orders:
         options = {
             "microbatches_per_step": microbatches, "order": order, "seed": 5, "epoch": 2, "longest_first": True,
-            "overlong": "truncate" if order == "length" else "drop",
+            "onset_spacing": 3, "overlong": "truncate" if order == "length" else "drop",
         }  # fmt: skip
         whole = jvarlen.make_plan(lengths, buckets, **options)
         plan = jvarlen.plan_distributed(mine, buckets, mesh, **options)

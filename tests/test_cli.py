@@ -138,6 +138,16 @@ def test_plan_takes_every_setting(lengths_file, capsys):
     assert plan.digest in capsys.readouterr().out
 
 
+def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
+    settings = "--max-tokens 2048 --max-shapes 3 --order shuffle --onset-spacing 4"
+    assert main(["plan", lengths_file, *settings.split()]) == 0
+    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), order="shuffle", onset_spacing=4)
+    assert "first step" in plan.report()
+    printed = capsys.readouterr().out
+    assert plan.report() in printed
+    assert plan.digest in printed
+
+
 def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
     settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
     assert main(["plan", lengths_file, *settings.split(), "--pieces-in-order"]) == 0

@@ -1,5 +1,7 @@
 """Cuts ordered samples with known buckets into steps, and orders the steps."""
 
+import heapq
+from collections import deque
 from typing import NamedTuple
 
 import torch
@@ -33,6 +35,7 @@ def emit_steps(
     descending: bool = False,
     shuffle_stream: tuple[int, int, int] | None = None,
     longest_first: Tensor | None = None,
+    onset_spacing: int = 0,
 ) -> Steps:
     """Cut each bucket's samples into steps and put the steps in order.
 
@@ -44,6 +47,8 @@ def emit_steps(
         shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position); None does not.
         longest_first: int64[K], the length of each bucket: swap the first step of the longest one in use (the last
             such bucket) with step 0; None does not.
+        onset_spacing: at last, let the n-th bucket to come wait until step n times this, or until nothing else is left;
+            0 does not.
 
     Returns:
         The steps in the order in which they run.
@@ -64,6 +69,8 @@ def emit_steps(
         longest = buckets[longest_first[buckets] == longest_first[buckets].max()].max()
         first = int(torch.nonzero(buckets == longest)[0])
         emitted[[0, first]] = emitted[[first, 0]]
+    if onset_spacing > 0:
+        emitted = emitted[_space_onsets(steps.bucket[emitted], onset_spacing)]
     return _select(steps, emitted)
 
 
@@ -85,6 +92,27 @@ def _by_arrival(steps: Steps, rows_per_step: Tensor) -> Tensor:
     # At most one step of a bucket is partial, and buckets ascend: a stable sort keeps these in their places.
     never = len(steps.places)
     return torch.sort(torch.where(partial, never, last_arrival), stable=True).indices
+
+
+def _space_onsets(buckets: Tensor, spacing: int) -> Tensor:
+    """Return an order of steps of buckets int64[S] in which the n-th bucket to come waits until step n * spacing."""
+    queues: dict[int, deque[int]] = {}
+    for step, bucket in enumerate(buckets.tolist()):
+        queues.setdefault(bucket, deque()).append(step)
+    waiting = deque(queues.values())
+    heap: list[deque[int]] = []  # of the buckets that have come, by the next step of each
+    ordered: list[int] = []
+    while waiting:
+        num_come = len(queues) - len(waiting)
+        if not heap or len(ordered) >= num_come * spacing:
+            heapq.heappush(heap, waiting.popleft())
+            continue
+        queue = heapq.heappop(heap)
+        ordered.append(queue.popleft())
+        if queue:
+            heapq.heappush(heap, queue)
+    ordered += sorted(step for queue in heap for step in queue)
+    return torch.tensor(ordered)
 
 
 def _select(steps: Steps, emitted: Tensor) -> Steps:

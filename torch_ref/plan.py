@@ -45,6 +45,7 @@ class Plan:
         overlong: the rule the plan was made with: "error" | "drop" | "truncate".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
+        onset_spacing: what the plan was made with, for its report; a plan that was loaded has 0.
     """
 
     buckets: tuple[Bucket, ...] | tuple[PairBucket, ...]
@@ -58,6 +59,7 @@ class Plan:
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    onset_spacing: int = 0
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
@@ -216,8 +218,12 @@ class Plan:
         )
 
     def report(self) -> str:
-        """Return a table: shape, samples, steps and padding of each bucket, then the totals."""
-        table = steps_table(self.buckets, self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
+        """Return a table: shape, samples, steps and padding of each bucket, then the totals.
+
+        With `onset_spacing` it also names the first step of each bucket.
+        """
+        counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
+        table = steps_table(self.buckets, *counts, first_steps=self.onset_spacing > 0)
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         return (
             f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{self.num_dropped:,} samples dropped, "
@@ -242,6 +248,7 @@ def make_plan(
     pacing: Pacing | ValuePacing | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
+    onset_spacing: int = 0,
     overlong: str = "error",
     pieces_in_order: bool = False,
 ) -> Plan:
@@ -266,11 +273,14 @@ def make_plan(
             admitted ones, and steps as they fill up. Only for "length" and "length_descending".
         shuffle_steps: shuffle the steps as well, whatever the order of the samples.
         longest_first: swap the first step of the longest bucket in use to the front.
+        onset_spacing: number the buckets in use by their first step; step t is then the earliest one left of those
+            whose bucket has a number of at most t / onset_spacing, or the lowest number with steps left. 0 leaves the
+            steps as they are. Not with pacing.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs).
         pieces_in_order: only for a `Packing`, and where it splits samples: no piece comes in a step before that of an
             earlier piece. Rows and then steps (as they fill up) go in their order, but whatever holds the last piece of
             a sample is held back until all that hold other pieces of it have come, and follows them at once. Pieces
-            that are equally long are then renumbered. Not with pacing or `shuffle_steps`.
+            that are equally long are then renumbered. Not with pacing, `shuffle_steps` or `onset_spacing`.
 
     Returns:
         The plan; it depends on nothing but these arguments.
@@ -286,10 +296,13 @@ def make_plan(
     packing = lengths if isinstance(lengths, Packing) else None
     checked = check_buckets(buckets)
     num_microbatches = check_integer("microbatches_per_step", microbatches_per_step)
+    spacing = check_integer("onset_spacing", onset_spacing, minimum=0)
     if packing is not None:
         _check_packing(packing, checked, overlong)
-    if pieces_in_order and (packing is None or pacing is not None or shuffle_steps):
-        raise ValueError("pieces_in_order needs a Packing, and neither pacing nor shuffle_steps")
+    if pieces_in_order and (packing is None or pacing is not None or shuffle_steps or spacing):
+        raise ValueError("pieces_in_order needs a Packing, and neither pacing nor shuffle_steps nor onset_spacing")
+    if pacing is not None and spacing:
+        raise ValueError(f"pacing decides when steps come: onset_spacing must be 0, got {spacing}")
     if packing is not None and pieces_in_order and packing.piece_starts is not None:
         tokens = packing.num_tokens
         rows = sample_order(tokens, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
@@ -324,6 +337,7 @@ def make_plan(
         if shuffle_steps or (name == "shuffle" and not by_arrival)
         else None,
         longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if longest_first else None,
+        onset_spacing=spacing,
     )
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
@@ -342,6 +356,7 @@ def make_plan(
         microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket.to(torch.int32).numpy(),
         num_tokens=np.diff(tokens_before[offsets]),
+        onset_spacing=spacing,
         **fields,
     )
 

@@ -17,6 +17,8 @@ def steps_table(
     num_sequences: NDArray[np.int64],
     num_tokens: NDArray[np.int64],
     num_positions: NDArray[np.int64],
+    *,
+    first_steps: bool = False,
 ) -> str:
     """Write out what each bucket holds.
 
@@ -26,6 +28,7 @@ def steps_table(
         num_sequences: int64[S], real samples.
         num_tokens: int64[S], real tokens.
         num_positions: int64[S], rows times length over all microbatches.
+        first_steps: whether to name the first step of each bucket.
 
     Returns:
         One line a bucket and one for all: shape, samples, steps, padding as a share of the positions ("-" without any).
@@ -39,4 +42,8 @@ def steps_table(
         samples, steps, tokens, positions = row
         share = f"{1 - tokens / positions:.2%}" if positions else "-"
         lines.append(f"{name:>20} {samples:>12,} {steps:>9,} {share:>9}")
+    if first_steps:
+        order = step_bucket.tolist()
+        firsts = [f"{order.index(k):,}" if k in order else "-" for k in range(len(buckets))]
+        lines = [f"{line} {first:>11}".rstrip() for line, first in zip(lines, ["first step", *firsts, ""], strict=True)]
     return "\n".join(lines)

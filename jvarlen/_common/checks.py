@@ -6,7 +6,7 @@ NumPy only. An error shows the first few offenders and counts the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -17,6 +17,7 @@ __all__ = [
     "check_above",
     "check_at_least",
     "check_at_least_one",
+    "check_at_least_zero",
     "check_choices",
     "check_fraction",
     "check_setting",
@@ -39,9 +40,20 @@ UserError.__module__ = "jvarlen"  # its public name
 
 def check_at_least_one(**values: Any) -> None:
     """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
-    wrong = [f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not 1 <= value < 2**63]
+    _check_integers(1, values)
+
+
+def check_at_least_zero(**values: Any) -> None:
+    """Raises ValueError that lists the arguments which are not integers from 0 to 2**63 − 1."""
+    _check_integers(0, values)
+
+
+def _check_integers(least: int, values: Mapping[str, Any]) -> None:
+    wrong = [
+        f"{name} ({value!r})" for name, value in values.items() if not is_integer(value) or not least <= value < 2**63
+    ]
     if wrong:
-        raise UserError(f"must be integers of at least 1 and below 2**63: {', '.join(wrong)}")
+        raise UserError(f"must be integers of at least {least} and below 2**63: {', '.join(wrong)}")
 
 
 def check_choices(**choices: tuple[object, Any]) -> None:

@@ -299,6 +299,7 @@ def emitted_steps(
     num_samples: int,
     shuffle_steps: bool,
     longest_first_by: Int64[np.ndarray, " K"] | None,
+    onset_spacing: int,
 ) -> Int64[np.ndarray, " S"]:
     """The canonical steps in the order in which they are taken.
 
@@ -309,6 +310,7 @@ def emitted_steps(
       num_samples: N, how many values of the random stream the samples take.
       shuffle_steps: whether to permute them at random.
       longest_first_by: int64[K], lengths of the buckets, to swap a step of the longest one to the front; None not to.
+      onset_spacing: as in `make_plan`.
 
     Returns:
       int64[S], indices of canonical steps.
@@ -331,6 +333,8 @@ def emitted_steps(
         longest = steps.bucket[np.flatnonzero(length == length.max())[-1]]
         first = int((steps.bucket[emitted] == longest).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
+    if onset_spacing:
+        emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], onset_spacing)]
     return emitted
 
 
@@ -346,6 +350,36 @@ def _by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[
     """
     last_place = place[steps.offsets[1:] - 1]
     return np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
+
+
+def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> Int64[np.ndarray, " S"]:
+    """Steps in an order in which shape n comes no earlier than step n·spacing, unless those before it are used up.
+
+    Shapes are numbered by their first step. Until the next shape may come, the steps of all shapes so far come in
+    order.
+
+    Args:
+      step_bucket: int32[S], the bucket of each step, in order.
+      spacing: at least 1.
+
+    Returns:
+      int64[S], indices of the given steps.
+    """
+    shapes = dict.fromkeys(step_bucket.tolist())  # by their first step
+    num_spaced = len(shapes) * spacing  # the other steps come after these, in order
+    left = np.zeros(0, np.int64)
+    taken: list[Int64[np.ndarray, " t"]] = []
+    num_taken = 0
+    for num_shapes, shape in enumerate(shapes, start=1):
+        of_shape = np.flatnonzero(step_bucket == shape)[:num_spaced]
+        left = np.sort(np.concatenate([left[:num_spaced], of_shape]), kind="stable")  # merges two ascending runs
+        num_until_next = num_shapes * spacing - num_taken
+        taken.append(left[:num_until_next])
+        left = left[num_until_next:]
+        num_taken += len(taken[-1])
+    is_left = np.ones(len(step_bucket), bool)
+    is_left[np.concatenate(taken)] = False
+    return np.concatenate([*taken, np.flatnonzero(is_left)])
 
 
 def paced_ranks(

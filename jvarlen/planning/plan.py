@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_offenders, offenders_where
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.grouping import (
@@ -217,6 +217,7 @@ def make_plan(
     epoch: int = 0,
     shuffle_steps: bool = False,
     longest_first: bool = False,
+    onset_spacing: int = 0,
     overlong: Overlong = "error",
     pieces_in_order: bool = False,
 ) -> Plan:
@@ -245,12 +246,17 @@ def make_plan(
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
+      onset_spacing: k > 0 lets shapes appear one by one, so that each can be compiled while earlier ones train. Shapes
+        are numbered 0, 1, … by their first step in the order so far. Step t is then the earliest step left, in that
+        order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps left. So shape n comes
+        no earlier than step n·k unless all before it are used up. Not with pacing.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
         has its own rule; pairs are never cut.
       pieces_in_order: of a packing that splits samples: no piece comes in an earlier step than one that is before it in
         its sample. Rows are taken in `order`, except that a row with the last, shorter piece of a sample waits for the
         rows with the other pieces of it, and follows the last of them. Steps come as with an array, except that a step
-        waits likewise. Pieces of a sample that are equally long change places. Not with pacing or `shuffle_steps`.
+        waits likewise. Pieces of a sample that are equally long change places. Not with pacing, `shuffle_steps`
+        or `onset_spacing`.
 
     Returns:
       A `Plan`.
@@ -269,6 +275,7 @@ def make_plan(
       Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
     """
     check_at_least_one(microbatches_per_step=microbatches_per_step)
+    check_at_least_zero(onset_spacing=onset_spacing)
     buckets = check_buckets(buckets)
     check_seed(seed, epoch)
     if pacing is not None and (
@@ -277,8 +284,10 @@ def make_plan(
         raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
     if isinstance(pacing, ValuePacing) and order != "length":
         raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order!r}')
-    if pieces_in_order and (pacing is not None or shuffle_steps or not isinstance(lengths, Packing)):
-        raise UserError("pieces_in_order is for packings, and excludes pacing and shuffle_steps")
+    if pacing is not None and onset_spacing:
+        raise UserError(f"onset_spacing ({onset_spacing}) and pacing exclude each other: both decide when steps come")
+    if pieces_in_order and (pacing is not None or shuffle_steps or onset_spacing or not isinstance(lengths, Packing)):
+        raise UserError("pieces_in_order is for packings, and excludes pacing, shuffle_steps and onset_spacing")
     if isinstance(lengths, Packing):
         num_tokens = _lengths_of_rows(lengths, buckets, overlong)
         if pieces_in_order and lengths.piece_starts is not None:
@@ -298,6 +307,7 @@ def make_plan(
             epoch=epoch,
             shuffle_steps=shuffle_steps,
             longest_first=longest_first,
+            onset_spacing=onset_spacing,
         )
         return _with_samples(plan_of_rows, lengths)
     lengths = _checked_lengths(lengths, buckets)
@@ -322,8 +332,9 @@ def make_plan(
     samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
 
     steps = canonical_steps(samples.num_samples, rows_per_step)
+    longest_first_by = edges.sum(axis=1) if longest_first else None
     emitted = emitted_steps(
-        steps, ordering, samples.place, len(lengths), shuffle_steps, edges.sum(axis=1) if longest_first else None
+        steps, ordering, samples.place, len(lengths), shuffle_steps, longest_first_by, int(onset_spacing)
     )
     offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
     return Plan(
@@ -336,6 +347,7 @@ def make_plan(
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
+        onset_spacing=int(onset_spacing),
     )
 
 

@@ -36,6 +36,8 @@ class PlannedSteps:
         "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
+      onset_spacing: as in `make_plan`. Neither the digest nor a plan's file holds it: what it does shows in the order
+        of the steps.
     """
 
     buckets: tuple[AnyBucket, ...]
@@ -46,6 +48,7 @@ class PlannedSteps:
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
+    onset_spacing: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -123,6 +126,8 @@ class PlannedSteps:
     ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
 
+        With `onset_spacing` it also has the first step of each bucket.
+
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
           cost: cost(rows, length) of one microbatch in seconds; its prediction is shown.
@@ -199,10 +204,15 @@ def plan_table(
         counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
         rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
     rows.append(["total", f"{plan.num_samples:,}", f"{plan.num_steps:,}", f"{plan.padding:.2%}"])
+    if plan.onset_spacing:
+        used, first = np.unique(plan.step_bucket, return_index=True)
+        first_steps = dict(zip(used.tolist(), first.tolist(), strict=True))
+        cells = [f"{first_steps[k]:,}" if k in first_steps else "–" for k in range(len(plan.buckets))]
+        rows = [[*row, cell] for row, cell in zip(rows, ["first step", *cells, ""], strict=True)]
     if seconds is not None:
         predicted = [f"{each:,.1f}" for each in (*seconds, seconds.sum())]
         rows = [[*row, cell] for row, cell in zip(rows, ["predicted s", *predicted], strict=True)]
-    lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12)[: len(rows[0])], gap=" ")]
+    lines = [text_table(rows, align=">", least_widths=(15, 12, 8, 9, 12, 12)[: len(rows[0])], gap=" ")]
     lines.append(
         f"{int(plan.num_tokens.sum()):,} real tokens in {int(plan.positions_per_step.sum()):,} positions; "
         f"microbatches a step: {plan.microbatches_per_step}"

@@ -56,6 +56,9 @@ class PlanConfig:
     """Shuffle the steps, whatever the order of the samples."""
     longest_first: bool = False
     """Start with a step of the longest bucket, so that running out of memory shows at once."""
+    onset_spacing: int = 0
+    """In the first epoch, shape n comes no earlier than step n times this, so that it can be compiled in the meantime.
+    With 0, shapes come as the order has them."""
     block_size: int | None = None
     """Shuffle within blocks of this many samples.
     With order shuffle these are blocks of consecutive ids, which keeps reading local."""
@@ -102,12 +105,16 @@ class PlanConfig:
             "pacing_steps",
             "pacing_stages",
         )
+        check_at_least(self, 0, "onset_spacing")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
             raise UserError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
         for name in ("max_samples_per_row", "pieces_in_order"):
             if (value := getattr(self, name)) and not self.pack:
                 raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
+        for name, value in (("pacing", self.pacing != "none"), ("pieces_in_order", self.pieces_in_order)):
+            if self.onset_spacing and value:
+                raise UserError(f"onset_spacing ({self.onset_spacing}) and {name} exclude each other")
         if self.overlong == "split" and not self.pack:
             raise UserError("overlong split packs long samples in pieces: set pack as well")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
@@ -183,6 +190,8 @@ class PlanConfig:
     ) -> Plan:
         """`make_plan` with these settings; with a random order, packed rows are filled anew in every epoch.
 
+        `onset_spacing` is for epoch 0: in later ones all shapes have appeared.
+
         Args:
           lengths: int64[N], tokens a sample.
           buckets: from `make_buckets`.
@@ -203,6 +212,7 @@ class PlanConfig:
             epoch=epoch,
             shuffle_steps=self.shuffle_steps,
             longest_first=self.longest_first,
+            onset_spacing=self.onset_spacing if epoch == 0 else 0,
             overlong=self._bucket_overlong,
             pieces_in_order=self.pieces_in_order,
         )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
@@ -119,6 +119,7 @@ def plan_distributed(
     epoch: int = 0,
     shuffle_steps: bool = False,
     longest_first: bool = False,
+    onset_spacing: int = 0,
     overlong: Overlong = "error",
 ) -> DistributedPlan:
     """Plans an epoch over processes that each have only the lengths of their own samples.
@@ -141,6 +142,7 @@ def plan_distributed(
       epoch: as in `make_plan`.
       shuffle_steps: as in `make_plan`.
       longest_first: as in `make_plan`.
+      onset_spacing: as in `make_plan`.
       overlong: as in `make_plan`.
 
     Returns:
@@ -160,11 +162,12 @@ def plan_distributed(
     with together("check the arguments of plan_distributed"):
         check_choices(order=(order, DistributedOrder), overlong=(overlong, Overlong))
         check_at_least_one(microbatches_per_step=microbatches_per_step)
+        check_at_least_zero(onset_spacing=onset_spacing)
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)
         num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
         check_shards_divide(num_microbatches, mesh, axis_name)
-    decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, overlong)
+    decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, onset_spacing, overlong)
     agree("the arguments of plan_distributed", repr(decided))
     rows, edges = np.array(checked, np.int64).T
     distinct, counts = count_lengths(lengths)  # checks them on all processes
@@ -185,7 +188,7 @@ def plan_distributed(
     ordering = Ordering(order, None, None, seed, epoch, None)
     steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
     first_by = edges if longest_first else None
-    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), shuffle_steps, first_by)
+    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), shuffle_steps, first_by, int(onset_spacing))
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
     keys, payload = _make_keys(own_lengths, own_ids, edges, ordering, overlong)
     lengths_of = _length_of_descending_key if order == "length_descending" else _length_of_key
@@ -209,6 +212,7 @@ def plan_distributed(
         overlong=overlong,
         num_dropped=num_overlong if overlong == "drop" else 0,
         num_truncated=num_overlong if overlong == "truncate" else 0,
+        onset_spacing=int(onset_spacing),
         digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunk_digests),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],

@@ -121,6 +121,7 @@ def arrangements(draw: st.DrawFn, order: str | list[int]) -> dict[str, Any]:
         "epoch": draw(seeds),
         "shuffle_steps": draw(st.booleans()),
         "longest_first": draw(st.booleans()),
+        "onset_spacing": draw(st.sampled_from([0, 0, 1, 2, 3, 8, 2**63 - 1])),
     }
 
 

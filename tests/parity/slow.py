@@ -337,6 +337,7 @@ def make_steps(
     value_bound: Callable[[int], float] | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
+    onset_spacing: int = 0,
     overlong: str = "error",
 ) -> list[Step]:
     """Return the steps in the order in which they are emitted."""
@@ -382,7 +383,18 @@ def make_steps(
         top = max((sum(buckets[k][1:]), k) for k, _ in steps)[1]
         place = next(i for i, (k, _) in enumerate(steps) if k == top)
         steps[0], steps[place] = steps[place], steps[0]
-    return steps
+    return space_onsets(steps, onset_spacing) if onset_spacing else steps
+
+
+def space_onsets(steps: Sequence[Step], spacing: int) -> list[Step]:
+    """Return the steps with their shapes one by one, each step looked for among all that are left."""
+    number = {k: c for c, k in enumerate(dict.fromkeys(k for k, _ in steps))}
+    left, result = list(steps), []
+    while left:
+        lowest = min(number[k] for k, _ in left)
+        may_come = [number[k] * spacing <= len(result) or number[k] == lowest for k, _ in left]
+        result.append(left.pop(may_come.index(True)))
+    return result
 
 
 def paced_order(

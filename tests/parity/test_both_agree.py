@@ -124,6 +124,30 @@ def test_both_make_the_same_plan(
     assert_equal_plans(plans)
 
 
+@pytest.mark.parametrize("order", [*ORDERS, "subset"])
+@pytest.mark.parametrize("onset_spacing", [1, 10, 2000])
+def test_both_space_shapes_alike(both: list[ModuleType], order: str, onset_spacing: int) -> None:
+    """Of samples, of packed rows and of pairs."""
+    drawn, pairs = inputs(16), pair_lengths(16)
+    buckets = both[1].make_buckets(drawn["lengths"], 8192, max_shapes=12)
+    pair_buckets = both[1].make_pair_buckets(pairs, 4096, max_shapes=8, max_candidates=12)
+    for shuffle_steps in (False, True):
+        options: dict[str, Any] = {"seed": 3, "shuffle_steps": shuffle_steps, "onset_spacing": onset_spacing}
+        options |= {"order": drawn["subset"] if order == "subset" else order, "longest_first": shuffle_steps}
+        plans = [package.make_plan(drawn["lengths"], buckets, **options) for package in both]
+        assert plans[0].digest == plans[1].digest
+        assert both[0].make_plan(pairs, pair_buckets, **options).digest == (
+            both[1].make_plan(pairs, pair_buckets, **options).digest
+        )
+        packings = [package.pack_samples(drawn["lengths"], (500, 5000)) for package in both]
+        row_buckets = [(16, 500), (1, 5000)]
+        options["order"] = "dataset" if order == "subset" else order
+        packed = [
+            package.make_plan(packing, row_buckets, **options) for package, packing in zip(both, packings, strict=True)
+        ]
+        assert packed[0].digest == packed[1].digest
+
+
 @pytest.mark.parametrize("overlong", ["drop", "truncate"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_both_treat_overlong_samples_alike(both: list[ModuleType], overlong: str, order: str) -> None:

@@ -254,6 +254,7 @@ def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
         ({"order": [2, 0, 1]}, "order"),
         ({"block_size": 2}, "block_size"),
         ({"shuffle_steps": True}, "shuffle_steps"),
+        ({"onset_spacing": 3}, r"onset_spacing.*\b3\b"),
         ({"pacing": Table((0.5, 1.5))}, r"1\.5"),
         ({"pacing": Table((0.5, -0.5))}, r"-0\.5"),
         ({"pacing": Table((0.5, float("nan")))}, "nan"),

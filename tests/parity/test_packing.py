@@ -422,7 +422,8 @@ def test_pieces_come_in_their_order_on_request(
 def test_only_packings_can_keep_pieces_in_order(package: ModuleType) -> None:
     """And only where nothing else decides when steps come."""
     packing = package.pack_samples([9, 4, 40], 10, overlong="split")
-    for lengths, options in (([3, 4], {}), (packing, {"shuffle_steps": True}), (packing, {"order": "random"})):
+    exclusive: list[dict[str, Any]] = [{"shuffle_steps": True}, {"onset_spacing": 2}, {"order": "random"}]
+    for lengths, options in (([3, 4], {}), *((packing, options) for options in exclusive)):
         with pytest.raises(ValueError, match=r"pieces_in_order|random"):
             package.make_plan(lengths, [(2, 10)], pieces_in_order=True, **options)
 

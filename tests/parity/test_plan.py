@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jvarlen.testing import assert_exactly_once
 
 from . import slow
-from .inputs import ORDERS, make_plan, moderate, offenders, plan_arguments, steps_of
+from .inputs import ORDERS, make_plan, many, moderate, offenders, plan_arguments, steps_of
 
 
 @moderate
@@ -176,6 +176,54 @@ def test_longest_first_swaps_two_steps(package: ModuleType) -> None:
     assert swapped == [plain[3], plain[1], plain[2], plain[0], plain[4]]
 
 
+def test_shapes_appear_one_by_one(package: ModuleType) -> None:
+    """The earliest step left of the shapes whose turn has come; early, once nothing else is left; then all in order."""
+    lengths = [5, 1, 9, 5, 1, 9, 5, 5]
+    options: dict[str, Any] = {"buckets": [(1, 1), (1, 5), (1, 9)], "order": "dataset"}
+    expected = {
+        1: [0, 1, 2, 3, 4, 5, 6, 7],
+        2: [0, 3, 1, 4, 2, 5, 6, 7],
+        3: [0, 3, 6, 1, 4, 7, 2, 5],
+        5: [0, 3, 6, 7, 1, 4, 2, 5],
+        2**63 - 1: [0, 3, 6, 7, 1, 4, 2, 5],
+    }
+    for spacing, ids in expected.items():
+        assert package.make_plan(lengths, **options, onset_spacing=spacing).sample_ids.tolist() == ids
+    # The swap of the longest to the front comes first, and makes its shape the first.
+    both = package.make_plan(lengths, **options, longest_first=True, onset_spacing=2)
+    assert both.sample_ids.tolist() == [2, 5, 1, 4, 0, 3, 6, 7]
+
+
+@many
+@given(shapes=st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5]), min_size=1, max_size=60), spacing=st.integers(1, 12))
+def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], spacing: int) -> None:
+    """Or all shapes before it are used up; each shape's steps keep their order. Here every sample is a step."""
+    options: dict[str, Any] = {"buckets": [(1, length) for length in range(1, 6)], "order": "dataset"}
+    plan = package.make_plan(shapes, **options, onset_spacing=spacing)
+    plain = [(shape - 1, [i]) for i, shape in enumerate(shapes)]
+    assert steps_of(plan) == slow.space_onsets(plain, spacing)
+    come = [shapes[i] for i in plan.sample_ids]
+    in_turn = list(dict.fromkeys(shapes))
+    assert list(dict.fromkeys(come)) == in_turn
+    for number, shape in enumerate(in_turn):
+        first = come.index(shape)
+        assert first >= number * spacing or set(come[first:]).isdisjoint(in_turn[:number])
+        ids = [i for i in plan.sample_ids.tolist() if shapes[i] == shape]
+        assert ids == sorted(ids)
+
+
+def test_the_report_names_the_first_steps_of_spaced_shapes(package: ModuleType) -> None:
+    """A column more, without a number for a bucket without steps."""
+    lengths = np.random.default_rng(0).integers(1, 30, 400)
+    options: dict[str, Any] = {"buckets": [(8, 10), (4, 20), (2, 30), (1, 40)], "order": "shuffle"}
+    plan = package.make_plan(lengths, **options, onset_spacing=7)
+    header, *rows = plan.report().splitlines()[:5]
+    assert header.endswith("first step")
+    assert sorted(row.split()[-1] for row in rows[:3]) == ["0", "14", "7"]
+    assert rows[3].split()[-1] in "-–"
+    assert "first step" not in package.make_plan(lengths, **options).report()
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_block_shuffled_steps_come_as_they_fill(package: ModuleType, order: str) -> None:
     """Whatever the order's name, a block shuffle is the plan of its order as an array."""
@@ -303,6 +351,9 @@ def test_dropping_everything_is_refused(package: ModuleType) -> None:
         ({"epoch": 2**63}, "epoch"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 1.5}, "block_size"),
+        ({"onset_spacing": -3}, "onset_spacing.*-3"),
+        ({"onset_spacing": 1.5}, r"onset_spacing.*1\.5"),
+        ({"onset_spacing": True}, "onset_spacing.*True"),
         ({"lengths": [1, -77, 2]}, "-77"),
         ({"lengths": []}, "length"),
     ],

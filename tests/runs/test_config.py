@@ -43,6 +43,12 @@ def test_settings_survive_json(tmp_path, config):
         (lambda: PlanConfig(overlong="split"), "set pack as well"),
         (lambda: PlanConfig(pieces_in_order=True), "pieces_in_order .* set pack"),
         (lambda: PlanConfig(pack=True, pieces_in_order=True, shuffle_steps=True), "exclude each other"),
+        (lambda: PlanConfig(onset_spacing=-2), r"onset_spacing \(-2\)"),
+        (lambda: PlanConfig(order="length", pacing="root", onset_spacing=5), r"onset_spacing \(5\) and pacing"),
+        (
+            lambda: PlanConfig(pack=True, pieces_in_order=True, onset_spacing=5),
+            r"onset_spacing \(5\) and pieces_in_order",
+        ),
         (lambda: FitConfig(data=("a.txt",), loss_weights=(1.0, 2.0)), "loss_weights"),
         (lambda: OptimizerConfig(learning_rate=0), r"learning_rate \(0\)"),
         (lambda: OptimizerConfig(warmup_fraction=1.0), r"warmup_fraction \(1.0\)"),

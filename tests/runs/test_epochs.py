@@ -65,6 +65,19 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
     assert all((np.sort(p.sample_ids) == kept).all() for p in plans)
 
 
+def test_shapes_appear_one_by_one_in_the_first_epoch_only():
+    spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, onset_spacing=10))
+    plans, usual = (
+        [course.plan_of_epoch(epoch) for epoch in range(3)]
+        for course in (Course(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))
+    )
+    first_steps = [
+        np.sort(np.unique(first.step_bucket, return_index=True)[1]).tolist() for first in (plans[0], usual[0])
+    ]
+    assert first_steps == [[0, 10, 20], [0, 5, 10]]
+    assert [plan.digest == other.digest for plan, other in zip(plans, usual, strict=True)] == [False, True, True]
+
+
 @pytest.mark.parametrize("pacing", ["linear", "root", "competence", "discrete"])
 def test_every_pacing_makes_another_plan_of_all_samples(pacing):
     by_length = dataclasses.replace(CONFIG.plan, order="length")

@@ -26,7 +26,7 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     rng = np.random.default_rng(num_samples)
     lengths = rng.integers(1, 90, num_samples)
     buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
-    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3}
+    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3, "onset_spacing": 4}
     plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
     assert_same(plan, make_plan(lengths, buckets, **options), num_samples)
 
@@ -38,16 +38,19 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     order=st.sampled_from(["length", "length_descending", "shuffle"]),
     shuffle_steps=st.booleans(),
     longest_first=st.booleans(),
+    onset_spacing=st.sampled_from([0, 1, 2, 5]),
     overlong=st.sampled_from(["drop", "truncate"]),
 )
 @settings(deadline=None, max_examples=12)
-def test_any_buckets_and_options(lengths, rows, accumulation, order, shuffle_steps, longest_first, overlong):
+def test_any_buckets_and_options(
+    lengths, rows, accumulation, order, shuffle_steps, longest_first, onset_spacing, overlong
+):
     buckets = [(b, 3 + 9 * k) for k, b in enumerate(rows)]
     if overlong == "drop" and min(lengths) > buckets[-1][1]:
         overlong = "truncate"
     options = {
         "microbatches_per_step": 2 * accumulation, "order": order, "seed": 1, "shuffle_steps": shuffle_steps,
-        "longest_first": longest_first, "overlong": overlong,
+        "longest_first": longest_first, "onset_spacing": onset_spacing, "overlong": overlong,
     }  # fmt: skip
     plan = plan_distributed(lengths, buckets, data_mesh(2), **options)
     whole = make_plan(lengths, buckets, **options)
@@ -102,6 +105,7 @@ def test_learning_rates_come_from_a_distributed_plan_too():
         ([3], {"order": "dataset"}, r"order \('dataset'\) must be one of 'length', 'length_descending', 'shuffle'"),
         ([3], {"microbatches_per_step": 3}, "3 microbatches a step do not spread over 2 shards"),
         ([3], {"seed": -1}, "seed"),
+        ([3], {"onset_spacing": -1}, r"onset_spacing \(-1\)"),
         ([3], {"overlong": "cut"}, "overlong .* must be"),
     ],
 )
