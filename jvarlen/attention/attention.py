@@ -30,7 +30,7 @@ SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more compute less in vain and take longer to compile
-_SAVED = "of each query"  # what the backward pass does not compute again
+_SAVED = "products with values"  # what the backward pass does not compute again
 _PRECISIONS = {
     jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
     jnp.dtype(jnp.float16): jax.lax.DotAlgorithmPreset.F16_F16_F32,
@@ -204,9 +204,9 @@ def _attend_chunk(
     logits_BxNxRxT *= query.shape[-1] ** -0.5
     if mask is not None:
         logits_BxNxRxT = jnp.where(mask[:, None], logits_BxNxRxT, jnp.finfo(type_of_sums).min)
-    largest_BxNxRx1 = checkpoint_name(jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True)), _SAVED)
+    largest_BxNxRx1 = jax.lax.stop_gradient(jnp.max(logits_BxNxRxT, axis=-1, keepdims=True))
     powers_BxNxRxT = jnp.exp(logits_BxNxRxT - largest_BxNxRx1)
-    sums_BxNxRx1 = checkpoint_name(jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True), _SAVED)
+    sums_BxNxRx1 = jnp.sum(powers_BxNxRxT, axis=-1, keepdims=True)
     products_BxNxRxK = product("BNRT,BNTK->BNRK", powers_BxNxRxT.astype(value.dtype), value)
     return (checkpoint_name(products_BxNxRxK, _SAVED) / sums_BxNxRx1).astype(query.dtype)
 

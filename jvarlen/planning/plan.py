@@ -246,7 +246,7 @@ def make_plan(
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      onset_spacing: k > 0 lets shapes appear one by one, so that each can be compiled while earlier ones train. Shapes
+      onset_spacing: k > 0 lets shapes appear one by one. Shapes
         are numbered 0, 1, … by their first step in the order so far. Step t is then the earliest step left, in that
         order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps left. So shape n comes
         no earlier than step n·k unless all before it are used up. Not with pacing.

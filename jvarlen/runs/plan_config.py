@@ -57,8 +57,7 @@ class PlanConfig:
     longest_first: bool = False
     """Start with a step of the longest bucket, so that running out of memory shows at once."""
     onset_spacing: int = 0
-    """In the first epoch, shape n comes no earlier than step n times this, so that it can be compiled in the meantime.
-    With 0, shapes come as the order has them."""
+    """In the first epoch, shape n comes no earlier than step n times this. 0: shapes come as the order has them."""
     block_size: int | None = None
     """Shuffle within blocks of this many samples.
     With order shuffle these are blocks of consecutive ids, which keeps reading local."""
