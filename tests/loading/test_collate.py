@@ -11,11 +11,13 @@ from jvarlen import (
     StepSamples,
     WeightedTokens,
     load,
+    load_stream,
     make_plan,
     pack_samples,
     pack_to_bucket,
     pad_pairs_to_bucket,
     pad_to_bucket,
+    stream_batches,
     token_batch_spec,
 )
 from jvarlen.batches.batches import count_tokens
@@ -130,3 +132,16 @@ def test_the_tokens_of_a_batch_are_those_that_were_planned(kind):
 
 def test_tokens_of_a_batch_of_another_kind_are_not_counted():
     assert count_tokens({"tokens": np.ones((2, 3))}) is None
+
+
+def test_streams_have_the_loss_weights_of_their_samples():
+    samples = [WeightedTokens(range(1, n + 1), np.arange(n) / 4) for n in (3, 1, 4)]
+    batches = list(load_stream(stream_batches(map(len, samples), [(2, 4)]), samples))
+    rows = [
+        (tokens[:n].tolist(), weights.tolist())
+        for batch in batches
+        for tokens, weights, n in zip(batch.tokens[0], np.asarray(batch.weights[0]), batch.lengths[0], strict=True)
+        if n
+    ]
+    expected = [(s.tokens.tolist(), [*s.weights.tolist(), *[0.0] * (4 - len(s))]) for s in samples]
+    assert sorted(rows) == sorted(expected)
