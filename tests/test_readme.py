@@ -234,7 +234,7 @@ def test_the_lines_of_the_data_guide_run(capsys, tmp_path, monkeypatch):
 def settings():
     """The flags of each command, as its help has them."""
     flags = {}
-    for command in ("plan", "sort", "train", "report", "measure"):
+    for command in ("plan", "sort", "train", "report", "measure", "sample", "export"):
         with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
             main([command, "--help"])
         flags[command] = flags_in(shown.getvalue())
