@@ -354,7 +354,9 @@ def make_steps(
         ordered = [first[i] for i in ids]
 
         def pacing(step: int) -> Fraction:
-            return Fraction(sum(value <= value_bound(step) for value in ordered), len(ordered))
+            bound = value_bound(step)
+            bound = bound.item() if hasattr(bound, "item") else bound  # NumPy's floats compare with integers as floats
+            return Fraction(sum(value <= bound for value in ordered), len(ordered))
 
     if pacing is not None:
         ids = paced_order(ids, [bucket_of[i] for i in ids], capacity, pacing, seed, epoch)
