@@ -25,6 +25,11 @@ def main():
             agree("step", "")
             if rank == 1:
                 time.sleep(TIMEOUT_S / 2)
+    with ending_stalled_processes("compiling", TIMEOUT_S, interval_s=0.1) as tick:
+        for _ in range(20):
+            tick.wait()
+            time.sleep(TIMEOUT_S / 10)
+        agree("step", "")
     print("slow is not stalled", flush=True)
     with ending_stalled_processes("training", TIMEOUT_S, interval_s=0.1) as tick:
         for step in range(9):

@@ -1,22 +1,23 @@
 """Ahead-of-time compilation of a step for every bucket.
 
-Everything is compiled before the first step. Batches that were not planned are rejected, and `no_recompiles` proves
-that nothing is compiled afterwards.
+Everything is compiled before the first step, or before the first step that needs it. Batches that were not planned are
+rejected, and `no_recompiles` proves that nothing else is compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import dataclasses
+import functools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
@@ -27,8 +28,9 @@ from jvarlen.batches.batches import token_batch_spec
 from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
-from jvarlen.compiling.ledger import LedgerRow, row_of
-from jvarlen.compiling.lowering import CompiledBucket, LoweredBucket, Recipe, make_recipe
+from jvarlen.compiling.ledger import row_of
+from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
+from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
 from jvarlen.distributed.mesh import devices_of
 from jvarlen.distributed.processes import agree, together
@@ -51,17 +53,23 @@ def compile_buckets(
     progress: bool = True,
     donate: bool = True,
     options: CompileOptions = _DEFAULT_OPTIONS,
+    start_step: int = 0,
 ) -> CompiledBuckets:
     """Compiles the step for every bucket, the largest first, so that running out of memory shows at once.
 
     Arrays that the step closes over, such as frozen weights, become arguments of its programs if they total more than 1
     MiB; all buckets share them. Arrays closed over by a function with its own `jax.jit` stay constants.
 
+    With `CompileOptions(when="behind")` it returns as soon as the first program is being compiled. The others follow in
+    the order in which the plan first uses them (or of the list), the largest second, while steps run: each is lowered
+    by a call of the step, under the settings that JAX has in that thread then, and compiled in the background. A step
+    waits only for its own program, and a program that cannot be compiled stops the next step.
+
     Args:
       step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
-      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length); or a plan,
-        whose padding is then shown in the ledger.
+      buckets: (rows, length) pairs, lengths strictly ascending (with `when="behind"` in any order); or (rows, source
+        length, target length); or a plan, whose padding is then shown in the ledger.
       microbatches_per_step: M; None for the plan's, or 1.
       mesh: batches are sharded over its axis "data"; state that is not placed on a mesh is replicated. None: one
         device. If its devices belong to several processes, these must be all processes, and all of them compile.
@@ -71,6 +79,7 @@ def compile_buckets(
         step that returns its input state unchanged, such as that of `make_eval_step`, never does.
       options: of the compiler, the cache, memory and warm-up. By default programs are kept in the user's cache
         directory, which is a setting of JAX for the whole process.
+      start_step: with a plan, the step of the epoch that is taken first, as after a resume; it decides the order.
 
     Returns:
       `CompiledBuckets`.
@@ -94,60 +103,55 @@ def compile_buckets(
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     if plan is not None and plan.microbatches_per_step != microbatches_per_step:
         raise UserError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
-    largest_first = sorted(check_buckets(shapes), key=lambda bucket: -bucket.num_positions)
+    ordered = _order(shapes, plan, start_step, options)
     with _on_all_processes(mesh):
         _check_fallback(options, mesh)
         if options.cache_dir is not None:
             use_compilation_cache(options.cache_dir)
         recipe = make_recipe(step_fn, state, microbatches_per_step, mesh, batch_spec, options, donate=donate)
-        # What was read from the cache could not wait on the host.
-        waits = options.max_live is not None and not recipe.can_serialize_what_was_read
-        with without_compilation_cache() if waits else contextlib.nullcontext():
-            compiled = _compile(recipe, largest_first, options, plan, progress)
+        programs = Programs(Executables(recipe.devices, options.max_live))
+        pending = PendingPrograms(
+            recipe,
+            ordered,
+            programs,
+            _num_threads(options),
+            _bar("compile", recipe, len(ordered), progress),
+            check=functools.partial(_check_timed, recipe, options=options),
+            is_behind=options.is_behind,
+            with_others=options.is_behind and _has_processes(mesh),
+        )
+        if options.is_behind:
+            pending.advance()
+        else:
+            # What was read from the cache could not wait on the host.
+            waits = options.max_live is not None and not recipe.can_serialize_what_was_read
+            with without_compilation_cache() if waits else contextlib.nullcontext(), contextlib.closing(pending):
+                pending.wait()
+    compiled = CompiledBuckets(recipe, programs, ordered, options, plan, pending if options.is_behind else None)
     return _ready(compiled, state, mesh, options, progress)
 
 
-def _compile(
-    recipe: Recipe, buckets: Sequence[AnyBucket], options: CompileOptions, plan: PlannedSteps | None, progress: bool
-) -> CompiledBuckets:
-    """Lowers the buckets one after the other, while threads compile those that are lowered."""
-    executables = Executables(recipe.devices, options.max_live)
-    rows: list[LedgerRow] = []
-    constants: dict[AnyBucket, tuple[Any, ...]] = {}
-    keeps_state = False
-    texts: list[str] = []
-    ends = _first_and_last(buckets)
-    pending: deque[tuple[AnyBucket, Future[CompiledBucket]]] = deque()
-    num_threads = _num_threads(options)
-    with _pool(num_threads) as pool, _bar("compile", recipe, len(buckets), progress) as bar:
-
-        def finish_one() -> None:
-            bucket, future = pending.popleft()
-            try:
-                row, executable = future.result()
-            except Exception as error:
-                error.add_note(f"while compiling {recipe.name} for bucket {bucket}")
-                raise
-            executables.add(bucket, executable)
-            rows.append(row)
-            bar.update()
-
-        for bucket in buckets:
-            raise_if_interrupted()
-            bar.set_postfix_str(str(bucket))
-            lowered = recipe.lower(bucket)
-            keeps_state = lowered.keeps_state
-            constants[bucket] = lowered.constants
-            if bucket in ends:
-                texts.append(lowered.program.as_text())  # of the lowered program itself, nothing is kept
-                _check_timed(recipe, lowered, options)
-            pending.append((bucket, pool.submit(recipe.compile, lowered)))
-            while pending and (pending[0][1].done() or len(pending) > num_threads):
-                finish_one()
-        while pending:
-            finish_one()
-    fingerprint = _fingerprint(recipe, buckets, texts)
-    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan, keeps_state=keeps_state)
+def _order(
+    shapes: Sequence[tuple[int, ...]], plan: PlannedSteps | None, start_step: int, options: CompileOptions
+) -> list[AnyBucket]:
+    """Buckets in the order of compilation: the largest first, or, behind the steps, second."""
+    if plan is None and start_step:
+        raise UserError(f"start_step ({start_step}) is a step of a plan, and buckets were given instead of one")
+    if not options.is_behind:
+        return largest_first(check_buckets(shapes))
+    ascending = check_buckets(sorted(shapes, key=lambda shape: tuple(shape)[1:]))
+    if plan is None:
+        by_shape = {tuple(bucket): bucket for bucket in ascending}
+        ordered = [by_shape[tuple(shape)] for shape in shapes]
+    else:
+        if not 0 <= start_step <= plan.num_steps:
+            raise UserError(f"start_step ({start_step}) must be in 0 … {plan.num_steps}, the steps of the plan")
+        used, first_use = np.unique(plan.step_bucket[start_step:], return_index=True)
+        used = used[np.argsort(first_use)]
+        unused = np.setdiff1d(np.arange(len(ascending)), used)
+        ordered = [ascending[k] for k in (*used, *unused)]
+    largest = largest_first(ordered)[0]
+    return list(dict.fromkeys((ordered[0], largest, *ordered)))
 
 
 def load_compiled(
@@ -210,33 +214,39 @@ def _load(
     recipe = make_recipe(step_fn, state, header["microbatches_per_step"], mesh, batch_spec, options, donate=donate)
     check_environment(path, header["environment"], recipe.environment)
     buckets = [check_buckets([tuple(shape)])[0] for shape in header["buckets"]]
-    told_apart_by = [recipe.lower(bucket) for bucket in _first_and_last(buckets)]
+    by_size = largest_first(buckets)
+    told_apart_by = [recipe.lower(bucket) for bucket in dict.fromkeys((by_size[0], by_size[-1]))]
     constants = {lowered.bucket: lowered.constants for lowered in told_apart_by}
     if any(constants.values()):  # those of each bucket are found by tracing it
         constants |= {bucket: recipe.lower(bucket).constants for bucket in buckets if bucket not in constants}
     _check_timed(recipe, told_apart_by[0], options)
-    fingerprint = _fingerprint(recipe, buckets, [lowered.program.as_text() for lowered in told_apart_by])
-    if fingerprint != header["fingerprint"]:
+    programs = Programs(
+        Executables(recipe.devices, options.max_live),
+        constants={bucket: arrays for bucket, arrays in constants.items() if arrays},
+        texts={lowered.bucket: lowered.program.as_text() for lowered in told_apart_by},
+        metrics=told_apart_by[0].metrics,
+        keeps_state=told_apart_by[0].keeps_state,
+    )
+    if programs.fingerprint(recipe, buckets) != header["fingerprint"]:
         raise UserError(f"{path} was compiled from another step, state or batch than {recipe.name} has here")
+    if options.when == "behind":
+        options = dataclasses.replace(options, when="ahead")  # reading them is fast
     lowered = told_apart_by[0].program
     structures = jax.tree.structure(lowered.args_info), lowered.out_tree
-    programs = [(content, *structures) for content in contents]
-    executables = Executables(recipe.devices, options.max_live)
-    rows = []
+    serialized = [(content, *structures) for content in contents]
 
     def load_one(program: tuple[bytes, Any, Any]) -> tuple[jax.stages.Compiled, float]:
         start = time.perf_counter()
         return deserialized(*program, recipe.devices), time.perf_counter() - start
 
     with _pool(_num_threads(options)) as pool, _bar("load", recipe, len(buckets), progress) as bar:
-        loaded = zip(buckets, programs, pool.map(load_one, programs), strict=True)
+        loaded = zip(buckets, serialized, pool.map(load_one, serialized), strict=True)
         for bucket, program, (executable, seconds) in loaded:
             raise_if_interrupted()
-            executables.add(bucket, executable, program)
-            rows.append(row_of(bucket, executable, 0.0, seconds, cache_hit=True))
+            programs.executables.add(bucket, executable, program)
+            programs.rows[bucket] = row_of(bucket, executable, 0.0, seconds, cache_hit=True)
             bar.update()
-    keeps_state = told_apart_by[0].keeps_state
-    return CompiledBuckets(recipe, executables, rows, constants, fingerprint, options, plan, keeps_state=keeps_state)
+    return CompiledBuckets(recipe, programs, buckets, options, plan)
 
 
 def _ready(
@@ -244,7 +254,8 @@ def _ready(
 ) -> CompiledBuckets:
     """The last checks before the first step: all processes hold the same programs, and warm-up if it is wanted."""
     if _has_processes(mesh):
-        agree("the compiled buckets", compiled.fingerprint)
+        if compiled.is_complete:
+            agree("the compiled buckets", compiled.fingerprint)
         agree("software and options of the compiler", compiled.common_environment)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
@@ -275,14 +286,16 @@ def _check_fallback(options: CompileOptions, mesh: Mesh | None) -> None:
 
 def _check_timed(recipe: Recipe, lowered: LoweredBucket, options: CompileOptions) -> None:
     """Raises ValueError if steps are to be timed but return nothing that can be waited for."""
-    metrics = lowered.program.out_info if lowered.keeps_state else lowered.program.out_info[1]
-    if options.time_steps and not jax.tree.leaves(metrics):
+    if options.time_steps and not jax.tree.leaves(lowered.metrics):
         raise UserError(f"time_steps waits for the metrics of a step, and those of {recipe.name} hold no array")
 
 
 def _num_threads(options: CompileOptions) -> int:
     """Threads that compile; one if several processes compile together, so that all compile in the same order."""
-    return options.num_threads or ((os.cpu_count() or 1) if jax.process_count() == 1 else 1)
+    if options.num_threads or jax.process_count() > 1:
+        return options.num_threads or 1
+    cores = os.cpu_count() or 1
+    return max(1, cores // 2) if options.is_behind else cores
 
 
 @contextlib.contextmanager
@@ -298,16 +311,3 @@ def _pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
 
 def _bar(doing: str, recipe: Recipe, total: int, progress: bool) -> tqdm:
     return progress_bar(total=total, desc=f"{doing} {recipe.name}", unit="bucket", progress=progress)
-
-
-def _first_and_last(buckets: Sequence[AnyBucket]) -> tuple[AnyBucket, ...]:
-    """The largest and the smallest bucket, by which saved sets are told apart."""
-    return tuple(dict.fromkeys((buckets[0], buckets[-1])))
-
-
-def _fingerprint(recipe: Recipe, buckets: Sequence[AnyBucket], texts: Sequence[str]) -> str:
-    """SHA-256 of what was compiled: the buckets, and the lowered programs of the largest and the smallest."""
-    digest = hashlib.sha256(repr((recipe.microbatches_per_step, [tuple(bucket) for bucket in buckets])).encode())
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()

@@ -7,19 +7,20 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jaxlib
 import numpy as np
 from jax.extend.backend import get_compile_options
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.compiling.compilation_cache import default_compilation_cache
 
-__all__ = ["CompileOptions", "Fallback", "check_compiler_options"]
+__all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options"]
 
 Fallback = Literal["error", "pad"]
+When = Literal["ahead", "behind"]
 OptionValue = bool | int | float | str
 
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
@@ -62,7 +63,11 @@ class CompileOptions:
     cache_dir: Path | None = dataclasses.field(default_factory=default_compilation_cache, metadata={"scope": "process"})
     """Persistent compilation cache directory, unless JAX is already set to another; None leaves JAX's setting alone."""
     num_threads: int | None = dataclasses.field(default=None, metadata={"scope": "process"})
-    """Threads that compile; None for one per core, or a single one if several processes train."""
+    """Threads that compile; None for one per core (behind the steps: per two), or a single one if several processes
+    train."""
+    when: When | None = None
+    """Compile everything before the first step (ahead), or, while steps run, what later steps need (behind).
+    None: ahead, and in a whole training run what is faster. With max_live or warm_up always ahead."""
     max_live: int | None = None
     """The most executables held at once; the least recently used is evicted first. None for all.
     On CPUs such programs bypass the persistent cache: executables read from it cannot be stored again."""
@@ -89,8 +94,9 @@ class CompileOptions:
         ]
         if small:
             raise UserError("; ".join(small))
-        if self.fallback not in get_args(Fallback):
-            raise UserError(f"fallback must be one of {', '.join(get_args(Fallback))}, not {self.fallback!r}")
+        check_choices(fallback=(self.fallback, Fallback))
+        if self.when is not None:
+            check_choices(when=(self.when, When))
         self._check_xla_options()
 
     def _check_xla_options(self) -> None:
@@ -105,6 +111,11 @@ class CompileOptions:
         taken = [f"{name}: set {_FIELD_OF_OPTION[name]}" for name in names if name in _FIELD_OF_OPTION]
         if taken:
             raise UserError(f"xla_options hold what other fields set: {'; '.join(taken)}")
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps run while other shapes are compiled."""
+        return self.when == "behind" and self.max_live is None and not self.warm_up
 
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.

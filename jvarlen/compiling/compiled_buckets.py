@@ -5,19 +5,20 @@ Batches that were not planned are rejected.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import operator
 import os
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
@@ -27,7 +28,7 @@ from jvarlen.compiling import recompiles
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.hlo import Collectives, count_collectives
-from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.mismatch import (
     UnplannedShapeError,
@@ -37,7 +38,8 @@ from jvarlen.compiling.mismatch import (
     pad_to_spec,
     signature,
 )
-from jvarlen.compiling.program_store import Executables, serialized, write_compiled
+from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
+from jvarlen.compiling.program_store import serialized, write_compiled
 from jvarlen.compiling.row_search import most_rows
 from jvarlen.compiling.step_clock import StepClock
 from jvarlen.planning.buckets import AnyBucket, check_buckets
@@ -64,28 +66,24 @@ class CompiledBuckets:
     def __init__(
         self,
         recipe: Recipe,
-        executables: Executables,
-        rows: Iterable[LedgerRow],
-        constants: Mapping[AnyBucket, tuple[Any, ...]],
-        fingerprint: str,
+        programs: Programs,
+        buckets: Sequence[AnyBucket],
         options: CompileOptions,
         plan: PlannedSteps | None = None,
-        *,
-        keeps_state: bool = False,
+        pending: PendingPrograms | None = None,
     ):
         """Made by `compile_buckets` or `load_compiled`."""
         self._recipe = recipe
-        self._executables = executables
-        self._rows = {row.bucket: row for row in rows}
-        self._constants = {bucket: arrays for bucket, arrays in constants.items() if arrays}
-        self._fingerprint = fingerprint
+        self._programs = programs
+        self._executables = programs.executables
+        self._pending = pending
         self._options = options
         self._plan = plan
-        self._keeps_state = keeps_state
-        self.specs = {bucket: recipe.spec(bucket) for bucket in self._rows}
+        self.specs = {bucket: recipe.spec(bucket) for bucket in buckets}
         self.num_padded = 0
         self._bucket_of: dict[Hashable, AnyBucket] = {signature(spec): bucket for bucket, spec in self.specs.items()}
-        self._times_used = dict.fromkeys(self._rows, 0)
+        self._times_used = dict.fromkeys(self.specs, 0)
+        self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
         self._is_state_checked = False
         self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
@@ -103,7 +101,11 @@ class CompiledBuckets:
 
     @property
     def ledger(self) -> Ledger:
-        """What each bucket has cost and how often it was used, in the order of compilation."""
+        """What each bucket has cost and how often it was used, in the order of compilation; waits for what is pending.
+
+        After `close`, it has the buckets that were compiled.
+        """
+        self.wait()
         seconds: Mapping[AnyBucket, float] = {}
         if self._clock is not None:
             self._clock.wait()
@@ -113,20 +115,28 @@ class CompiledBuckets:
                 row,
                 times_used=self._times_used[bucket],
                 step_s=seconds.get(bucket, row.step_s),
+                stall_s=self._stall_s[bucket],
                 is_live=self._executables.is_live(bucket),
             )
-            for bucket, row in self._rows.items()
+            for bucket in self.specs
+            if (row := self._programs.rows.get(bucket)) is not None
         )
         return ledger if self._plan is None else ledger.with_plan(self._plan)
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none."""
+        """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none.
+
+        If it is not compiled yet, this waits for it.
+        """
         try:
             bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
-            executable = self._executables.get(bucket)
         except (KeyError, AttributeError):  # a Python number has no shape
             bucket, batch = self._fall_back(batch)
-            executable = self._executables.get(bucket)
+        if self._pending is not None:
+            self.wait(bucket)
+        if not self._executables.has(bucket):
+            bucket, batch = self._fall_back(batch)
+        executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
         if _identity(state) != self._returned:
@@ -144,12 +154,78 @@ class CompiledBuckets:
         self._times_used[bucket] += 1
         if self._times_used[bucket] == self._last_use.get(bucket):
             self.release(bucket)
+        if self._pending is not None:
+            self.advance()
         return outputs
 
+    def advance(self) -> None:
+        """Goes on with what is pending, if a thread is free: lowers a bucket here. Every step does this.
+
+        Raises:
+          Exception: as `wait`.
+        """
+        if self._pending is not None:
+            with self._going_on() as pending:
+                pending.advance()
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[PendingPrograms]:
+        assert self._pending is not None
+        num_constants = len(self._programs.constants)
+        yield self._pending
+        if len(self._programs.constants) > num_constants:
+            self._returned = ()  # the state may hold one of them
+        if self._pending.is_done:
+            self._pending = None
+
     def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
-        constants = (self._constants[bucket],) if self._constants else ()
-        outputs = executable(state, batch, *constants)
-        return (state, outputs) if self._keeps_state else outputs
+        constants = self._programs.constants.get(bucket)
+        outputs = executable(state, batch, *([constants] if constants else []))
+        return (state, outputs) if self._programs.keeps_state else outputs
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every bucket is compiled."""
+        return self._pending is None
+
+    @property
+    def pending(self) -> tuple[AnyBucket, ...]:
+        """Buckets that are not compiled yet, in the order in which they will be."""
+        return () if self._pending is None else tuple(self._pending.buckets)
+
+    def wait(self, bucket: tuple[int, ...] | None = None, *, timeout: float | None = None) -> bool:
+        """Waits until a bucket is compiled, which then comes before the others, or until all are.
+
+        A step waits by itself; with a timeout a loop can do something else meanwhile. The ledger counts the seconds.
+
+        Args:
+          bucket: None for all.
+          timeout: seconds; None waits as long as it takes.
+
+        Returns:
+          Whether it is compiled; always True without a timeout.
+
+        Raises:
+          ValueError: no such bucket; a program that needs more memory than the device has; processes that compiled
+            different programs.
+          ProcessesError: another process could not compile.
+          Exception: what the compiler raised, with a note that names the bucket.
+        """
+        known = None if bucket is None else self._known([bucket])[0]
+        if self._pending is None:
+            return True
+        start = time.perf_counter()
+        with self._going_on() as pending:
+            is_ready = pending.wait(known, timeout)
+        if known is not None:
+            self._stall_s[known] += time.perf_counter() - start
+        return is_ready
+
+    def close(self) -> None:
+        """Ends compiling behind the steps: what is not compiled yet never will be."""
+        if self._pending is not None:
+            self._pending.close()
+            self._pending = None
 
     def release(self, *buckets: tuple[int, ...]) -> None:
         """Releases the executables of buckets; batches of these buckets are then rejected.
@@ -161,6 +237,8 @@ class CompiledBuckets:
           ValueError: buckets that were not compiled; they are listed.
         """
         for bucket in self._known(buckets):
+            if self._pending is not None:
+                self._pending.drop(bucket)
             self._executables.release(bucket)
 
     def release_after(self, num_steps: Mapping[Any, int]) -> None:
@@ -204,7 +282,7 @@ class CompiledBuckets:
         """
         (checked,) = check_buckets([bucket])
         if memory_limit is None:
-            memory_limit = (self._recipe.device.memory_stats() or {}).get("bytes_limit")
+            memory_limit = self._recipe.bytes_limit
             if memory_limit is None:
                 raise UserError(f"{self.device} does not report its memory: pass memory_limit")
         check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
@@ -239,7 +317,9 @@ class CompiledBuckets:
         Raises:
           ValueError: no such bucket, or its program was read from a file and has no text.
         """
-        return count_collectives(self._executables.get(*self._known([bucket])))
+        (known,) = self._known([bucket])
+        self.wait(known)
+        return count_collectives(self._executables.get(known))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.
@@ -254,7 +334,8 @@ class CompiledBuckets:
           ValueError: executables were released, or the backend cannot serialize them.
           OSError: the file or the key cannot be written.
         """
-        buckets = list(self._rows)
+        self.wait()
+        buckets = largest_first(list(self.specs))
         released = [bucket for bucket in buckets if not self._executables.has(bucket)]
         if released:
             raise UserError(f"executables were released; save before releasing: {', '.join(map(str, released))}")
@@ -265,14 +346,15 @@ class CompiledBuckets:
             "environment": self._recipe.environment,
             "microbatches_per_step": self.microbatches_per_step,
             "buckets": [list(bucket) for bucket in buckets],
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.fingerprint,
         }
         write_compiled(Path(path), header, [program for program, _, _ in programs])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the compiled buckets and programs."""
-        return self._fingerprint
+        """SHA-256 of the compiled buckets and programs; waits for what is pending."""
+        self.wait()
+        return self._programs.fingerprint(self._recipe, list(self.specs))
 
     @property
     def common_environment(self) -> str:
@@ -295,6 +377,7 @@ class CompiledBuckets:
         """
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
             raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
+        self.wait()
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
         state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
         held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
@@ -309,19 +392,23 @@ class CompiledBuckets:
     def prepare_arithmetic(self, state: Any) -> None:
         """Compiles the arithmetic that loops do on metrics, such as sums, so that a guard allows it.
 
+        Where a mesh decides how metrics are spread, this waits until the first program tells.
+
         Args:
           state: decides whether the arrays are committed to their devices, as the results of a step will be.
         """
-        is_committed = any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
-        executable = self._executables.any_live()
-        info, shardings = executable.out_info, executable.output_shardings
-        if not self._keeps_state:
-            info, shardings = info[1], shardings[1]
-        for leaf, sharding in zip(jax.tree.leaves(info), jax.tree.leaves(shardings), strict=True):
-            is_summed = leaf.shape == () or (sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
-            if is_summed and jnp.issubdtype(leaf.dtype, jnp.floating):
-                is_placed = is_committed or self._recipe.mesh is not None
-                _prepare_arithmetic(leaf.shape, leaf.dtype, sharding if is_placed else None)
+        mesh = self._recipe.mesh
+        is_committed = mesh is not None or any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
+        infos = jax.tree.leaves(self._programs.metrics)
+        shardings: list[jax.sharding.Sharding] = [SingleDeviceSharding(self._recipe.device)] * len(infos)
+        if mesh is not None:
+            self.wait(next(iter(self.specs)))
+            of_outputs = self._executables.any_live().output_shardings
+            shardings = jax.tree.leaves(of_outputs if self._programs.keeps_state else of_outputs[1])
+        for info, sharding in zip(infos, shardings, strict=True):
+            is_summed = info.shape == () or (sharding.is_fully_replicated and info.size <= _MAX_SIZE_OF_METRICS)
+            if is_summed and jnp.issubdtype(info.dtype, jnp.floating):
+                _prepare_arithmetic(info.shape, info.dtype, sharding if is_committed else None)
 
     def _without_aliases(self, state: Any) -> Any:
         """The state with copies in place of arrays that cannot be donated.
@@ -329,9 +416,11 @@ class CompiledBuckets:
         These are arrays that it holds a second time, and arrays that the step closes over. On several devices, donating
         an array and using it as well ends the process.
         """
-        if self._keeps_state or not self._recipe.donate:
+        if self._programs.keeps_state or not self._recipe.donate:
             return state
-        seen = {buffer for arrays in self._constants.values() for array in arrays for buffer in _buffers(array)}
+        seen = {
+            buffer for arrays in self._programs.constants.values() for array in arrays for buffer in _buffers(array)
+        }
         copies = 0
 
         def own(leaf: Any) -> Any:
@@ -347,7 +436,7 @@ class CompiledBuckets:
         return unaliased if copies else state
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
-        was_read = self._rows[bucket].cache_hit and not self._executables.is_stored(bucket)
+        was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)
         if was_read and not self._recipe.can_serialize_what_was_read:
             with without_compilation_cache():
                 return serialized(self._recipe.compile(self._recipe.lower(bucket)).executable)
@@ -355,7 +444,12 @@ class CompiledBuckets:
 
     def _fall_back(self, batch: Any) -> tuple[AnyBucket, Any]:
         if self._options.fallback == "pad":
-            held = {bucket: spec for bucket, spec in self.specs.items() if self._executables.has(bucket)}
+            pending = self.pending
+            held = {
+                bucket: spec
+                for bucket, spec in self.specs.items()
+                if self._executables.has(bucket) or bucket in pending
+            }
             bucket = nearest_larger(batch, held)
             if bucket is not None:
                 if not self.num_padded:
@@ -402,7 +496,7 @@ class CompiledBuckets:
             raise UnplannedShapeError(difference) from error
 
     def _known(self, buckets: Iterable[tuple[int, ...]]) -> list[AnyBucket]:
-        by_shape = {tuple(bucket): bucket for bucket in self._rows}
+        by_shape = {tuple(bucket): bucket for bucket in self.specs}
         unknown = [tuple(bucket) for bucket in buckets if tuple(bucket) not in by_shape]
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
@@ -445,9 +539,11 @@ def _copy(leaf: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
-@functools.cache
 def _prepare_arithmetic(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
-    """Sums of arrays; of scalars differences, products and quotients as well."""
+    """Sums of arrays; of scalars differences, products and quotients as well.
+
+    JAX keeps the last few thousand programs of a process: those of an earlier call may be gone.
+    """
     array = jax.device_put(np.ones(shape, dtype), sharding)
     operations = [operator.add] if shape else [operator.add, operator.sub, operator.mul, operator.truediv]
     with recompiles.uncounted_in_thread():

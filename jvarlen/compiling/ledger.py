@@ -52,6 +52,7 @@ class LedgerRow:
       padding: share of the positions of the planned steps that hold no token, in [0, 1); None without a plan, or if it
         has no step in this bucket.
       is_live: whether the executable is held now.
+      stall_s: seconds that steps waited until this bucket was compiled; 0 if it was compiled before the first step.
     """
 
     bucket: AnyBucket
@@ -69,6 +70,7 @@ class LedgerRow:
     planned_steps: int | None = None
     padding: float | None = None
     is_live: bool = True
+    stall_s: float = 0.0
 
     @property
     def total_bytes(self) -> int:
@@ -187,6 +189,11 @@ class Ledger(Sequence[LedgerRow]):
     def compile_s(self) -> float:
         """Seconds in the compiler, or of reading from a cache, for all buckets."""
         return sum(row.compile_s for row in self._rows)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that steps waited until their buckets were compiled."""
+        return sum(row.stall_s for row in self._rows)
 
     @property
     def num_cache_hits(self) -> int:
@@ -357,6 +364,11 @@ _COLUMNS = (
     _Column("bucket", lambda row: str(row.bucket), lambda ledger: "total"),
     _Column("lower s", lambda row: _figure(row.lower_s), lambda ledger: _figure(ledger.lower_s)),
     _Column("compile s", lambda row: _figure(row.compile_s), lambda ledger: _figure(ledger.compile_s)),
+    _Column(
+        "stall s",
+        lambda row: _figure(row.stall_s) if row.stall_s else _UNKNOWN,
+        lambda ledger: _figure(ledger.stall_s),
+    ),
     _Column("cache", lambda row: "hit" if row.cache_hit else "miss", lambda ledger: f"{ledger.num_cache_hits:,} hit"),
     _Column("GFLOP", lambda row: _figure(row.flops, _GFLOP)),
     _Column("args MB", lambda row: _figure(row.argument_bytes, _MB)),

@@ -45,6 +45,11 @@ class LoweredBucket(NamedTuple):
     keeps_state: bool
     seconds: float
 
+    @property
+    def metrics(self) -> Any:
+        """Shapes and dtypes of what a step returns besides the state."""
+        return self.program.out_info if self.keeps_state else self.program.out_info[1]
+
 
 class CompiledBucket(NamedTuple):
     """The program of a bucket, and what it cost."""
@@ -87,6 +92,11 @@ class Recipe:
     def device(self) -> jax.Device:
         """The first of this process."""
         return next(device for device in self.devices if device.process_index == jax.process_index())
+
+    @property
+    def bytes_limit(self) -> int | None:
+        """Bytes of memory of a device; None where it does not tell."""
+        return (self.device.memory_stats() or {}).get("bytes_limit")
 
     @property
     def device_text(self) -> str:

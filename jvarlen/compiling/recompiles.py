@@ -151,12 +151,12 @@ def counting_in_thread() -> Iterator[RecompileCount]:
 
 @contextlib.contextmanager
 def uncounted_in_thread() -> Iterator[None]:
-    """A block in which no guard counts what this thread compiles, for preparations before a guarded region."""
-    _this_thread.is_uncounted = True
+    """A block in which `no_recompiles` does not count what this thread compiles, because it was planned."""
+    before, _this_thread.is_uncounted = _this_thread.is_uncounted, True
     try:
         yield
     finally:
-        _this_thread.is_uncounted = False
+        _this_thread.is_uncounted = before
 
 
 def dispatched(bucket: AnyBucket) -> None:
@@ -256,9 +256,6 @@ def _on_event(event: str, **details: Any) -> None:
 def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     if event != _COMPILE_EVENT:
         return
-    if _this_thread.is_uncounted:
-        _cache_hit.is_hit = False
-        return
     function = compile_log.plain_name(str(details.get("fun_name", "an unnamed function")))
     is_hit, _cache_hit.is_hit = _cache_hit.is_hit, False
     bucket = None if _last_bucket is None else str(_last_bucket)
@@ -266,8 +263,9 @@ def _on_duration(event: str, duration_secs: float, **details: Any) -> None:
     recompilation = Recompilation(
         function, *compile_log.told_of(function), bucket, is_hit, thread.name, float(duration_secs)
     )
+    counting = (thread.ident,) if _this_thread.is_uncounted else (None, thread.ident)
     with _lock:
-        guards = [guard for guard in _guards if guard.thread in (None, thread.ident)]
+        guards = [guard for guard in _guards if guard.thread in counting]
         for guard in guards:
             guard.count.recompilations.append(recompilation)
     actions = {guard.action for guard in guards}

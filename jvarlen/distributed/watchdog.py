@@ -12,23 +12,40 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 
 from jvarlen._common.checks import list_first
 from jvarlen.distributed.processes import key_value_store
 
-__all__ = ["ending_stalled_processes"]
+__all__ = ["Ticks", "ending_stalled_processes"]
 
 _EXIT_CODE = 2  # that of the command for a lost process
 _num_blocks = 0  # so far: all processes enter the same blocks, and each has keys of its own
 
 
+class Ticks:
+    """Counts the steps of this process, for the others to see; called at every step."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_waits = 0
+
+    def __call__(self) -> None:
+        """Counts a step."""
+        self._num_steps += 1
+
+    def wait(self) -> None:
+        """Shows that this process is alive although it takes no step, as while it waits for the compiler."""
+        self._num_waits += 1
+
+    def __str__(self) -> str:
+        return f"{self._num_steps}.{self._num_waits}"
+
+
 @contextlib.contextmanager
-def ending_stalled_processes(
-    doing: str, stall_timeout_s: float, *, interval_s: float = 1.0
-) -> Iterator[Callable[[], None]]:
+def ending_stalled_processes(doing: str, stall_timeout_s: float, *, interval_s: float = 1.0) -> Iterator[Ticks]:
     """A block in which all processes end when none has ticked for too long; the error names those that are behind.
 
     Every process prints that error to standard error and exits with code 2; a process that is behind also prints where
@@ -41,7 +58,7 @@ def ending_stalled_processes(
       interval_s: seconds between two looks at the others.
 
     Yields:
-      A function to call at every step once this process has its own part, before the computation that needs all parts:
+      `Ticks`, to call at every step once this process has its own part, before the computation that needs all parts:
       processes that are behind have then ticked less. It takes no time, and does nothing in a single process.
 
     Example:
@@ -50,32 +67,28 @@ def ending_stalled_processes(
       ...         tick()
     """
     if jax.process_count() == 1:
-        yield lambda: None
+        yield Ticks()
         return
     global _num_blocks
     _num_blocks += 1
-    num_ticks = 0
+    own = Ticks()
     left = threading.Event()
-
-    def tick() -> None:
-        nonlocal num_ticks
-        num_ticks += 1
 
     def watch(prefix: str) -> None:
         store = key_value_store()
-        seen: dict[int, int] = {}
+        seen: list[tuple[str, str]] = []
         last_move = time.monotonic()
         while not left.wait(interval_s):
             try:
-                store.key_value_set(f"{prefix}{jax.process_index()}", str(num_ticks), allow_overwrite=True)
-                shared = store.key_value_dir_get(prefix)
+                store.key_value_set(f"{prefix}{jax.process_index()}", str(own), allow_overwrite=True)
+                shared = sorted(store.key_value_dir_get(prefix))
             except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
                 return
             ticks = dict.fromkeys(range(jax.process_count()), 0) | {
-                int(key.rpartition("/")[2]): int(value) for key, value in shared
+                int(key.rpartition("/")[2]): int(value.partition(".")[0]) for key, value in shared
             }
-            if ticks != seen:
-                seen, last_move = ticks, time.monotonic()
+            if shared != seen:
+                seen, last_move = shared, time.monotonic()
             elif time.monotonic() - last_move >= stall_timeout_s:
                 _end(
                     f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(ticks)}", ticks, interval_s
@@ -84,7 +97,7 @@ def ending_stalled_processes(
     thread = threading.Thread(target=watch, args=(f"jvarlen/ticks-{_num_blocks}/",), name="watchdog", daemon=True)
     thread.start()
     try:
-        yield tick
+        yield own
     finally:
         left.set()
         thread.join()

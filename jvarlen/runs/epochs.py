@@ -164,6 +164,20 @@ class Course:
             num_positions_done=place.num_positions_done + int(plan.positions_per_step[place.step]),
         )
 
+    def buckets_left(self, place: Place) -> list[AnyBucket]:
+        """Buckets that have steps from `place` on, in the order in which these first come."""
+        left = [bucket for bucket, num_steps in self.steps_left(place).items() if num_steps]
+        order: list[AnyBucket] = []
+        for epoch in range(place.epoch, -(-self.num_steps // self.steps_per_epoch)):
+            if len(order) == len(left):
+                break
+            plan = self.plan_of_epoch(epoch)
+            first = place.step if epoch == place.epoch else 0
+            steps = plan.step_bucket[first : self.num_steps - epoch * self.steps_per_epoch]
+            used, first_use = np.unique(steps, return_index=True)
+            order = list(dict.fromkeys([*order, *(plan.buckets[k] for k in used[np.argsort(first_use)])]))
+        return order
+
     def steps_left(self, place: Place) -> dict[AnyBucket, int]:
         """How many steps each bucket has from `place` to the end of training."""
         last_epoch, steps_of_last = divmod(self.num_steps, self.steps_per_epoch)

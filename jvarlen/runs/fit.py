@@ -204,6 +204,8 @@ def _fit(
     )
 
     compiled = _compile(config, task, planned, state, place, mesh)
+    for step in (compiled.train_step, compiled.eval_step):
+        held.callback(step.close)
     loop = TrainingLoop(
         config=config,
         course=course,
@@ -216,11 +218,13 @@ def _fit(
         eval_step=compiled.eval_step,
         checkpoints=checkpoints,
         trackers=all_trackers,
-        tick=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
+        ticks=held.enter_context(ending_stalled_processes("training", config.stall_timeout_s)),
         run_dir=run_dir,
     )
     with naming_lost_processes("training"):
         trained = _train(loop, state, place)
+    compiled.train_step.close()  # what an interrupted run did not need
+    compiled.eval_step.close()
     ledger = compiled.train_step.ledger.with_plan(first_plan)
     evaluated_in: EvaluatedIn = "loss"
     if task.is_language_model:
@@ -236,11 +240,17 @@ def _fit(
 
 
 class _Compiled(NamedTuple):
-    """The compiled steps of training and evaluation, and the seconds until both were compiled."""
+    """The compiled steps of training and evaluation.
+
+    Attributes:
+      seconds: until all was compiled, if that was before the first step.
+      is_behind: whether steps run while others are compiled.
+    """
 
     train_step: CompiledBuckets
     eval_step: CompiledBuckets
     seconds: float
+    is_behind: bool
 
 
 def _compile(
@@ -249,6 +259,8 @@ def _compile(
     """Compiles the steps for the buckets that are used from a place on."""
     course, data = planned.course, planned.data
     assert task.loss_fn is not None
+    when = config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
+    options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
     batch_spec = task.batch_spec_for(
         {"training": course.plan_of_epoch(place.epoch), **course.eval_plans},
         {"training": data.train, **data.evaluation},
@@ -259,16 +271,18 @@ def _compile(
         microbatches_per_step=config.plan.microbatches_per_step,
         mesh=mesh,
         batch_spec=batch_spec,
-        progress=config.progress,
-        options=dataclasses.replace(config.compile, time_steps=config.compile.time_steps is not False),
+        progress=config.progress and not options.is_behind,
+        options=options,
     )
     start = time.perf_counter()
     steps_left = course.steps_left(place)
-    buckets = [bucket for bucket, num_steps in steps_left.items() if num_steps] or course.buckets
+    buckets = course.buckets_left(place) or course.buckets
+    if options.is_behind:
+        _say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
     train_step = compile_for(make_train_step(task.loss_fn, course.optimizer, mesh=mesh), state, buckets)
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
     eval_step = compile_for(make_eval_step(task.eval_loss_fn or task.loss_fn, mesh=mesh), state, course.eval_buckets)
-    return _Compiled(train_step, eval_step, time.perf_counter() - start)
+    return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
 
 
 class _Trained(NamedTuple):
@@ -324,6 +338,8 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
 
 def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluated_in: EvaluatedIn) -> Summary:
     place, after = trained.place, trained.evaluations
+    rows = [*ledger, *compiled.eval_step.ledger]
+    stall_s = sum(row.stall_s for row in rows)
     return Summary(
         held_out_before=cast(float, place.held_out_before),
         held_out_after=after.get(HELD_OUT),
@@ -333,8 +349,9 @@ def _summary_of(trained: _Trained, compiled: _Compiled, ledger: Ledger, evaluate
         real_tokens_per_s=place.num_tokens_done / max(place.train_s, 1e-9),
         padding=1.0 - place.num_tokens_done / max(place.num_positions_done, 1),
         num_shapes=len(ledger),
-        compile_s=compiled.seconds,
-        num_cache_hits=sum(row.cache_hit for row in (*ledger, *compiled.eval_step.ledger)),
+        compile_s=sum(row.lower_s + row.compile_s for row in rows) if compiled.is_behind else compiled.seconds,
+        stall_s=stall_s if compiled.is_behind else compiled.seconds,
+        num_cache_hits=sum(row.cache_hit for row in rows),
         train_s=place.train_s,
         data_wait=place.data_wait_s / max(place.train_s, 1e-9),
         num_adjusted=place.num_adjusted_done,

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.processes import is_any_interrupted
+from jvarlen.distributed.watchdog import Ticks
 from jvarlen.loading.loader import BatchIterator, load
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.runs.config import FitConfig
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.epochs import Course
@@ -37,6 +39,7 @@ from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["TrainingLoop"]
 
+_WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
 
 
@@ -56,7 +59,7 @@ class TrainingLoop:
       eval_step: compiled for the buckets of evaluations.
       checkpoints: where the state is saved.
       trackers: receive a record of every step and evaluation.
-      tick: called at every step, so that other processes see that this one is alive.
+      ticks: counts the steps, so that other processes see that this one is alive.
       run_dir: a profiler trace is written below it.
     """
 
@@ -71,7 +74,7 @@ class TrainingLoop:
     eval_step: CompiledBuckets
     checkpoints: Checkpoints
     trackers: Trackers
-    tick: Callable[[], None]
+    ticks: Ticks
     run_dir: Path
     _evaluated: tuple[int, dict[str, Evaluation]] | None = dataclasses.field(default=None, init=False)
 
@@ -115,7 +118,7 @@ class TrainingLoop:
 
     def _evaluate(self, state: TrainState, max_steps: int | None = None) -> dict[str, Evaluation] | None:
         def must_stop(num_steps: int) -> bool:
-            self.tick()
+            self.ticks()
             return _is_interrupted_at(num_steps)
 
         return evaluate(
@@ -165,12 +168,14 @@ class TrainingLoop:
             account = _Account(place, batches, self.trackers, display)
             running: tuple[dict[str, Any], Metrics] | None = None
             while True:
-                self.tick()  # before the computation that waits for all processes
+                self.ticks()  # before the computation that waits for all processes
                 record = course.record(place)
+                if not self._has_program(place):
+                    break
                 with profiler.step(f"{record['bucket_rows']}×{record['bucket_length']}", place.num_steps_done, state):
                     state, metrics = self.train_step(state, batch)
                 if running is not None:
-                    account.finish(*running)
+                    account.finish(*running, pending=self.train_step.pending)
                 running = record, metrics
                 place = course.next_place(place)
                 if place.num_steps_done == course.num_steps:  # its evaluation and its checkpoint come after the loop
@@ -191,11 +196,23 @@ class TrainingLoop:
                         self.save(state, place, metric)
                 if _is_interrupted_at(place.num_steps_done):
                     break
+                if not self.train_step.pending:
+                    self.eval_step.advance()
                 batch = account.next_batch()
             if running is not None:
                 account.finish(*running)
             place = account.with_counts(place)
         return state, place
+
+    def _has_program(self, place: Place) -> bool:
+        """Waits until the program of the next step is compiled; False if the run was interrupted meanwhile."""
+        plan = self.course.plan_of_epoch(place.epoch)
+        bucket = plan.buckets[plan.step_bucket[place.step]]
+        while not self.train_step.wait(bucket, timeout=_WAIT_S):
+            self.ticks.wait()
+            if jax.process_count() == 1 and is_any_interrupted():
+                return False
+        return True
 
 
 class _Account:
@@ -221,7 +238,7 @@ class _Account:
         """The next batch; the time that it takes counts as waiting for data."""
         return self._meter.next(self._batches)
 
-    def finish(self, record: dict[str, Any], metrics: Metrics) -> None:
+    def finish(self, record: dict[str, Any], metrics: Metrics, *, pending: Sequence[AnyBucket] = ()) -> None:
         """Reads the metrics of a step, which waits for its end, and reports them.
 
         Raises:
@@ -240,7 +257,7 @@ class _Account:
         record |= {"time_s": self._train_s()} | self._meter.end_step()
         self._data_wait_s += record["data_wait_s"]
         self._trackers.log(record)
-        self._display.update(record)
+        self._display.update(record, pending=pending)
 
     def with_counts(self, place: Place) -> Place:
         """The place with the measurements so far."""

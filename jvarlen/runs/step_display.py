@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from jvarlen._common.units import nats_to_bits
+from jvarlen.planning.buckets import AnyBucket
 
 __all__ = ["StepDisplay"]
 
@@ -52,6 +53,7 @@ class StepDisplay:
         self._bar = tqdm(total=num_steps, initial=num_steps_done, desc="train", unit="step", disable=not is_bar)
         self._seconds = _BAR_S if is_bar else seconds
         self._next_line = -math.inf
+        self._pending: Sequence[AnyBucket] = ()
         self._unshown: Mapping[str, Any] | None = None  # the latest record, where no line told of it
         self._num_tokens, self._step_s, self._data_wait_s = 0, 0.0, 0.0  # since the line before
 
@@ -63,8 +65,9 @@ class StepDisplay:
             self._show(self._unshown)
         self._bar.close()
 
-    def update(self, record: Mapping[str, Any]) -> None:
-        """Shows the record of a finished training step."""
+    def update(self, record: Mapping[str, Any], *, pending: Sequence[AnyBucket] = ()) -> None:
+        """Shows the record of a finished training step, and which buckets are still to be compiled."""
+        self._pending = pending
         if not self._is_shown:
             return
         self._num_tokens += record["num_tokens"]
@@ -86,6 +89,7 @@ class StepDisplay:
             *([f"lr {record['learning_rate']:.1e}"] if "learning_rate" in record else []),
             f"{record['bucket_rows']}×{record['bucket_length']}",
             f"wait {self._data_wait_s / step_s:.1%}".replace("%", " %"),
+            *([f"compiling {self._pending[0]}, {len(self._pending)} to go"] if self._pending else []),
         )
         if self._bar.disable:
             line = (f"step {record['step'] + 1:,}/{self._num_steps:,}", *figures, f"{record['time_s']:,.0f} s")

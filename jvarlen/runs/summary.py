@@ -32,7 +32,10 @@ class Summary:
       real_tokens_per_s: real tokens over `train_s`.
       padding: share of the trained positions that held no token.
       num_shapes: buckets compiled for training.
-      compile_s: seconds until everything was compiled, for training and evaluation, by several threads.
+      compile_s: seconds until everything was compiled, for training and evaluation; where steps ran meanwhile, the sum
+        of the seconds of all programs.
+      stall_s: seconds that steps and evaluations waited for the compiler; all of `compile_s` if everything was compiled
+        before the first step.
       num_cache_hits: executables that came from the persistent cache.
       train_s: seconds from the first step to the last; interruptions and evaluations are left out.
       data_wait: share of these spent waiting for data.
@@ -59,6 +62,7 @@ class Summary:
     num_adjusted: int
     compilations_after_first_step: int
     interrupted: bool
+    stall_s: float = 0.0
     evaluated_in: EvaluatedIn = "bits per byte"
 
     @property
@@ -86,7 +90,8 @@ class Summary:
             "real tokens per second": f"{self.real_tokens_per_s:,.0f}",
             "padding": f"{self.padding:.2%}",
             "shapes": f"{self.num_shapes}",
-            "compile seconds": f"{self.compile_s:.1f} ({self.num_cache_hits} programs from the cache)",
+            "compile seconds": f"{self.compile_s:.1f} ({self.num_cache_hits} programs from the cache), "
+            f"{self.stall_s:.1f} waited for",
             "train seconds": f"{self.train_s:.1f} ({self.data_wait:.2%} waiting for data)",
             **({"samples adjusted": f"{self.num_adjusted:,}"} if self.num_adjusted else {}),
             "compilations after the first step": f"{self.compilations_after_first_step}",

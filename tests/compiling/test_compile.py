@@ -267,8 +267,8 @@ def test_large_arrays_that_a_step_closes_over_are_arguments_that_all_buckets_sha
     kwargs = {"mesh": mesh, "progress": False, "options": CompileOptions(cache_dir=None)}
     compiled = compile_buckets(step, jnp.zeros(1024), BUCKETS, microbatches_per_step=2, **kwargs)
     assert all(4 << 20 <= row.argument_bytes < 5 << 20 for row in compiled.ledger)
-    assert [len(arguments) for arguments in compiled._constants.values()] == [1, 1, 1]
-    assert len({id(argument) for (argument,) in compiled._constants.values()}) == 1
+    assert [len(arguments) for arguments in compiled._programs.constants.values()] == [1, 1, 1]
+    assert len({id(argument) for (argument,) in compiled._programs.constants.values()}) == 1
     recipe = make_recipe(step, jnp.zeros(1024), 2, mesh, token_batch_spec, CompileOptions(cache_dir=None))
     assert len(recipe.lower(BUCKETS[0]).program.as_text()) < 2**16
     compiled.save(tmp_path / "set")
@@ -401,10 +401,11 @@ def test_the_ledger_tells_operations_bytes_and_use():
 
 
 def test_executables_that_are_released_are_gone():
+    state = jnp.float32(0)
     before = num_executables()
     compiled = compile_count()
     assert num_executables() == before + 3
-    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+    state, _ = compiled(state, make_batch(4, 8))
     compiled.release((4, 8), BUCKETS[2])
     assert num_executables() == before + 1
     assert [row.is_live for row in compiled.ledger] == [False, False, True]

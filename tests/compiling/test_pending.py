@@ -1,0 +1,361 @@
+"""Programs that are compiled behind the first steps: the same ones, each in time, and no step waits for another's."""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    RecompileError,
+    UnplannedShapeError,
+    compile_buckets,
+    data_mesh,
+    load_compiled,
+    make_plan,
+    no_recompiles,
+    token_batch_spec,
+)
+from jvarlen.compiling.lowering import Recipe
+from tests import processes
+
+BUCKETS = [Bucket(4, 8), Bucket(2, 16), Bucket(2, 24), Bucket(1, 32)]  # the third is the largest
+FIRST, SECOND, LARGEST, LAST = BUCKETS
+
+
+def count_step(state, batch):
+    return state + jnp.sum(batch.weights), {"tokens": jnp.sum(batch.tokens)}
+
+
+def make_batch(bucket):
+    return jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), token_batch_spec(bucket, 2))
+
+
+def compile_count(buckets=BUCKETS, *, step=count_step, when="behind", state=0.0, num_threads=1, mesh=None, **kwargs):
+    options = CompileOptions(cache_dir=None, when=when, num_threads=num_threads)
+    return compile_buckets(
+        step, state, buckets, microbatches_per_step=2, mesh=mesh, progress=False, options=options, **kwargs
+    )
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """An event for each bucket, whose program is compiled once it is set; and the order in which threads began."""
+
+    class Gates(dict):
+        def open(self, *buckets):
+            for bucket in buckets:
+                self[bucket].set()
+
+    gates = Gates({bucket: threading.Event() for bucket in BUCKETS})
+    gates.began = []
+    compile_now = Recipe.compile
+
+    def compile_when_open(recipe, lowered):
+        gates.began.append(lowered.bucket)
+        assert gates[lowered.bucket].wait(60)
+        return compile_now(recipe, lowered)
+
+    monkeypatch.setattr(Recipe, "compile", compile_when_open)
+    yield gates
+    gates.open(*BUCKETS)
+
+
+@contextlib.contextmanager
+def waiting(call, *args):
+    """Runs a call in another thread, which has to be waiting when the block begins."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call(*args)))
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    yield results
+    thread.join(60)
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 60
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_steps_and_programs_are_those_of_compiling_ahead(num_devices, tmp_path):
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    ahead, behind = (compile_count(when=when, mesh=mesh) for when in ("ahead", "behind"))
+    states = [jnp.float32(0), jnp.float32(0)]
+    with no_recompiles():
+        for bucket in (FIRST, LAST, SECOND, FIRST, LARGEST):
+            states = [step(state, make_batch(bucket))[0] for step, state in zip((ahead, behind), states, strict=True)]
+            assert float(states[0]) == float(states[1])
+    assert behind.is_complete
+    assert behind.pending == ()
+    assert behind.fingerprint == ahead.fingerprint
+    assert {row.bucket: row.total_bytes for row in behind.ledger} == {
+        row.bucket: row.total_bytes for row in ahead.ledger
+    }
+    assert behind.ledger.times_used == 5
+    behind.save(tmp_path / "compiled")
+    options = CompileOptions(cache_dir=None, when="behind")
+    loaded = load_compiled(tmp_path / "compiled", count_step, 0.0, mesh=mesh, progress=False, options=options)
+    assert loaded.is_complete
+    assert loaded(jnp.float32(0), make_batch(LAST))[0] == 64
+
+
+def test_a_step_waits_for_its_own_program_alone(gates):
+    step = compile_count()
+    state = jnp.float32(0)
+    assert step.pending == (FIRST, LARGEST, SECOND, LAST)
+    with waiting(step, state, make_batch(FIRST)) as results:
+        gates.open(FIRST)
+    state, metrics = results[0]
+    assert state == metrics["tokens"] == 64
+    assert FIRST not in step.pending
+    stalled = {bucket: seconds > 0 for bucket, seconds in step._stall_s.items()}
+    assert stalled == {FIRST: True, SECOND: False, LARGEST: False, LAST: False}
+    for _ in range(3):  # whatever the others do
+        state, _ = step(state, make_batch(FIRST))
+    assert state == 4 * 64
+    # Its only thread is busy with the largest: the one that is needed comes before all others, beside it.
+    wait_until(lambda: gates.began == [FIRST, LARGEST])
+    gates.open(SECOND)
+    state, _ = step(state, make_batch(SECOND))
+    assert state == 5 * 64
+    assert gates.began[2] == SECOND
+    assert LARGEST in step.pending
+    gates.open(*BUCKETS)
+    ledger = step.ledger  # waits
+    assert step.is_complete
+    assert [row.bucket for row in ledger] == [FIRST, LARGEST, SECOND, LAST]
+    assert [row.stall_s > 0 for row in ledger] == [True, False, True, False]
+    assert "stall s" in str(ledger)
+    assert json.loads(ledger.to_json())["rows"][0]["stall_s"] == ledger[0].stall_s
+
+
+def test_a_wait_may_end_early(gates):
+    step = compile_count()
+    assert not step.wait(LAST, timeout=0.15)
+    assert step.pending[-1] == SECOND  # the last of all is lowered already
+    assert not step.wait(timeout=0.05)
+    gates.open(*BUCKETS)
+    assert step.wait(LAST)
+    assert step.wait()
+    assert step.wait(timeout=0.0)
+    assert step.is_complete
+    with pytest.raises(ValueError, match=r"not compiled: \[\(9, 9\)\]"):
+        step.wait((9, 9))
+
+
+def test_only_what_was_planned_is_compiled_under_the_guard():
+    step = compile_count()
+    with no_recompiles("count") as count:
+        state, _ = step(jnp.float32(0), make_batch(FIRST))
+        step.wait()
+        assert not count.recompilations
+        jax.jit(lambda x: x * 17)(state)
+    assert count.functions == ["<lambda>"]
+    with no_recompiles("count") as count, pytest.raises(RecompileError), no_recompiles():
+        jax.jit(lambda x: x * 18)(state)
+
+
+def test_buckets_come_as_the_plan_first_uses_them_and_the_largest_second(gates):
+    gates.open(*BUCKETS)
+    lengths = np.repeat([8, 16, 24, 32], [16, 12, 8, 6])
+    plan = make_plan(lengths, BUCKETS, microbatches_per_step=2, order="length_descending")
+    uses = [plan.buckets[k] for k in plan.step_bucket]
+    assert uses[0] == LAST
+    compile_count(plan).wait()
+    assert gates.began == [LAST, LARGEST, SECOND, FIRST]
+    gates.began.clear()
+    compile_count(plan, start_step=uses.index(SECOND)).wait()
+    assert gates.began[:3] == [SECOND, LARGEST, FIRST]
+    gates.began.clear()
+    compile_count([LAST, SECOND, FIRST, LARGEST]).wait()
+    assert gates.began == [LAST, LARGEST, SECOND, FIRST]
+    with pytest.raises(ValueError, match=r"start_step \(3\) is a step of a plan"):
+        compile_count(start_step=3)
+    for wrong in (-1, plan.num_steps + 1):
+        with pytest.raises(ValueError, match=rf"start_step \({wrong}\) must be in 0 … {plan.num_steps}"):
+            compile_count(plan, start_step=wrong)
+
+
+def test_tracing_happens_in_the_callers_thread():
+    threads = []
+
+    def step(state, batch):
+        threads.append(threading.current_thread())
+        return count_step(state, batch)
+
+    compile_count(step=step).wait()
+    assert set(threads) == {threading.main_thread()}
+    assert len(threads) == len(BUCKETS)
+
+
+def test_arrays_that_are_closed_over_are_found_bucket_by_bucket():
+    weights = jnp.arange(2**19, dtype=jnp.float32)
+
+    def step(state, batch):
+        if batch.tokens.shape[-1] == SECOND.length:
+            return {"w": state["w"] + weights}, {}
+        return state, {"tokens": jnp.sum(batch.tokens)}
+
+    compiled = compile_count([FIRST, SECOND], step=step, state={"w": weights}, when="ahead")
+    state, _ = compiled({"w": weights}, make_batch(SECOND))
+    behind = compile_count([FIRST, SECOND], step=step, state={"w": weights})
+    again, _ = behind({"w": weights}, make_batch(SECOND))
+    np.testing.assert_array_equal(again["w"], state["w"])
+    np.testing.assert_array_equal(weights, np.arange(2**19))
+
+
+def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
+    compile_when_open = Recipe.compile
+
+    def compile_some(recipe, lowered):
+        if lowered.bucket == LARGEST:
+            raise RuntimeError("out of registers")
+        return compile_when_open(recipe, lowered)
+
+    monkeypatch.setattr(Recipe, "compile", compile_some)
+    gates.open(*BUCKETS)
+    step = compile_count()
+    state, _ = step(jnp.float32(0), make_batch(FIRST))
+    with pytest.raises(RuntimeError, match="out of registers") as caught:
+        step(state, make_batch(LAST))
+    assert caught.value.__notes__ == ["while compiling count_step for bucket 2×24"]
+
+
+def test_a_step_that_cannot_be_traced_is_told_with_its_bucket():
+    def step(state, batch):
+        if batch.tokens.shape[-1] == LARGEST.length:
+            raise TypeError("not that long")
+        return count_step(state, batch)
+
+    compiled = compile_count(step=step)
+    with pytest.raises(TypeError, match="not that long") as caught:
+        compiled.wait()
+    assert caught.value.__notes__[-1] == "while compiling step for bucket 2×24"
+
+
+@pytest.mark.parametrize("when", ["ahead", "behind"])
+def test_a_program_that_does_not_fit_the_device_is_told_when_it_arrives(when, monkeypatch):
+    needed = compile_count(when="ahead").ledger
+    largest = max(row.total_bytes for row in needed)
+    monkeypatch.setattr(Recipe, "bytes_limit", largest - 1)
+    with pytest.raises(
+        ValueError, match=f"needs {largest:,} bytes on each device, which has {largest - 1:,}"
+    ) as caught:
+        compile_count(when=when).wait()
+    assert "bucket" in caught.value.__notes__[0]
+    monkeypatch.setattr(Recipe, "bytes_limit", largest)
+    compile_count(when=when).wait()
+
+
+def test_what_no_step_will_use_is_not_compiled(gates):
+    step = compile_count()
+    step.release_after({FIRST: 1, LARGEST: 0, SECOND: 0, LAST: 1})
+    assert step.pending == (FIRST, LAST)
+    gates.open(*BUCKETS)
+    state, _ = step(jnp.float32(0), make_batch(FIRST))
+    state, _ = step(state, make_batch(LAST))
+    assert gates.began == [FIRST, LAST]
+    assert [row.bucket for row in step.ledger] == [FIRST, LAST]
+    with pytest.raises(UnplannedShapeError, match="the executable of 2×16 was released"):
+        step(state, make_batch(SECOND))
+
+
+def test_closing_leaves_out_what_is_pending(gates):
+    step = compile_count()
+    gates.open(FIRST)
+    state, _ = step(jnp.float32(0), make_batch(FIRST))
+    step.close()
+    assert step.is_complete
+    assert [row.bucket for row in step.ledger] == [FIRST]
+    state, _ = step(state, make_batch(FIRST))
+    with pytest.raises(UnplannedShapeError):
+        step(state, make_batch(LAST))
+    gates.open(*BUCKETS)
+    time.sleep(0.1)
+    assert LAST not in gates.began
+
+
+def test_ctrl_c_while_a_step_waits_loses_nothing(gates, monkeypatch):
+    step = compile_count()
+    state = jnp.float32(5)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*args):
+            raise KeyboardInterrupt
+
+        patch.setattr("jvarlen.compiling.pending.futures.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(state, make_batch(FIRST))
+    gates.open(*BUCKETS)
+    state, _ = step(state, make_batch(FIRST))
+    assert state == 5 + 64
+
+
+@pytest.mark.parametrize("options", [{"max_live": 2}, {"warm_up": True}])
+def test_what_needs_all_programs_first_compiles_them_ahead(options):
+    assert not CompileOptions(when="behind", **options).is_behind
+    compiled = compile_buckets(
+        count_step,
+        jnp.float32(0),
+        BUCKETS,
+        microbatches_per_step=2,
+        progress=False,
+        options=CompileOptions(cache_dir=None, when="behind", **options),
+    )
+    assert compiled.is_complete
+
+
+def test_the_fallback_pads_to_a_bucket_that_is_pending(gates):
+    gates.open(*BUCKETS)
+    options = CompileOptions(cache_dir=None, when="behind", fallback="pad")
+    step = compile_buckets(count_step, 0.0, BUCKETS, microbatches_per_step=2, progress=False, options=options)
+    batch = make_batch(Bucket(2, 12))
+    with pytest.warns(UserWarning, match="padded to 2×16"):
+        state, _ = step(jnp.float32(0), batch)
+    assert state == 48
+
+
+def test_collectives_and_warming_up_wait(gates):
+    step = compile_count(state=jnp.float32(0))
+    gates.open(*BUCKETS)
+    assert step.collectives(LAST) == {}
+    assert LARGEST in step.pending or SECOND in step.pending
+    step.warm_up(jnp.float32(0), progress=False)
+    assert step.is_complete
+
+
+def test_when_is_ahead_or_behind():
+    with pytest.raises(ValueError, match=r"when \('later'\) must be one of 'ahead', 'behind'"):
+        CompileOptions(when="later")
+    assert not CompileOptions().is_behind
+    assert dataclasses.replace(CompileOptions(), when="behind").is_behind
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_processes_compile_the_same_behind_their_steps_or_all_fail():
+    """One is slow, one compiles another program, one cannot compile."""
+    told = [
+        json.loads(output.splitlines()[-1]) for output in processes.run(Path(__file__).parents[1] / "run_behind.py", 2)
+    ]
+    for rank, of_process in enumerate(told):
+        assert of_process["together"] == [64.0, 128.0, 224.0, 288.0]
+        assert of_process["waited"] > 0.5  # process 0 for process 1
+        assert of_process["different"][0] == "UserError"
+        assert (
+            "processes compiled different programs for bucket 4×8 (SHA-256 of process 0" in of_process["different"][1]
+        )
+        assert of_process["failed"][0] == ("ProcessesError" if rank == 0 else "RuntimeError")
+    assert "process 1, bucket 2×24: RuntimeError: out of registers" in told[0]["failed"][1]
