@@ -165,6 +165,7 @@ def test_the_lines_of_the_planning_guide_run(capsys):
     assert names["plan"].num_samples == len(names["lengths"])
     printed = capsys.readouterr().out
     assert "predicted" in printed
+    assert "1 of 16 buckets to compile" in printed
     assert "of the rows" in printed
 
 

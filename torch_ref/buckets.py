@@ -1,6 +1,8 @@
 """Static shapes (rows, length) from lengths and budgets, by a strategy or with given lengths."""
 
-from collections.abc import Callable, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -72,6 +74,7 @@ def make_buckets(
     max_cost: float | None = None,
     memory: Cost | None = None,
     max_bytes: float | None = None,
+    compiled: Iterable[Sequence[int]] = (),
 ) -> tuple[Bucket, ...]:
     """Choose the static shapes for a list of lengths.
 
@@ -94,6 +97,12 @@ def make_buckets(
         max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
         memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
         max_bytes: a microbatch needs at most this; only together with `memory`.
+        compiled: (rows, length) shapes that have been compiled already: a bucket of one of these shapes adds no
+            `compile_seconds`. Only together with it and with "optimal". Bucket lengths are then rounded lengths of
+            samples and lengths of compiled shapes, and each bucket holds at least one sample; the last may be longer
+            than all samples. Rows are those that the samples of the bucket need, if a sample has its length, or those
+            of a compiled shape of this length, whichever gives the least total. Among equal totals compiled shapes go
+            first, then fewer rows. Shapes that the budgets, the multiples or `max_length` rule out are ignored.
 
     Returns:
         The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow.
@@ -107,6 +116,9 @@ def make_buckets(
         (Bucket(rows=3, length=3), Bucket(rows=1, length=9))
         >>> make_buckets([2, 2, 3, 9], 18, strategy=[4, 9])
         (Bucket(rows=3, length=4), Bucket(rows=1, length=9))
+        >>> seconds = {"cost": lambda rows, length: rows * length * 0.5, "compile_seconds": 60.0}
+        >>> make_buckets([2, 2, 3, 9], 18, compiled=[(4, 4), (1, 12)], **seconds)
+        (Bucket(rows=4, length=4), Bucket(rows=1, length=12))
     """
     max_shapes = check_integer("max_shapes", max_shapes)
     length_multiple = check_integer("length_multiple", length_multiple)
@@ -119,6 +131,12 @@ def make_buckets(
     elif strategy != "optimal" and strategy not in CLOSED_FORM:
         raise ValueError(f"strategy must be one of {', '.join([*CLOSED_FORM, 'optimal'])}, got {strategy!r}")
     check_compile_seconds(cost, compile_seconds)
+    shapes = _check_compiled(compiled)
+    if shapes and (compile_seconds is None or given is not None or strategy != "optimal"):
+        raise ValueError(
+            'compiled shapes only count with compile_seconds and strategy="optimal", got '
+            f"compile_seconds={compile_seconds}, strategy={strategy!r}"
+        )
     fitting = fit_budget(
         lengths, max_length, overlong, length_multiple, budget, every=given is None and strategy == "optimal"
     )
@@ -127,6 +145,9 @@ def make_buckets(
         edges = torch.tensor(given)
     elif str(strategy) == "optimal":
         cheapest = Cheapest(fitting, rule, cost, compile_seconds)
+        reusable = _reusable(shapes, fitting, rule, max_length)
+        if reusable:
+            return _Reusing(cheapest, reusable).buckets(max_shapes)
         before = cheapest.before
         edges = cheapest.edges(max_shapes, lambda last: before[last + 1] - before[: last + 1])
     else:
@@ -327,7 +348,7 @@ class Cheapest:
         Returns:
             int64[k], as `optimal_edges` chooses them.
         """
-        return optimal_edges(self.distinct, max_shapes, lambda j: self._costs(num_held(j), slice(j, j + 1)))
+        return optimal_edges(self.distinct, max_shapes, lambda j: self.trimmed(num_held(j), slice(j, j + 1))[0])
 
     def total(self, places: Sequence[int], num_held: Sequence[int]) -> float:
         """Return the cost of some buckets.
@@ -339,20 +360,118 @@ class Cheapest:
         Returns:
             An int without a cost function, else a float, summed from the shortest bucket up.
         """
-        costs = self._costs(torch.tensor(num_held), torch.tensor(places)).tolist()
+        costs = self.trimmed(torch.tensor(num_held), torch.tensor(places))[0].tolist()
         total: float = costs[0]
         for each in costs[1:]:
             total += each
         return total
 
-    def _costs(self, num_held: Tensor, places: slice | Tensor) -> Tensor:
+    def trimmed(self, num_held: Tensor, places: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the costs of buckets with rows by the row rule, and these rows.
+
+        Args:
+            num_held: int64[n], what each holds.
+            places: where their lengths are among the distinct ones.
+        """
         length, cap = self.distinct[places], self._caps[places]
         rows, steps = self._rule.rows_and_steps(num_held, cap)
         microbatches = steps * self._rule.microbatches_per_step
         if self._cost is None:
-            return microbatches * rows * length
-        each = checked_costs("cost", self._cost, rows, length)
-        return microbatches.to(torch.float64) * each + (self._compile_seconds or 0.0)
+            return microbatches * rows * length, rows
+        each = self.microbatch_costs(rows, length)
+        return microbatches.to(torch.float64) * each + (self._compile_seconds or 0.0), rows
+
+    def microbatches(self, num_held: Tensor, rows: Tensor) -> Tensor:
+        """Return how many microbatches of given rows the buckets take, int64."""
+        return self._rule.num_steps(num_held, rows) * self._rule.microbatches_per_step
+
+    def microbatch_costs(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Return the cost of one microbatch of each shape, float64[n]."""
+        assert self._cost is not None
+        return checked_costs("cost", self._cost, rows, lengths)
+
+
+class _Reusing:
+    """The dynamic program over the lengths of samples and of compiled shapes.
+
+    Args:
+        cheapest: the one without compiled shapes.
+        shapes: (length, rows), ascending.
+    """
+
+    def __init__(self, cheapest: Cheapest, shapes: list[tuple[int, int]]) -> None:
+        """Put both kinds of lengths in order, and ask for the cost of each shape."""
+        self._cheapest = cheapest
+        lengths, self._rows = torch.tensor(shapes).T
+        self._edges, place = torch.unique(torch.cat([cheapest.distinct, lengths]), return_inverse=True)
+        # Where each length of samples, and each compiled shape, is among the edges.
+        self._own, self._of_shape = place.split([len(cheapest.distinct), len(lengths)])
+        self._costs = cheapest.microbatch_costs(self._rows, lengths)
+        self._before = cheapest.before[torch.searchsorted(cheapest.distinct, self._edges, right=True)]
+
+    def buckets(self, max_shapes: int) -> tuple[Bucket, ...]:
+        """Return the cheapest buckets."""
+
+        def costs(last: int) -> Tensor:
+            starts = torch.cat([torch.zeros(1, dtype=torch.int64), self._before[:last]])
+            held = self._before[last] - starts
+            return self._least(last, held)[0].masked_fill(held == 0, math.inf)
+
+        edges = optimal_edges(self._edges, max_shapes, costs, longest=int(self._cheapest.distinct[-1]))
+        places = torch.searchsorted(self._edges, edges)
+        held = self._before[places].diff(prepend=torch.zeros(1, dtype=torch.int64))
+        rows = [self._least(int(place), held[k : k + 1])[1] for k, place in enumerate(places)]
+        return tuple(Bucket(int(each), length) for each, length in zip(rows, edges.tolist(), strict=True))
+
+    def _least(self, place: int, num_samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least costs of buckets of one length, and their rows; with no sample they mean nothing."""
+        here = self._of_shape == place
+        rows = self._rows[here, None].expand(-1, len(num_samples))
+        costs = self._cheapest.microbatches(num_samples, rows).to(torch.float64) * self._costs[here, None]
+        own = torch.searchsorted(self._own, place)
+        if own < len(self._own) and self._own[own] == place:
+            trimmed_costs, trimmed = self._cheapest.trimmed(num_samples, slice(int(own), int(own) + 1))
+            costs, rows = torch.cat([costs, trimmed_costs[None]]), torch.cat([rows, trimmed[None]])
+        # Compiled rows come first, in ascending order. Of equals NumPy's argmin takes the first, and torch's any.
+        best = torch.from_numpy(costs.numpy().argmin(axis=0))[None]
+        return costs.gather(0, best)[0], rows.gather(0, best)[0]
+
+
+def _check_compiled(values: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return compiled shapes as (length, rows) pairs of Python ints."""
+    shapes, wrong = [], []
+    for value in values:
+        try:
+            rows, length = value
+            if isinstance(rows, bool | np.bool_) or isinstance(length, bool | np.bool_):
+                raise TypeError
+            shapes.append((operator.index(length), operator.index(rows)))
+        except (TypeError, ValueError):
+            wrong.append(value)
+            continue
+        if min(shapes[-1]) < 1:
+            wrong.append(value)
+    if wrong:
+        more = f" and {len(wrong) - MAX_LISTED} more" if len(wrong) > MAX_LISTED else ""
+        listed = ", ".join(map(str, wrong[:MAX_LISTED]))
+        raise ValueError(f"compiled shapes must be (rows, length), both integers >= 1, got {listed}{more}")
+    return shapes
+
+
+def _reusable(
+    shapes: list[tuple[int, int]], fitting: Fitting, rule: RowRule, max_length: int | None
+) -> list[tuple[int, int]]:
+    """Return those compiled shapes, given as (length, rows), that the budget allows; ascending, each once."""
+    longest = fitting.budget.max_tokens if max_length is None else min(fitting.budget.max_tokens, max_length)
+    lengths = sorted({length for length, _ in shapes if length <= longest and length % fitting.length_multiple == 0})
+    caps = fitting.budget.caps(torch.tensor(lengths, dtype=torch.int64), rule.row_multiple).tolist()
+    limits = dict(zip(lengths, caps, strict=True))
+
+    def is_allowed(length: int, rows: int) -> bool:
+        cap = limits.get(length, 0)
+        return rows <= cap and (cap < rule.row_multiple or rows % rule.row_multiple == 0)
+
+    return sorted({shape for shape in shapes if is_allowed(*shape)})
 
 
 def _check_edges(values: Any, length_multiple: int, max_length: int | None) -> list[int]:

@@ -11,20 +11,23 @@ from torch_ref.rows import ceil_div
 __all__ = ["CLOSED_FORM", "optimal_edges"]
 
 
-def optimal_edges(distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor]) -> Tensor:
+def optimal_edges(
+    distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int], Tensor], longest: int | None = None
+) -> Tensor:
     """Choose at most `max_shapes` bucket lengths of the least total cost.
 
     With D distinct lengths and K shapes it takes O(K * D**2) time and O(K * D) memory. The row rule's ceilings make the
     cost neither monotone nor convex in the bucket's ends, so every end is tried.
 
     Args:
-        distinct: int64[D], the lengths that samples have, ascending, in tokens.
+        distinct: int64[D], the lengths that buckets may have, ascending, in tokens.
         max_shapes: K >= 1.
         bucket_costs: from an index j to the costs of the buckets that hold the lengths i..j, for i = 0..j: int64[j + 1]
-            or float64[j + 1], each >= 0.
+            or float64[j + 1], each >= 0, infinite where there may be no such bucket.
+        longest: the last bucket is at least this long; None stands for the longest length.
 
     Returns:
-        int64[k], 1 <= k <= K, ascending, the last of them the longest length. Among equal totals: the fewest buckets,
+        int64[k], 1 <= k <= K, ascending, the last of them at least the longest. Among equal totals: the fewest buckets,
         then, from the longest down, the smaller edges.
     """
     num_distinct, max_shapes = len(distinct), min(max_shapes, len(distinct))
@@ -45,10 +48,12 @@ def optimal_edges(distinct: Tensor, max_shapes: int, bucket_costs: Callable[[int
         start = sums.argmin(axis=1)
         first[1:, last + 1] = start
         total[1:, last + 1] = np.minimum(sums[columns, start], unreachable)
-    num_buckets = int(total[1:, -1].argmin()) + 1
+    top = num_distinct - 1 if longest is None else int(torch.searchsorted(distinct, longest))
+    # Row by row: the fewest buckets come first, and among them the shortest last edge.
+    num_buckets, beyond = np.unravel_index(total[1:, top + 1 :].argmin(), (max_shapes, num_distinct - top))
     edges = []
-    end = num_distinct
-    for k in range(num_buckets, 0, -1):
+    end = top + 1 + int(beyond)
+    for k in range(int(num_buckets) + 1, 0, -1):
         edges.append(int(distinct[end - 1]))
         end = int(first[k, end])
     return torch.tensor(edges[::-1])

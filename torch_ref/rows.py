@@ -53,11 +53,23 @@ class RowRule:
         Returns:
             (rows, steps), two int64 tensors of the common shape.
         """
-        # ceil(ceil(n / M) / x) = ceil(n / (M * x)), without a product that could overflow.
         share = ceil_div(num_samples, self.microbatches_per_step)
-        steps = ceil_div(share, caps)
+        steps = self.num_steps(num_samples, caps)
         rows = round_up(ceil_div(share, steps.clamp(min=1)), self.row_multiple)
         return torch.where(steps > 0, torch.minimum(rows, caps), caps), steps
+
+    def num_steps(self, num_samples: Tensor, rows: Tensor) -> Tensor:
+        """Return the steps that the samples take with given rows.
+
+        Args:
+            num_samples: int64, samples in the bucket.
+            rows: int64 of a shape that broadcasts, at least 1.
+
+        Returns:
+            int64 of the common shape.
+        """
+        # ceil(ceil(n / M) / x) = ceil(n / (M * x)), without a product that could overflow.
+        return ceil_div(ceil_div(num_samples, self.microbatches_per_step), rows)
 
 
 @dataclass(frozen=True, kw_only=True)

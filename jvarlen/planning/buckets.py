@@ -7,7 +7,7 @@ samples of a bucket, s its steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias, Unpack, get_args
 
 import numpy as np
@@ -16,7 +16,8 @@ from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders, offenders_where
 from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, round_up
-from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges
+from jvarlen.planning.compiled_shapes import reusing_buckets, usable_shapes
+from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges, trimmed_costs
 from jvarlen.planning.lengths import Overlong, check_counts, check_lengths, fit_lengths
 
 __all__ = [
@@ -95,6 +96,7 @@ def make_buckets(
     max_shapes: int = 16,
     max_length: int | None = None,
     overlong: Overlong = "error",
+    compiled: Iterable[Sequence[int]] = (),
     **options: Unpack[BudgetOptions],
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
@@ -111,6 +113,12 @@ def make_buckets(
       max_length: the longest bucket in tokens. None: the longest sample.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
         counts them as cut to it. Pass the same to `make_plan`.
+      compiled: (rows, length) shapes whose programs exist already, for example in a persistent cache or a saved set.
+        Needs `compile_seconds` and strategy `"optimal"`. A bucket of exactly such a shape costs no `compile_seconds`.
+        A bucket may have the length of a compiled shape although no sample has it, the longest bucket too, but none is
+        empty. It has the rows that its samples need, or those of a compiled shape of its length, whichever costs least
+        over all its microbatches and compilation. Among equal costs, compiled shapes win, then fewer rows. Shapes that
+        don't fit the budget, `row_multiple`, `length_multiple` or `max_length` are ignored.
       options: the other fields of `Budget`, as keywords.
 
     Returns:
@@ -124,6 +132,9 @@ def make_buckets(
     Example:
       >>> make_buckets([3, 4, 4, 9, 16], max_tokens=32, max_shapes=2)
       (Bucket(rows=3, length=4), Bucket(rows=2, length=16))
+      >>> seconds = {"cost": lambda rows, length: 0.01 * rows * length, "compile_seconds": 1.0}
+      >>> make_buckets([3, 4, 4, 9, 15], max_tokens=32, **seconds, compiled=[(8, 4), (2, 16)])
+      (Bucket(rows=8, length=4), Bucket(rows=2, length=16))
 
     References:
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
@@ -140,17 +151,30 @@ def make_buckets(
         max_length = int(given[-1])
     elif strategy not in get_args(Strategy):
         raise UserError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
+    shapes = list(compiled)
+    if shapes and (given is not None or strategy != "optimal" or budget.compile_seconds is None):
+        raise UserError(
+            f"compiled needs compile_seconds and strategy 'optimal', not {budget.compile_seconds!r} and {strategy!r}"
+        )
     counted = CountedSamples(lengths, max_length, overlong, length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
         edges = given
     elif strategy == "optimal":
         caps = counted.checked_caps(budget, histogram.rounded)
-        edges = optimal_edges(histogram.rounded, histogram.num_samples_between, caps, max_shapes, budget)
+        usable = usable_shapes(shapes, budget, max_length)
+        if len(usable):
+            return _as_buckets(*reusing_buckets(histogram, caps, usable, max_shapes, budget))
+        costs = trimmed_costs(histogram.rounded, histogram.num_samples_between, caps, budget)
+        edges = optimal_edges(histogram.rounded, costs, max_shapes)
     else:
         chosen = CLOSED_FORMS[str(strategy)](histogram, max_shapes)
         edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
     _, rows = budget.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(budget, edges))
+    return _as_buckets(edges, rows)
+
+
+def _as_buckets(edges: Int64[np.ndarray, " K"], rows: Int64[np.ndarray, " K"]) -> tuple[Bucket, ...]:
     return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
 
 

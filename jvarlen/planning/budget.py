@@ -160,10 +160,23 @@ class Budget:
         Returns:
           steps and rows, int64[...] each; rows of a bucket without samples are its cap.
         """
-        microbatches, multiple = self.microbatches_per_step, self.row_multiple
-        steps = -(-num_samples // (microbatches * cap))
-        needed = -(-num_samples // (microbatches * np.maximum(steps, 1)))
-        return steps, np.where(num_samples > 0, np.minimum(cap, round_up(needed, multiple)), cap)
+        steps = self.num_steps(num_samples, cap)
+        needed = -(-num_samples // (self.microbatches_per_step * np.maximum(steps, 1)))
+        return steps, np.where(num_samples > 0, np.minimum(cap, round_up(needed, self.row_multiple)), cap)
+
+    def num_steps(
+        self, num_samples: Int64[np.ndarray, " *n"], rows: Int64[np.ndarray, " *n"]
+    ) -> Int64[np.ndarray, " *n"]:
+        """How many steps the samples take in microbatches of these rows.
+
+        Args:
+          num_samples: int64[...], samples of each bucket.
+          rows: int64[...], each at least 1.
+
+        Returns:
+          int64[...].
+        """
+        return -(-num_samples // (self.microbatches_per_step * rows))
 
     def broken_by_one_row(self, length: int) -> str:
         """The limits that a single row exceeds, in words.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError
 from jvarlen.planning.budget import Budget, round_up
@@ -22,12 +22,15 @@ __all__ = [
     "check_edges",
     "least_rows_when_packed",
     "optimal_edges",
+    "trimmed_costs",
 ]
 
 Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
 # How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
 NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
+# What these buckets cost: int64 or float64, infinite for those that must not be.
+BucketCosts = Callable[[int], Shaped[np.ndarray, " j"]]
 
 
 class Histogram:
@@ -92,14 +95,24 @@ def least_rows_when_packed(histogram: Histogram) -> NumHeld:
     return rows_between
 
 
+def trimmed_costs(
+    rounded: Int64[np.ndarray, " D"], num_held: NumHeld, caps: Int64[np.ndarray, " D"], budget: Budget
+) -> BucketCosts:
+    """What buckets cost with the rows that they need.
+
+    Args:
+      rounded: int64[D], ascending.
+      num_held: what buckets hold, each at least 1.
+      caps: int64[D], the most rows at each length, each at least 1.
+      budget: of a microbatch.
+    """
+    return lambda j: budget.bucket_costs(num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
+
+
 def optimal_edges(
-    rounded: Int64[np.ndarray, " D"],
-    num_held: NumHeld,
-    caps: Int64[np.ndarray, " D"],
-    max_shapes: int,
-    budget: Budget,
+    lengths: Int64[np.ndarray, " D"], bucket_costs: BucketCosts, max_shapes: int, num_last: int = 1
 ) -> Int64[np.ndarray, " K"]:
-    """The cheapest at most `max_shapes` of the `rounded` lengths, the last included, by dynamic programming.
+    """The cheapest at most `max_shapes` of the lengths, one of the last included, by dynamic programming.
 
     cheapest[k, j] is the least cost of putting the shortest j lengths into exactly k + 1 buckets. It follows from every
     cheapest[k - 1, i] with i < j and the cost of one bucket for the lengths between; the ceilings in that cost break
@@ -107,33 +120,33 @@ def optimal_edges(
     first i wins, which is the smaller edge.
 
     Args:
-      rounded: int64[D], ascending.
-      num_held: what buckets hold.
-      caps: int64[D], the most rows at each length, each at least 1.
+      lengths: int64[D], ascending.
+      bucket_costs: what buckets cost.
       max_shapes: the most buckets.
-      budget: gives what buckets cost.
+      num_last: so many of the longest hold all samples; the longest bucket is one of them.
 
     Returns:
       int64[K], ascending.
     """
-    num_lengths = len(rounded)
+    num_lengths = len(lengths)
     max_shapes = min(max_shapes, num_lengths)
-    dtype = np.int64 if budget.cost is None else np.float64
+    dtype = bucket_costs(1).dtype
     # An integer that no sum of costs reaches, and that stays an integer when a bucket's cost is added to it.
-    unreachable = np.iinfo(np.int64).max // 2 if budget.cost is None else np.inf
+    unreachable = np.iinfo(np.int64).max // 2 if dtype == np.int64 else np.inf
     cheapest = np.full((max_shapes, num_lengths + 1), unreachable, dtype)
     previous = np.zeros((max_shapes, num_lengths + 1), np.int32)
     for j in range(1, num_lengths + 1):
-        bucket_cost = budget.bucket_costs(num_held(j), np.full(j, caps[j - 1]), np.full(j, rounded[j - 1]))
+        bucket_cost = bucket_costs(j)
         cheapest[0, j] = bucket_cost[0]
         totals = cheapest[:-1, :j] + bucket_cost
         first = totals.argmin(axis=1)
         previous[1:, j] = first
         cheapest[1:, j] = totals[np.arange(max_shapes - 1), first]
     edges = []
-    j = num_lengths
-    for k in range(int(cheapest[:, num_lengths].argmin()), -1, -1):
-        edges.append(rounded[j - 1])
+    fewest, shortest = divmod(int(cheapest[:, -num_last:].argmin()), num_last)
+    j = num_lengths - num_last + 1 + shortest
+    for k in range(fewest, -1, -1):
+        edges.append(lengths[j - 1])
         j = int(previous[k, j])
     return np.array(edges[::-1], np.int64)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from jvarlen._common.checks import check_at_least_one
 from jvarlen.planning.buckets import CountedSamples
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
-from jvarlen.planning.edges import least_rows_when_packed, optimal_edges
+from jvarlen.planning.edges import least_rows_when_packed, optimal_edges, trimmed_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.packing import rows_by_tokens, split_lengths
 
@@ -108,8 +108,8 @@ def choose_row_lengths(
     max_sets = min(_MAX_SETS, max(most // len(counts), 1))
     search = _SetSearch(histogram.rounded.tolist(), max_shapes, max_sets, plan_cost)
     if not search.try_all():
-        num_held = least_rows_when_packed(histogram)
-        by_class = optimal_edges(histogram.rounded, num_held, caps, max_shapes, budget)
+        costs = trimmed_costs(histogram.rounded, least_rows_when_packed(histogram), caps, budget)
+        by_class = optimal_edges(histogram.rounded, costs, max_shapes)
         search.descend(())
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())

@@ -45,9 +45,11 @@ def difficulties(draw: st.DrawFn, given_lengths: list[int]) -> list[Any] | None:
 
 
 @st.composite
-def bucket_arguments(draw: st.DrawFn, *, strategy: str, max_samples: int = 40, longest: int = 40) -> dict[str, Any]:
+def bucket_arguments(
+    draw: st.DrawFn, *, strategy: str, min_samples: int = 1, max_samples: int = 40, longest: int = 40
+) -> dict[str, Any]:
     """Draw valid arguments of `make_buckets` without a cost."""
-    given_lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=max_samples))
+    given_lengths = draw(st.lists(st.integers(1, longest), min_size=min_samples, max_size=max_samples))
     multiple = draw(st.sampled_from([1, 1, 2, 3, 8]))
     max_length = draw(st.one_of(st.none(), st.integers(1, longest).map(lambda n: slow.round_up(n, multiple))))
     top = slow.round_up(max(given_lengths) if max_length is None else min(max(given_lengths), max_length), multiple)
@@ -95,6 +97,24 @@ def limits(draw: st.DrawFn, longest: int) -> dict[str, Any]:
     if draw(st.booleans()):
         drawn["max_sequences"] = draw(st.integers(1, 6))
     return drawn
+
+
+@st.composite
+def reusing_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw arguments of `make_buckets` with compiled shapes, most of which fit the budget."""
+    arguments = draw(bucket_arguments(strategy="optimal", min_samples=6, max_samples=9, longest=20))
+    top, multiple = max(arguments["lengths"]), arguments["length_multiple"]
+    arguments["max_tokens"] *= draw(st.integers(1, 3))
+    arguments["max_shapes"] = draw(st.integers(1, 4))
+    arguments |= draw(limits(top + 8))
+    arguments["compile_seconds"] = draw(st.sampled_from([0.0, 0.25, 1.0, 4.0, 40.0]))
+    shapes = []
+    for length in draw(st.lists(st.integers(1, top + 4), min_size=1, max_size=6)):
+        length = draw(st.sampled_from([slow.round_up(length, multiple), slow.round_up(length, multiple), length]))
+        shapes.append((draw(st.integers(1, 4)), length))
+    for rows, length in draw(st.lists(st.sampled_from(slow.make_buckets(**arguments)), max_size=2)):
+        shapes.append((max(rows + draw(st.integers(-1, 1)), 1), max(length + draw(st.integers(-1, 2)), 1)))
+    return arguments | {"compiled": draw(st.permutations(shapes))}
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,19 @@ def test_both_weigh_seconds_alike(both: list[ModuleType], compile_seconds: float
     assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
 
 
+@pytest.mark.parametrize("compile_seconds", [0.0, 0.01, 1.0])
+def test_both_reuse_the_same_shapes(both: list[ModuleType], compile_seconds: float) -> None:
+    """The shapes of other lengths, and many that fit badly or not at all."""
+    options = {"max_shapes": 24, "length_multiple": 8, "microbatches_per_step": 2, "cost": timed_cost}
+    options["compile_seconds"] = compile_seconds
+    shapes = both[0].make_buckets(inputs(1)["lengths"], 16_384, **options)
+    rows, lengths = np.random.default_rng(3).integers((1, 1), (200, 700), (300, 2)).T
+    compiled = [*shapes, *zip(rows, 8 * lengths, strict=True)]
+    one, other = (package.make_buckets(inputs(4)["lengths"], 16_384, compiled=compiled, **options) for package in both)
+    assert [tuple(bucket) for bucket in one] == [tuple(bucket) for bucket in other]
+    assert set(one) & set(shapes)
+
+
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
 @pytest.mark.parametrize("difficulty", [None, "integers", "floats"])
 @pytest.mark.parametrize("shuffle_steps", [False, True])
