@@ -130,6 +130,7 @@ def _train_defaults(args: list[str]) -> Any:
     """The settings of the run to continue, if one is named."""
     from jvarlen.runs.config import FitConfig, load_config
     from jvarlen.runs.directory import is_run_dir
+    from jvarlen.runs.plan_config import PlanConfig
 
     for place, name in enumerate(args):
         given, _, value = name.partition("=")
@@ -138,7 +139,7 @@ def _train_defaults(args: list[str]) -> Any:
             return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
         if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
             return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
-    return FitConfig()
+    return FitConfig(plan=PlanConfig(max_shapes="auto"))
 
 
 def _unframed(text: str) -> str:

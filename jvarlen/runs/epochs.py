@@ -75,14 +75,16 @@ class Course:
     ):
         self._seed = config.seed
         self.buckets = config.plan.make_buckets(lengths)
+        all_eval_lengths = np.concatenate(list(eval_lengths.values()))
+        eval_buckets = config.plan.make_eval_buckets(all_eval_lengths, self.buckets)
         self.eval_plans: dict[str, Plan] = {}
         for name, lengths_of_set in eval_lengths.items():
             try:
-                self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, self.buckets)
+                self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, eval_buckets)
             except ValueError as error:
                 raise UserError(f"samples of the evaluation {name}: {error}") from None
         used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
-        self.eval_buckets = [self.buckets[k] for k in used]
+        self.eval_buckets = [eval_buckets[k] for k in used]
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def plan_of_epoch(epoch: int) -> Plan:

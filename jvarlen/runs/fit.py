@@ -23,6 +23,7 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
@@ -48,6 +49,7 @@ from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.loop import TrainingLoop
+from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.runs.trackers import Tracker, open_trackers
@@ -166,16 +168,21 @@ def _fit(
     held: contextlib.ExitStack,
 ) -> FitResult:
     _check_mesh(config, mesh)
+    if config.compile.cache_dir is not None:
+        use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
+    with together("open the data"):
+        opened = _open(config, task, given)
+    task = task.with_model(config.model, opened.data.vocab_size, config.seed)
+    max_steps = _DEMO_STEPS if _is_endless_demo(config, given) else config.max_steps
+    chooser = ShapeChooser(config, task, opened.data, _when(config))
+    config = dataclasses.replace(config, plan=chooser.choose(opened.lengths, opened.eval_lengths, max_steps))
     with together("plan the training"):
-        planned = _plan(config, task, given)
+        planned = _plan(config, task, opened, max_steps, chooser.reason)
     course = planned.course
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(config, first_plan, planned.data, held)
 
-    if config.compile.cache_dir is not None:
-        use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
-    task = task.with_model(config.model, planned.data.vocab_size, config.seed)
     state = task.init_state(course.optimizer, config.seed)
     if mesh is not None:
         state = _place(state, mesh)
@@ -226,6 +233,7 @@ def _fit(
     compiled.train_step.close()  # what an interrupted run did not need
     compiled.eval_step.close()
     ledger = compiled.train_step.ledger.with_plan(first_plan)
+    chooser.remember(ledger)
     evaluated_in: EvaluatedIn = "loss"
     if task.is_language_model:
         evaluated_in = "bits per byte" if planned.data.is_bytes else "bits per token"
@@ -259,8 +267,7 @@ def _compile(
     """Compiles the steps for the buckets that are used from a place on."""
     course, data = planned.course, planned.data
     assert task.loss_fn is not None
-    when = config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
-    options = dataclasses.replace(config.compile, when=when, time_steps=config.compile.time_steps is not False)
+    options = dataclasses.replace(config.compile, when=_when(config), time_steps=config.compile.time_steps is not False)
     batch_spec = task.batch_spec_for(
         {"training": course.plan_of_epoch(place.epoch), **course.eval_plans},
         {"training": data.train, **data.evaluation},
@@ -389,6 +396,19 @@ def _raise_if_any_interrupted() -> None:
         raise KeyboardInterrupt
 
 
+def _when(config: FitConfig) -> When:
+    """When shapes are compiled: while steps run, which is faster, or before, where several processes train."""
+    return config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
+
+
+class _Opened(NamedTuple):
+    """The data, and the lengths of the samples to train on and of each set to evaluate on."""
+
+    data: TrainingData
+    lengths: Int64[np.ndarray, " N"]
+    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
+
+
 class _Planned(NamedTuple):
     """The data, all steps, and the lengths of the samples to train on and of each set to evaluate on."""
 
@@ -398,7 +418,12 @@ class _Planned(NamedTuple):
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]
 
 
-def _plan(config: FitConfig, task: Task, given: Split | None) -> _Planned:
+def _is_endless_demo(config: FitConfig, given: Split | None) -> bool:
+    """Whether the built-in corpus is trained on and no number of steps is given."""
+    return given is None and not config.data and config.max_steps is None and config.num_epochs is None
+
+
+def _open(config: FitConfig, task: Task, given: Split | None) -> _Opened:
     def lengths_of(dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N"]:
         if task.length_fn is None:
             return known_lengths(dataset, progress=progress)
@@ -409,14 +434,15 @@ def _plan(config: FitConfig, task: Task, given: Split | None) -> _Planned:
     held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
     _say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
 
-    eval_lengths = {name: lengths_of(dataset, False) for name, dataset in data.evaluation.items()}
-    is_demo = given is None and not config.data
-    if is_demo and config.max_steps is None and config.num_epochs is None:
-        config = dataclasses.replace(config, max_steps=_DEMO_STEPS)
-    course = Course(config, lengths, eval_lengths, task.optimizer)
+    return _Opened(data, lengths, {name: lengths_of(dataset, False) for name, dataset in data.evaluation.items()})
+
+
+def _plan(config: FitConfig, task: Task, opened: _Opened, max_steps: int | None, reason: str) -> _Planned:
+    data, lengths, eval_lengths = opened
+    course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
     rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
     report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-    _say("Plan", report, course.describe())
+    _say("Plan", report, course.describe(), *([reason] if reason else []))
     raise_if_interrupted()
     return _Planned(data, course, lengths, eval_lengths)
 

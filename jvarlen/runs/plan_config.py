@@ -6,13 +6,13 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
-from jvarlen.planning.buckets import Bucket, Strategy, make_buckets
+from jvarlen.planning.buckets import Bucket, Strategy, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
@@ -22,7 +22,9 @@ from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import packed_row_lengths
 
-__all__ = ["BatchSizeRule", "PlanConfig"]
+__all__ = ["DEFAULT_MAX_SHAPES", "BatchSizeRule", "PlanConfig"]
+
+DEFAULT_MAX_SHAPES = 12
 
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
@@ -33,8 +35,9 @@ class PlanConfig:
 
     max_tokens: int = 4096
     """Budget of one microbatch in tokens, padding included."""
-    max_shapes: int = 12
-    """The most buckets, that is, compiled shapes."""
+    max_shapes: int | Literal["auto"] = DEFAULT_MAX_SHAPES
+    """The most buckets, that is, compiled shapes; auto for as many as the run is worth,
+    by the seconds that steps and compiling take on this machine."""
     strategy: Strategy = "optimal"
     """How the lengths of the buckets are chosen."""
     max_length: int | None = 1024
@@ -44,6 +47,10 @@ class PlanConfig:
     None: an error, except that the built-in corpus is cut."""
     microbatches_per_step: int = 1
     """Microbatches of one optimizer update, over all devices and accumulation."""
+    buckets: tuple[tuple[int, int], ...] = ()
+    """Buckets as pairs of rows and length, in place of chosen ones. A run keeps those that auto chose here."""
+    eval_edges: tuple[int, ...] = ()
+    """Lengths of the buckets that evaluate. Without, those that train."""
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
     length_multiple: int = 8
@@ -89,11 +96,14 @@ class PlanConfig:
     """The most bytes of a bucket, by the memory model."""
 
     def __post_init__(self):
+        if self.max_shapes != "auto":
+            check_at_least(self, 1, "max_shapes")
+        if self.buckets:
+            check_buckets(self.buckets)
         check_at_least(
             self,
             1,
             "max_tokens",
-            "max_shapes",
             "max_length",
             "microbatches_per_step",
             "row_multiple",
@@ -155,6 +165,11 @@ class PlanConfig:
         """The budget of a microbatch."""
         return Budget(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Budget)})
 
+    @property
+    def can_space(self) -> bool:
+        """Whether `onset_spacing` may change the order of the steps."""
+        return self.pacing == "none" and not self.pieces_in_order
+
     def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings; with packing, for the lengths of the rows.
 
@@ -164,6 +179,10 @@ class PlanConfig:
         Returns:
           A tuple of `Bucket`.
         """
+        if self.buckets:
+            return cast("tuple[Bucket, ...]", check_buckets(self.buckets))
+        if self.max_shapes == "auto":
+            raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
         if not self.pack:
             return make_buckets(
                 lengths,
@@ -171,7 +190,7 @@ class PlanConfig:
                 strategy=self.strategy,
                 max_shapes=self.max_shapes,
                 max_length=self.max_length,
-                overlong=self._bucket_overlong,
+                overlong=self.bucket_overlong,
             )
         row_lengths = self.row_lengths or packed_row_lengths(
             lengths,
@@ -212,16 +231,31 @@ class PlanConfig:
             shuffle_steps=self.shuffle_steps,
             longest_first=self.longest_first,
             onset_spacing=self.onset_spacing if epoch == 0 else 0,
-            overlong=self._bucket_overlong,
+            overlong=self.bucket_overlong,
             pieces_in_order=self.pieces_in_order,
         )
+
+    def make_eval_buckets(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+        """The buckets that evaluate: those of training, or of the given lengths.
+
+        Args:
+          lengths: int64[H], tokens a sample of all evaluations.
+          buckets: of training.
+
+        Returns:
+          A tuple of `Bucket`.
+        """
+        if not self.eval_edges:
+            return buckets
+        budget = dataclasses.replace(self.budget, compile_seconds=None)
+        return make_buckets(lengths, budget, strategy=self.eval_edges, overlong=self.bucket_overlong)
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
         """A plan of evaluation samples in the same buckets, in order of length.
 
         Args:
           lengths: int64[H], tokens a sample.
-          buckets: the buckets of training.
+          buckets: from `make_eval_buckets`.
 
         Returns:
           A `Plan`.
@@ -230,11 +264,11 @@ class PlanConfig:
             self._rows(lengths, buckets, "dataset", 0, 0),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
-            overlong=self._bucket_overlong,
+            overlong=self.bucket_overlong,
         )
 
     @property
-    def _bucket_overlong(self) -> Overlong:
+    def bucket_overlong(self) -> Overlong:
         """The rule for samples that no bucket holds; a packing has its own."""
         if self.pack or self.overlong is None or self.overlong == "split":
             return "error"

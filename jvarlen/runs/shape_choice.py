@@ -1,0 +1,199 @@
+"""Chooses the shapes of a run whose settings leave their number open (`max_shapes="auto"`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Int64
+
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.ledger import Ledger
+from jvarlen.compiling.lowering import Recipe, make_recipe
+from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.planning.auto_shapes import Compiler, ShapeChoice, choose_shapes
+from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.runs.config import FitConfig, load_config
+from jvarlen.runs.costs import (
+    RunCosts,
+    costs_from_ledger,
+    costs_path,
+    estimate_costs,
+    load_costs,
+    model_key,
+    save_costs,
+)
+from jvarlen.runs.data import TrainingData
+from jvarlen.runs.directory import is_run_dir
+from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig
+from jvarlen.runs.task import BatchSpec, Task
+from jvarlen.training.step import make_train_step
+
+__all__ = ["ShapeChooser"]
+
+_EVALUATION_SHARE = 1 / 3  # of the seconds of a training step, and of compiling it: no backward pass, no update
+
+
+class ShapeChooser:
+    """Chooses the shapes of a run, and remembers afterwards what they cost.
+
+    Args:
+      config: the settings.
+      task: the model.
+      data: what is trained on.
+      when: whether steps run while shapes are compiled.
+    """
+
+    def __init__(self, config: FitConfig, task: Task, data: TrainingData, when: str):
+        self._config = config
+        self._task = task
+        self._data = data
+        self._when = when
+        self._costs: RunCosts | None = None
+        self.reason = ""
+
+    def choose(
+        self,
+        lengths: Int64[np.ndarray, " N"],
+        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+        max_steps: int | None,
+    ) -> PlanConfig:
+        """The planning settings with the chosen shapes; the same on all processes, those of process 0.
+
+        Args:
+          lengths: int64[N] of the samples to train on.
+          eval_lengths: int64[H] of each set to evaluate on.
+          max_steps: of the settings, or of the demo.
+        """
+        config, plan = self._config, self._config.plan
+        if plan.max_shapes != "auto":
+            return plan
+        if plan.pack or plan.strategy != "optimal":  # for which the number is not chosen by seconds
+            return dataclasses.replace(plan, max_shapes=DEFAULT_MAX_SHAPES)
+        for run_dir in (config.resume, config.run_dir):
+            if run_dir is not None and is_run_dir(run_dir):
+                saved = load_config(run_dir / "config.json").plan
+                names = ("max_shapes", "buckets", "eval_edges", "onset_spacing")
+                return dataclasses.replace(plan, **{name: getattr(saved, name) for name in names})
+        with together("choose the shapes"):
+            self._costs = self._known_costs(lengths)
+            chosen = self._choose(self._costs, lengths, eval_lengths, max_steps)
+        shared = json.loads(gather_texts("the chosen shapes", json.dumps(chosen))[0])
+        return dataclasses.replace(
+            plan,
+            max_shapes=len(shared["buckets"]),
+            buckets=tuple(map(tuple, shared["buckets"])),
+            eval_edges=tuple(shared["eval_edges"]),
+            onset_spacing=shared["onset_spacing"],
+        )
+
+    def remember(self, ledger: Ledger) -> None:
+        """Writes what the run measured into the user's cache, if the shapes were chosen here and caches are used."""
+        if self._costs is None or self._config.compile.cache_dir is None or not is_main_process():
+            return
+        measured = costs_from_ledger(ledger, self._config.plan.microbatches_per_step, self._costs, self._program)
+        save_costs(measured, costs_path(measured.device, measured.model))
+
+    def _known_costs(self, lengths: Int64[np.ndarray, " N"]) -> RunCosts:
+        plan = self._config.plan
+        recipe, buckets = self._recipe(lengths)
+        model = model_key(recipe.state_spec, self._task.loss_fn, plan.microbatches_per_step)
+        known = None
+        if self._config.compile.cache_dir is not None:
+            known = load_costs(costs_path(recipe.device_text, model), recipe.device_text, model)
+        if known is None:
+            known = estimate_costs(recipe, buckets, model)
+        if plan.cost is not None:
+            known = dataclasses.replace(known, seconds=plan.cost)
+        if plan.compile_seconds is not None:
+            known = dataclasses.replace(known, compile_seconds=plan.compile_seconds)
+        return known
+
+    def _recipe(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Recipe, tuple[Bucket, ...]]:
+        """A step of the model with a usual optimizer, and two shapes that samples have."""
+        plan, task = self._config.plan, self._task
+        assert task.loss_fn is not None
+        probe = dataclasses.replace(plan, strategy="quantile", max_shapes=2)
+        buckets = probe.make_buckets(lengths)
+        batch_spec: BatchSpec = token_batch_spec
+        if task.batch_spec is not None or task.collate is not None:
+            made = {"training": probe.make_plan(lengths, buckets, seed=0, epoch=0)}
+            batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
+        optimizer = task.optimizer or optax.adamw(1e-3)
+        state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
+        step = make_train_step(task.loss_fn, optimizer)
+        options = self._config.compile
+        return make_recipe(step, state, plan.microbatches_per_step, None, batch_spec, options), buckets
+
+    def _choose(
+        self,
+        costs: RunCosts,
+        lengths: Int64[np.ndarray, " N"],
+        eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
+        max_steps: int | None,
+    ) -> dict[str, Any]:
+        config, plan = self._config, self._config.plan
+        budget = dataclasses.replace(plan.budget, cost=costs.seconds, compile_seconds=None)
+        by_epochs = config.num_epochs is not None or max_steps is None
+        choice = choose_shapes(
+            lengths,
+            budget,
+            self._compiler(costs),
+            num_epochs=config.num_epochs or 1,
+            num_steps=None if by_epochs else max_steps,
+            compiled=costs.compiled.get(self._program, ()),
+            can_space=plan.can_space,
+            max_length=plan.max_length,
+            overlong=plan.bucket_overlong,
+        )
+        self.reason = self._reason_of(choice, costs)
+        # Every evaluation waits for its shapes, so these are some of the longer ones of training.
+        edges = np.array([bucket.length for bucket in choice.buckets])
+        held_out = np.concatenate(list(eval_lengths.values()))
+        rounded = edges[np.minimum(np.searchsorted(edges, held_out), len(edges) - 1)]
+        num_evaluations = 2 + (0 if config.eval_every is None or max_steps is None else max_steps // config.eval_every)
+        eval_buckets = make_buckets(
+            rounded,
+            dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),
+            max_shapes=len(edges),
+        )
+        eval_edges = [bucket.length for bucket in eval_buckets[:-1]] + [int(edges[-1])]
+        return {
+            "buckets": [list(bucket) for bucket in choice.buckets],
+            "eval_edges": sorted(set(eval_edges)),
+            "onset_spacing": plan.onset_spacing or choice.onset_spacing,
+        }
+
+    def _compiler(self, costs: RunCosts) -> Compiler:
+        cores = os.cpu_count() or 1
+        behind = self._when == "behind"
+        threads = self._config.compile.num_threads or (max(1, cores // 2) if behind else cores)
+        on_cpu = jax.default_backend() == "cpu"
+        seconds = (1 + _EVALUATION_SHARE / 2) * costs.compile_seconds  # about half of the shapes evaluate as well
+        return Compiler(seconds, threads, min(1.0, threads / cores) if on_cpu and behind else 0.0, behind)
+
+    def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
+        known = "estimated" if costs.is_estimate else "measured"
+        spaced = f", a new one every {choice.onset_spacing:,} steps" if choice.onset_spacing else ""
+        return (
+            f"{len(choice.buckets)} shapes{spaced}: compiling and training are expected to take "
+            f"{choice.seconds:,.0f} s ({costs.compile_seconds:.1f} s a shape, {known})"
+        )
+
+    @functools.cached_property
+    def _program(self) -> str:
+        """What tells the programs of this run from those of others of the model."""
+        config = self._config
+        return model_key(
+            None,
+            None,
+            *(config.optimizer, config.max_steps, config.num_epochs, config.devices, config.compile.xla_options),
+            *(sorted(self._data.content_keys.items()), jax.__version__),
+        )
