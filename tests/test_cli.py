@@ -383,4 +383,4 @@ def test_a_directory_that_holds_no_run_yet_gets_the_usual_settings(tmp_path, mon
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", note)
     assert main(["train", "--run-dir", str(tmp_path / "new")]) == 2
-    assert called == [FitConfig(run_dir=tmp_path / "new")]
+    assert called == [FitConfig(run_dir=tmp_path / "new", plan=PlanConfig(max_shapes="auto"))]

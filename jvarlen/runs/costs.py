@@ -2,7 +2,8 @@
 
 A run whose number of shapes is `"auto"` needs both before its plan. The first run of a model estimates them: the
 operations of a step come from lowering it for two shapes, the speed of the device from a product of matrices, and the
-seconds of compiling from those of lowering. Each run then writes what its ledger measured into the user's cache.
+seconds of compiling from those of lowering. Each run then writes what its ledger measured into the directory of the
+compilation cache.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import default_cache_dir, write_atomically
+from jvarlen._common.files import write_atomically
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.cost_model import CostModel
 
-__all__ = ["RunCosts", "costs_from_ledger", "costs_path", "estimate_costs", "load_costs", "save_costs"]
+__all__ = ["RunCosts", "costs_from_ledger", "costs_path", "estimate_costs", "load_costs", "model_key", "save_costs"]
 
 # Measured with the built-in model on a CPU with two cores: compiling takes some 6 times as long as lowering, and a step
 # has half the speed of a product of matrices. Both only have to hold for the first run.
@@ -70,10 +71,10 @@ def model_key(state_spec: Any, loss_fn: Any, *details: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def costs_path(device: str, model: str) -> Path:
-    """Where the costs of a model on a kind of device lie in the user's cache."""
+def costs_path(cache_dir: Path, device: str, model: str) -> Path:
+    """Where the costs of a model on a kind of device lie: beside its compiled programs."""
     name = hashlib.sha256(f"{device}\0{model}".encode()).hexdigest()[:32]
-    return default_cache_dir() / "costs" / f"{name}.json"
+    return cache_dir / "costs" / f"{name}.json"
 
 
 def load_costs(path: Path, device: str, model: str) -> RunCosts | None:

@@ -96,14 +96,13 @@ class PlanConfig:
     """The most bytes of a bucket, by the memory model."""
 
     def __post_init__(self):
-        if self.max_shapes != "auto":
-            check_at_least(self, 1, "max_shapes")
         if self.buckets:
             check_buckets(self.buckets)
         check_at_least(
             self,
             1,
             "max_tokens",
+            *(() if self.max_shapes == "auto" else ("max_shapes",)),
             "max_length",
             "microbatches_per_step",
             "row_multiple",

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -95,19 +96,25 @@ class ShapeChooser:
         )
 
     def remember(self, ledger: Ledger) -> None:
-        """Writes what the run measured into the user's cache, if the shapes were chosen here and caches are used."""
-        if self._costs is None or self._config.compile.cache_dir is None or not is_main_process():
+        """Writes what the run measured beside the compiled programs, if it chose its shapes and keeps programs."""
+        if self._costs is None or self._cache_dir is None or not is_main_process():
             return
         measured = costs_from_ledger(ledger, self._config.plan.microbatches_per_step, self._costs, self._program)
-        save_costs(measured, costs_path(measured.device, measured.model))
+        save_costs(measured, costs_path(self._cache_dir, measured.device, measured.model))
+
+    @property
+    def _cache_dir(self) -> Path | None:
+        """The directory of compiled programs; None if they are not kept."""
+        settings: Any = jax.config
+        return self._config.compile.cache_dir if settings.jax_enable_compilation_cache else None
 
     def _known_costs(self, lengths: Int64[np.ndarray, " N"]) -> RunCosts:
         plan = self._config.plan
         recipe, buckets = self._recipe(lengths)
         model = model_key(recipe.state_spec, self._task.loss_fn, plan.microbatches_per_step)
         known = None
-        if self._config.compile.cache_dir is not None:
-            known = load_costs(costs_path(recipe.device_text, model), recipe.device_text, model)
+        if self._cache_dir is not None:
+            known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
         if known is None:
             known = estimate_costs(recipe, buckets, model)
         if plan.cost is not None:
@@ -180,10 +187,11 @@ class ShapeChooser:
         return Compiler(seconds, threads, min(1.0, threads / cores) if on_cpu and behind else 0.0, behind)
 
     def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
-        known = "estimated" if costs.is_estimate else "measured"
-        spaced = f", a new one every {choice.onset_spacing:,} steps" if choice.onset_spacing else ""
+        is_given = self._config.plan.compile_seconds is not None
+        known = "as given" if is_given else "estimated" if costs.is_estimate else "measured"
+        spaced = f", the next after {choice.onset_spacing:,} steps each" if choice.onset_spacing else ""
         return (
-            f"{len(choice.buckets)} shapes{spaced}: compiling and training are expected to take "
+            f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}{spaced}: compiling and training are expected to take "
             f"{choice.seconds:,.0f} s ({costs.compile_seconds:.1f} s a shape, {known})"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -100,7 +100,7 @@ class Task:
 
         def batch_spec(bucket: AnyBucket, microbatches_per_step: int) -> Any:
             for name, plan in plans.items():
-                steps = np.flatnonzero(plan.step_bucket == plan.buckets.index(bucket))
+                steps = np.flatnonzero(plan.step_bucket == _index(plan.buckets, bucket))
                 if len(steps):
                     batch = PlanSource(plan, datasets[name], collate)[int(steps[0])]
                     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), batch)
@@ -115,6 +115,11 @@ class Task:
         losses = (self.loss_fn, self.eval_loss_fn)
         takes_key = any(takes_argument(loss_fn, "key") for loss_fn in losses if loss_fn is not None)
         return init_train_state(self.params, optimizer, extra=self.extra, seed=seed if takes_key else None)
+
+
+def _index(buckets: Sequence[AnyBucket], bucket: AnyBucket) -> int:
+    """The place of a bucket; -1 if it is not among them."""
+    return buckets.index(bucket) if bucket in buckets else -1
 
 
 def _dtype(leaf: Any) -> Any:

@@ -1,0 +1,110 @@
+"""The number of shapes that a run is worth."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jvarlen import make_buckets, make_plan
+from jvarlen.planning.auto_shapes import Compiler, choose_shapes, seconds_of_epoch, simulated_seconds
+from jvarlen.planning.budget import Budget
+
+LENGTHS = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(np.int64).clip(1, 1024)
+BUDGET = Budget(max_tokens=4096, length_multiple=8, cost=lambda rows, length: rows * length * (3e-5 + 1e-8 * length))
+BEHIND = Compiler(2.0, slowdown=0.5)
+
+
+def by_the_clock(work, is_new, compiler, spacing_s):
+    """The same in ticks of a hundredth: a step may only take a tick of a shape that is there."""
+    ready, done = [], 0
+    for new in is_new:
+        done += new
+        ready.append(0.0 if not new else compiler.seconds * (1 + -(-(done - 1) // compiler.threads)))
+    left, now, worked = sum(work), 0.0, 0.0
+    appears = (
+        [i * spacing_s for i in range(len(work))] if spacing_s is not None else np.cumsum([0, *work[:-1]]).tolist()
+    )
+    while left > 1e-9:
+        needed = max((ready[i] for i in range(len(work)) if appears[i] <= worked + 1e-9), default=0.0)
+        if now + 1e-9 >= needed:
+            worked, left = worked + 0.01, left - 0.01
+        now += 0.01
+    return now + compiler.slowdown * compiler.seconds * max(0, sum(is_new) - 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("spacing_s", [None, 0.5, 2.5])
+@pytest.mark.parametrize("is_new", [(True,) * 4, (False, True, False, True), (False,) * 4, (True,)])
+def test_waiting_is_simulated_as_a_clock_shows_it(is_new, spacing_s, threads):
+    work = np.array([4.0, 1.0, 0.5, 6.0][: len(is_new)])
+    compiler = Compiler(2.0, threads, slowdown=0.25)
+    expected = by_the_clock(work, is_new, compiler, spacing_s)
+    assert simulated_seconds(work, is_new, compiler, spacing_s) == pytest.approx(expected, abs=0.1)
+
+
+def test_seconds_of_an_epoch_are_those_of_its_plan():
+    for num_microbatches in (1, 3):
+        budget = dataclasses.replace(BUDGET, microbatches_per_step=num_microbatches)
+        buckets = make_buckets(LENGTHS, budget, max_shapes=5)
+        seconds, num_steps = seconds_of_epoch(LENGTHS, buckets, budget)
+        plan = make_plan(LENGTHS, buckets, microbatches_per_step=num_microbatches)
+        np.testing.assert_array_equal(num_steps, np.bincount(plan.step_bucket, minlength=5))
+        costs = [BUDGET.cost(*bucket) for bucket in buckets]
+        assert seconds.sum() == pytest.approx(num_microbatches * sum(costs[k] for k in plan.step_bucket))
+
+
+def test_longer_runs_get_more_shapes_and_slower_compilers_fewer():
+    by_epochs = [len(choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=n).buckets) for n in (0.1, 1, 5, 50)]
+    assert by_epochs == sorted(by_epochs)
+    assert by_epochs[0] < by_epochs[2] < by_epochs[3]
+    by_seconds = [
+        len(choose_shapes(LENGTHS, BUDGET, BEHIND._replace(seconds=s), num_epochs=5).buckets)
+        for s in (0.1, 1, 10, 1000)
+    ]
+    assert by_seconds == sorted(by_seconds, reverse=True)
+    assert by_seconds[0] > by_seconds[3] == 1
+
+
+@pytest.mark.parametrize("compiler", [BEHIND, BEHIND._replace(slowdown=0.0), Compiler(2.0, 2, is_behind=False)])
+def test_no_other_number_of_shapes_is_faster(compiler):
+    chosen = choose_shapes(LENGTHS, BUDGET, compiler, num_epochs=2, can_space=False)
+    for max_shapes in range(1, 20):
+        buckets = make_buckets(LENGTHS, BUDGET, max_shapes=max_shapes)
+        seconds, _ = seconds_of_epoch(LENGTHS, buckets, BUDGET)
+        other = simulated_seconds(2 * seconds, [True] * len(buckets), compiler)
+        assert chosen.seconds <= other + 1e-9
+        if buckets == chosen.buckets:
+            assert chosen.seconds == other
+
+
+def test_steps_count_as_the_samples_that_they_take():
+    num_steps = make_plan(LENGTHS, make_buckets(LENGTHS, BUDGET, max_shapes=24)).num_steps
+    assert choose_shapes(LENGTHS, BUDGET, BEHIND, num_steps=3 * num_steps) == choose_shapes(
+        LENGTHS, BUDGET, BEHIND, num_epochs=3
+    )
+
+
+def test_new_shapes_come_as_fast_as_they_are_compiled():
+    choice = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=5)
+    seconds, num_steps = seconds_of_epoch(LENGTHS, choice.buckets, BUDGET)
+    spacing_s = choice.onset_spacing * seconds.sum() / num_steps.sum()
+    assert BEHIND.seconds < spacing_s < 1.5 * BEHIND.seconds
+    assert choice.onset_spacing * len(choice.buckets) <= num_steps.sum(), "all appear in the first epoch"
+    assert choose_shapes(LENGTHS, BUDGET, BEHIND, can_space=False).onset_spacing == 0
+
+
+def test_compiled_shapes_are_chosen_again_and_cost_nothing():
+    first = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2)
+    again = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2, compiled=first.buckets)
+    assert again.buckets == first.buckets
+    assert again.onset_spacing == 0
+    seconds, _ = seconds_of_epoch(LENGTHS, first.buckets, BUDGET)
+    assert again.seconds == pytest.approx(2 * seconds.sum())
+    others = np.random.default_rng(1).permutation(LENGTHS)[:4900]
+    of_others = choose_shapes(others, BUDGET, BEHIND, num_epochs=2, compiled=first.buckets)
+    assert len(set(of_others.buckets) & set(first.buckets)) >= len(first.buckets) - 1
+
+
+def test_without_seconds_there_is_nothing_to_choose_by():
+    with pytest.raises(ValueError, match="the budget needs a cost"):
+        choose_shapes(LENGTHS, Budget(max_tokens=4096), BEHIND)

@@ -1,0 +1,197 @@
+"""Runs that choose the number of their shapes, and what such runs remember."""
+
+import dataclasses
+import json
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
+from jvarlen.compiling.ledger import Ledger, LedgerRow
+from jvarlen.compiling.lowering import Recipe
+from jvarlen.models import TransformerConfig
+from jvarlen.planning.cost_model import CostModel
+from jvarlen.runs.config import PlanConfig, load_config
+from jvarlen.runs.costs import RunCosts, costs_from_ledger, costs_path, load_costs, save_costs
+from tests.runs.test_fit_own_model import DATA, own
+
+SETTINGS = ("max_shapes", "buckets", "eval_edges", "onset_spacing")
+
+
+@pytest.fixture
+def cache_dir(compilation_cache, tmp_path):
+    """A directory of its own for each test, with the cache switched on."""
+    return tmp_path / "compiled"
+
+
+@pytest.fixture
+def config(tmp_path, cache_dir):
+    return FitConfig(
+        max_steps=8,
+        runs_dir=tmp_path / "runs",
+        compile=CompileOptions(cache_dir=cache_dir),
+        progress=False,
+        plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate"),
+        model=TransformerConfig(num_layers=1, width=16, num_heads=1),
+    )
+
+
+def chosen_by(run_dir):
+    plan = load_config(run_dir / "config.json").plan
+    return {name: getattr(plan, name) for name in SETTINGS}
+
+
+def with_plan(config, **changes):
+    return dataclasses.replace(config, plan=dataclasses.replace(config.plan, **changes))
+
+
+def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cache_dir, capsys):
+    first = fit(config, split)
+    told = capsys.readouterr().out
+    chosen = chosen_by(first.run_dir)
+    plan = Plan.load(first.run_dir / "plan.npz")
+    assert chosen["buckets"] == tuple(map(tuple, plan.buckets))
+    assert chosen["max_shapes"] == len(plan.buckets)
+    assert set(chosen["eval_edges"]) <= {bucket.length for bucket in plan.buckets}
+    assert max(chosen["eval_edges"]) == plan.buckets[-1].length
+    assert f"{len(plan.buckets)} shapes" in told
+    assert "estimated)" in told
+    (path,) = (cache_dir / "costs").iterdir()
+    kept = json.loads(path.read_text())
+    assert not kept["is_estimate"]
+    assert [sorted(map(tuple, shapes)) for shapes in kept["compiled"].values()] == [
+        sorted(tuple(row.bucket) for row in Ledger.load(first.run_dir / "ledger.json"))
+    ]
+    again = fit(config, split)
+    told = capsys.readouterr().out
+    assert "measured)" in told
+    assert again.summary.num_cache_hits > 0
+
+
+def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, split, cache_dir, tmp_path):
+    run_dir = tmp_path / "run"
+    config = dataclasses.replace(config, runs_dir=config.runs_dir, run_dir=run_dir, max_steps=4)
+    fit(config, split)
+    before = chosen_by(run_dir)
+    (path,) = (cache_dir / "costs").iterdir()
+    costs = json.loads(path.read_text())
+    path.write_text(json.dumps(costs | {"compile_seconds": 1e-9, "compiled": {}}))  # many shapes would be chosen
+    result = fit(dataclasses.replace(config, max_steps=7), split)
+    assert result.summary.num_steps == 7
+    assert chosen_by(run_dir) == before
+
+
+def test_given_costs_decide(config, split, tmp_path):
+    cost = tmp_path / "cost.json"
+    CostModel(0.0, 1e-3, 0.0).save(cost)
+    few = fit(with_plan(config, cost_model=cost, compile_seconds=1000.0), split)
+    many = fit(with_plan(config, cost_model=cost, compile_seconds=1e-6), split)
+    assert [chosen_by(run.run_dir)["max_shapes"] for run in (few, many)] == [1, 4]  # all multiples of 8
+
+
+def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
+    fit(dataclasses.replace(config, compile=CompileOptions(cache_dir=None)), split)
+    assert not cache_dir.exists()
+
+
+@pytest.mark.parametrize("changes", [{"pack": True}, {"strategy": "quantile"}])
+def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
+    result = fit(with_plan(config, **changes), split)
+    chosen = chosen_by(result.run_dir)
+    assert chosen == {"max_shapes": 12, "buckets": (), "eval_edges": (), "onset_spacing": 0}
+
+
+def test_a_model_of_ones_own_with_batches_of_its_own(config):
+    arguments = own()
+    result = fit(with_plan(config, max_tokens=64, max_length=16, microbatches_per_step=4), DATA, **arguments)
+    assert chosen_by(result.run_dir)["buckets"]
+    assert result.summary.num_steps == 8
+
+
+def test_evaluations_in_fewer_shapes_give_the_same_loss(config, split):
+    plain = fit(with_plan(config, max_shapes=4), split)
+    buckets = tuple(map(tuple, Plan.load(plain.run_dir / "plan.npz").buckets))
+    few = fit(with_plan(config, max_shapes=4, buckets=buckets, eval_edges=(buckets[-1][1],)), split)
+    assert few.summary.held_out_before == pytest.approx(plain.summary.held_out_before, rel=1e-6)
+    assert few.summary.held_out_after == pytest.approx(plain.summary.held_out_after, rel=1e-5)
+
+
+def test_buckets_may_be_given(config, split):
+    buckets = ((8, 16), (4, 32))
+    result = fit(with_plan(config, max_shapes=2, buckets=buckets), split)
+    assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
+    with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
+        with_plan(config, buckets=buckets[::-1])
+    with pytest.raises(ValueError, match=r"max_shapes \(0\)"):
+        with_plan(config, max_shapes=0)
+    with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by a training run"):
+        config.plan.make_buckets(np.array([3, 4]))
+
+
+def row_of(rows, length, *, compile_s, step_s, cache_hit=False, times_used=5):
+    numbers = dict.fromkeys(["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes"], 0)
+    return LedgerRow(
+        Bucket(rows, length), 0.5, compile_s, cache_hit, 1e9, **numbers, times_used=times_used, step_s=step_s
+    )
+
+
+def test_a_ledger_replaces_what_it_measured():
+    before = RunCosts("1 × cpu", "m", CostModel(0.0, 1.0, 1.0), 9.0, {"a": ((1, 2),)}, is_estimate=True)
+    seconds = {(rows, length): 2 * rows * length * (2e-6 + 1e-8 * length) for rows, length in ((8, 64), (2, 256))}
+    ledger = Ledger([row_of(*shape, compile_s=1.5, step_s=step_s) for shape, step_s in seconds.items()])
+    after = costs_from_ledger(ledger, 2, before, "b")
+    assert (after.compile_seconds, after.is_estimate) == (2.0, False)
+    assert (after.seconds.linear, after.seconds.quadratic) == (pytest.approx(2e-6), pytest.approx(1e-8))
+    assert after.compiled == {"a": ((1, 2),), "b": ((8, 64), (2, 256))}
+    cached = Ledger([row_of(4, 128, compile_s=0.1, step_s=np.nan, cache_hit=True, times_used=0)])
+    unmeasured = costs_from_ledger(cached, 2, before, "a")
+    assert unmeasured == dataclasses.replace(before, compiled={"a": ((1, 2), (4, 128))})
+
+
+def test_costs_of_others_and_damaged_ones_are_named_and_not_used(tmp_path):
+    costs = RunCosts("1 × cpu", "m", CostModel(0.0, 1.0, 1.0), 9.0, {"a": ((1, 2),)})
+    path = costs_path(tmp_path, "1 × cpu", "m")
+    assert load_costs(path, "1 × cpu", "m") is None
+    save_costs(costs, path)
+    assert load_costs(path, "1 × cpu", "m") == costs
+    with pytest.warns(UserWarning, match="is of another device, and is not used: 1 × cpu, here 2 × cpu"):
+        assert load_costs(path, "2 × cpu", "m") is None
+    with pytest.warns(UserWarning, match="is of another model"):
+        assert load_costs(path, "1 × cpu", "n") is None
+    path.write_text(path.read_text()[:40])
+    with pytest.warns(UserWarning, match="holds no costs of a model"):
+        assert load_costs(path, "1 × cpu", "m") is None
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="could not be kept"):
+        save_costs(costs, tmp_path / "file" / "costs.json")
+
+
+@pytest.mark.parametrize("num_compiled", [1, 2])
+def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch, num_compiled):
+    whole = fit(with_plan(config, max_shapes=3), split)
+    stuck = threading.Event()
+    compile_now, began = Recipe.compile, []
+
+    def compile_some(recipe, lowered):
+        if recipe.name == "train_step":
+            began.append(lowered.bucket)
+            if len(began) > num_compiled:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert stuck.wait(60)
+        return compile_now(recipe, lowered)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recipe, "compile", compile_some)
+        interrupted = fit(
+            with_plan(dataclasses.replace(config, compile=CompileOptions(cache_dir=None)), max_shapes=3), split
+        )
+        stuck.set()
+    assert interrupted.summary.interrupted
+    assert interrupted.summary.num_steps < 8
+    resumed = fit(with_plan(dataclasses.replace(config, resume=interrupted.run_dir), max_shapes=3), split)
+    assert not resumed.summary.interrupted
+    assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
+    assert resumed.summary.num_tokens == whole.summary.num_tokens
