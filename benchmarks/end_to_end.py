@@ -42,7 +42,7 @@ TUNED = FOLDER / "support" / "end_to_end_tuned.json"
 DEADLINE_S = 3_600  # of a process that hangs
 NUM_RUNS = 3
 RATES = (1.5e-3, 3e-3, 6e-3)
-FEW_SHAPES = "few_shapes"  # jvarlen otherwise, tuned with it
+OF_JVARLEN = ("jvarlen_cached", "jvarlen_ahead")  # tuned with it
 PARTS_OF_BUDGET = (1, 4)  # the most positions of a batch are divided by
 PILOT = {"eval_every": 20_000, "target": 3.7, "limit_s": 60.0}
 NUM_HELD_OUT = 200  # samples, the same for all: evaluating takes seconds that are not counted
@@ -94,7 +94,7 @@ def settings_of(folder: Path, sizes: dict[str, Any], way: str, seed: int) -> Set
 
 def chosen_for(way: str, tuned: dict[str, Any]) -> dict[str, Any]:
     """What `tune` chose."""
-    way = "jvarlen" if way == FEW_SHAPES else way
+    way = "jvarlen" if way in OF_JVARLEN else way
     return {name: tuned["ways"][way][name] for name in ("max_tokens", "learning_rate")}
 
 
@@ -133,7 +133,7 @@ def tune(folder: Path, sizes: dict[str, Any]) -> dict[str, Any]:
     seed = NUM_RUNS  # no run has it
     prepare(folder, sizes, [seed], NUM_HELD_OUT)
     answer: dict[str, Any] = {"target": PILOT["target"], "limit_s": PILOT["limit_s"], "seed": seed, "ways": {}}
-    for way in filter(is_installed, [way for way in WAYS if way != FEW_SHAPES]):
+    for way in filter(is_installed, [way for way in WAYS if way not in OF_JVARLEN]):
         tried: dict[tuple[int, float], float] = {}
         for part, rate in itertools.product(PARTS_OF_BUDGET, RATES):
             chosen = {"max_tokens": sizes["max_tokens"] // part, "learning_rate": rate}

@@ -6,9 +6,14 @@ B rows, T positions.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
+import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grain  # here, before any watch runs
@@ -31,8 +36,12 @@ from support.end_to_end_run import (
 
 import jvarlen
 from jvarlen.batches.batches import PackedBatch
+from jvarlen.compiling.lowering import make_recipe
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.auto_shapes import Compiler, ShapeChoice, choose_shapes
+from jvarlen.planning.budget import Budget
+from jvarlen.runs.costs import estimate_costs
 
 PACKING_BINS = 256  # open at a time; few more samples fit with more
 
@@ -98,58 +107,108 @@ class Gated:
 
 
 class PlannedRun(JaxRun):
-    """`jvarlen`: the epoch planned, every shape compiled, the rate scaled by the batch size of each step."""
+    """`jvarlen`: the epoch planned, every shape compiled, the rate scaled by the batch size of each step.
 
-    def __init__(self, settings: Settings, data: Data, watch: Stopwatch, num_shapes_divided_by: int = 1):
+    Args:
+      settings: of the run.
+      data: samples.
+      watch: counts the seconds.
+      is_behind: choose the number of shapes, and compile them behind the first steps; otherwise `max_shapes` ahead.
+      cache_dir: of compiled programs, which an earlier run has left there; None: no cache.
+    """
+
+    def __init__(
+        self, settings: Settings, data: Data, watch: Stopwatch, *, is_behind: bool = True, cache_dir: str | None = None
+    ):
         super().__init__(settings, data)
-        train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
+        self._watch, self._is_behind = watch, is_behind
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
+        self._step: Any = None
+        if cache_dir is not None:
+            earlier = PlannedRun(settings, data, Stopwatch(), is_behind=is_behind)
+            earlier._samples.gate.set()  # its loader must not wait for ever
+            earlier._cache_dir = self._cache_dir
+            jax.config.update("jax_enable_compilation_cache", True)
+            earlier._compile(ahead=True)
         with watch("data"):
-            lengths = jvarlen.measure_lengths(train, progress=False)
-            buckets = jvarlen.make_buckets(
-                lengths,
-                settings.max_tokens,
-                max_shapes=settings.max_shapes // num_shapes_divided_by,
-                length_multiple=settings.length_multiple,
-            )
-            plan = jvarlen.make_plan(lengths, buckets, order="shuffle", seed=settings.seed)
+            lengths = jvarlen.measure_lengths(self._train, progress=False)
+        budget = Budget(max_tokens=settings.max_tokens, length_multiple=settings.length_multiple)
+        if is_behind:
+            with watch("compile"):
+                known = () if cache_dir is None else earlier.plan.buckets
+                choice = self._chosen(lengths, budget, known)
+            buckets, spacing = choice.buckets, choice.onset_spacing
+        with watch("data"):
+            if not is_behind:
+                buckets, spacing = jvarlen.make_buckets(lengths, budget, max_shapes=settings.max_shapes), 0
+            self.plan = jvarlen.make_plan(lengths, buckets, order="shuffle", seed=settings.seed, onset_spacing=spacing)
             schedule = jvarlen.planned_schedule(
-                plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
+                self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
             )
         with watch("compile"):
-            optimizer = adamw(schedule)
+            self._optimizer = adamw(schedule)
             # A copy: steps take the buffers of their state over.
-            self._state = jvarlen.init_train_state(jax.tree.map(jnp.array, self.params), optimizer)
-            self._step = jvarlen.compile_buckets(
-                jvarlen.make_train_step(self.loss_fn, optimizer),
-                self._state,
-                plan,
-                progress=False,
-                options=jvarlen.CompileOptions(cache_dir=None),
-            )
-        self.num_compiled = len(plan.buckets)
-        self._samples = Gated(train)
+            self._state = jvarlen.init_train_state(jax.tree.map(jnp.array, self.params), self._optimizer)
+        self.num_compiled = len(buckets)
+        self._samples = Gated(self._train)
         with watch("data"):
             self.batches = (
-                Batch(batch, plan.buckets[bucket], int(num_tokens))
+                Batch(batch, buckets[bucket], int(num_tokens))
                 for batch, bucket, num_tokens in zip(
-                    jvarlen.load(plan, self._samples), plan.step_bucket, plan.num_tokens, strict=True
+                    jvarlen.load(self.plan, self._samples), self.plan.step_bucket, self.plan.num_tokens, strict=True
                 )
             )
 
+    def _chosen(self, lengths: np.ndarray, budget: Budget, compiled: Any) -> ShapeChoice:
+        """As many shapes as the run is worth, by costs that are estimated here, as in a first run."""
+        settings = self.settings
+        optimizer = adamw(1e-3)
+        step = jvarlen.make_train_step(self.loss_fn, optimizer)
+        state = jax.eval_shape(lambda params: jvarlen.init_train_state(params, optimizer), self.params)
+        recipe = make_recipe(step, state, 1, None, jvarlen.token_batch_spec, jvarlen.CompileOptions(cache_dir=None))
+        probes = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
+        costs = estimate_costs(recipe, probes, "")
+        cores = os.cpu_count() or 1
+        return choose_shapes(
+            lengths,
+            dataclasses.replace(budget, cost=costs.seconds),
+            Compiler(costs.compile_seconds, max(1, cores // 2), slowdown=max(1, cores // 2) / cores),
+            num_epochs=settings.horizon / lengths.sum(),
+            compiled=compiled,
+        )
+
+    def _compile(self, *, ahead: bool) -> None:
+        when = "ahead" if ahead else "behind"
+        self._step = jvarlen.compile_buckets(
+            jvarlen.make_train_step(self.loss_fn, self._optimizer),
+            self._state,
+            self.plan,
+            progress=False,
+            options=jvarlen.CompileOptions(cache_dir=self._cache_dir, when=when),
+        )
+
     def evaluate(self) -> float:
-        """Bits per byte of all held-out samples; until then, nothing more is read ahead."""
+        """Bits per byte of all held-out samples; until then, nothing more is read ahead.
+
+        The watch does not stop while programs are compiled.
+        """
         self._samples.gate.clear()
+        is_compiling = self._step is not None and self._step.pending
         try:
-            return super().evaluate()
+            with self._watch("compile") if is_compiling else contextlib.nullcontext():
+                return super().evaluate()
         finally:
             self._samples.gate.set()
 
     def compiles(self, batch: Batch) -> bool:
-        """Nothing compiles after the start."""
-        return False
+        """The first step starts compiling; later ones wait for their programs."""
+        return self._step is None
 
     def step(self, batch: Batch, num_tokens_before: int) -> Any:
         """Calls what was compiled for the shape; the rate is in the plan."""
+        if self._step is None:
+            self._compile(ahead=not self._is_behind)
         self._state, metrics = self._step(self._state, batch.arrays)
         self.params = self._state.params
         return metrics
@@ -252,9 +311,15 @@ def plain(batches: Callable[..., Iterator[Batch]]) -> Callable[..., PlainRun]:
     return lambda settings, data, watch: PlainRun(settings, data, watch, batches)
 
 
+def cached(settings: Settings, data: Data, watch: Stopwatch) -> PlannedRun:
+    """After an earlier run, whose programs are in a cache."""
+    return PlannedRun(settings, data, watch, cache_dir=tempfile.mkdtemp())
+
+
 WAYS = {
     "jvarlen": PlannedRun,
-    "few_shapes": functools.partial(PlannedRun, num_shapes_divided_by=2),
+    "jvarlen_cached": cached,
+    "jvarlen_ahead": functools.partial(PlannedRun, is_behind=False),
     "longest": plain(pad_to_longest),
     "powers": plain(pad_to_powers_of_two),
     "grain": plain(pack_by_grain),

@@ -34,7 +34,8 @@ class Way(NamedTuple):
 # The first one is what the others are compared with.
 WAYS = {
     "jvarlen": Way("jvarlen", "jvarlen", True),
-    "few_shapes": Way("jvarlen, half as many shapes", "jvarlen", True),
+    "jvarlen_cached": Way("jvarlen, programs of an earlier run", "jvarlen", True),
+    "jvarlen_ahead": Way("jvarlen, a fixed number of shapes, ahead", "jvarlen", True),
     "longest": Way("Flax and Optax, padded to the longest", "flax", True),
     "powers": Way("Flax and Optax, powers of two", "flax", True),
     "grain": Way("Flax and Optax, packed by Grain", "grain", True),
@@ -215,15 +216,16 @@ def make_report(
         "Each run is a process of its own; the ways take turns. The first run of every way begins with the same "
         "weights, the second with others, and so on; the order of the samples is drawn anew as well. Seconds count "
         "from when imports are done and samples and initial weights are in memory: planning, every compilation, "
-        "batching and steps. Caches of compiled programs are off or empty. Evaluations, and compiling them, stop the "
-        "watch; there is one every "
+        "batching and steps. Caches of compiled programs are off or empty, but for the second row. Evaluations, and "
+        "compiling them, stop the watch, unless programs are compiled meanwhile; there is one every "
         f"{settings.eval_every:,} real tokens, the same batches for all, and the seconds at the target are read off "
         f"the line between two of them. Medians of {num_runs}, least and largest in parentheses. The factor is of "
         "seconds, to the first row.",
         "",
         *result_table(runs, target),
         "",
-        "Compile: building the optimizer and compiling train steps; for a jitted loop, the calls that compile. Data: "
+        "Compile: choosing the number of shapes, building the optimizer, and compiling train steps, or waiting for "
+        "the first; for a jitted loop, the calls that compile. Data: "
         "planning, with what numba compiles for it, and the time that the loop spent getting batches, in JAX partly "
         "beside the step before. Real tokens a second: without the seconds of compiling and planning. Shapes: "
         "different (rows, length) that were trained on; compilations: train steps compiled. "
@@ -238,10 +240,11 @@ def make_report(
         "",
         "How each way makes its batches:",
         "",
-        f"- jvarlen: `make_buckets` ({settings.max_shapes} shapes, lengths rounded to {settings.length_multiple}), "
-        '`make_plan(order="shuffle")`, `compile_buckets`, `load`; `planned_schedule` scales the rate by the square '
-        f"root of samples / {settings.base_batch_size}. Half as many shapes: the same, to show what compiling weighs "
-        "in a run as short as this.",
+        "- jvarlen: as many shapes as the run is worth, by costs estimated before planning, and lengths rounded to "
+        f'{settings.length_multiple}; `make_plan(order="shuffle", onset_spacing=…)`, '
+        '`compile_buckets` with `when="behind"`, `load`; `planned_schedule` scales the rate by the square '
+        f"root of samples / {settings.base_batch_size}. A fixed number of shapes, ahead: {settings.max_shapes} shapes, "
+        "all compiled before the first step.",
         "- Padded to the longest: shuffled samples, as many a batch as the budget has rows of the longest, all in one "
         "shape; `jax.jit`.",
         "- Powers of two: shuffled samples, a batch when the bucket of a power of two is full (budget / length "

@@ -2,7 +2,8 @@
 
 - `compile_options`, `compilation_cache`: compiler options, and JAX's persistent compilation cache.
 - `lowering`: the program of a bucket. `program_store`: executables in memory and in files.
-- `compile`, `compiled_buckets`: compiles every bucket, and dispatches batches to their executables.
+- `compile`, `pending`, `compiled_buckets`: compiles every bucket, before the first step or behind it, and dispatches
+  batches to their executables.
 - `mismatch`: how a batch differs from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
 - `ledger`, `step_clock`: what each bucket cost, and how long its steps take.

@@ -190,8 +190,9 @@ class ShapeChooser:
         is_given = self._config.plan.compile_seconds is not None
         known = "as given" if is_given else "estimated" if costs.is_estimate else "measured"
         spaced = f", the next after {choice.onset_spacing:,} steps each" if choice.onset_spacing else ""
+        num_shapes = f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}"
         return (
-            f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}{spaced}: compiling and training are expected to take "
+            f"{num_shapes}{spaced}: compiling and training are expected to take "
             f"{choice.seconds:,.0f} s ({costs.compile_seconds:.1f} s a shape, {known})"
         )
 
