@@ -29,6 +29,7 @@ from support.timing import report, table, versions_and_hardware
 import jvarlen
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.distributed.cpu_memory import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.epochs import Course
@@ -41,6 +42,7 @@ MakeStep: TypeAlias = Callable[[FitConfig, Lengths, Shape], tuple[Step, float]] 
 
 
 def jax_step(config: FitConfig, lengths: Lengths, shape: Shape) -> tuple[Step, float]:
+    keep_memory_of_steps()  # as `jvarlen train` does
     optimizer = Course(config, lengths, {HELD_OUT: lengths}).optimizer
     spec = jvarlen.token_batch_spec(jvarlen.Bucket(*shape[1:]), shape[0])
     batch = jax.device_put(jvarlen.full_batch(spec)._replace(tokens=random_bytes(shape).astype(np.int32)))
