@@ -157,7 +157,7 @@ def main() -> None:
     num_microbatches = config.plan.microbatches_per_step
     shapes = [(num_microbatches, *bucket) for bucket in config.plan.make_buckets(lengths)]
     with process(jax_step, config, lengths) as ours, process(torch_step, config, lengths) as of_torch:
-        rows = [measure([ours, of_torch], shape, 2 if quick else 10, 0.01 if quick else TURN_S) for shape in shapes]
+        rows = [measure([ours, of_torch], shape, 2 if quick else 6, 0.01 if quick else TURN_S) for shape in shapes]
     report(
         "step-against-torch",
         [
