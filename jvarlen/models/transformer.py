@@ -101,10 +101,11 @@ class _Linear(nnx.Linear):
             options["dot_general"] = dot_general_in_bfloat16
         super().__init__(num_in, num_out, use_bias=False, **options)
 
-    def __call__(self, x: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:
+    def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:  # type: ignore[override]
         """The product with all positions as rows of one matrix."""
         # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
-        return super().__call__(x.reshape(-1, self.in_features)).reshape(*x.shape[:-1], self.out_features)
+        outputs = super().__call__(inputs.reshape(-1, self.in_features))
+        return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
 
 class _Block(nnx.Module):
