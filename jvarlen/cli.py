@@ -60,8 +60,11 @@ def main(args: Sequence[str] | None = None) -> int:
         if type(command).__name__ != "FitConfig":
             command.run()
             return 0
-        from jvarlen.runs.fit import fit  # here: only training needs it
+        from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
+        from jvarlen.runs.fit import fit
 
+        if command.devices in (None, 1) and not command.has_processes:
+            keep_memory_of_steps()
         return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
     except Exception as error:
         if shows_traceback or not _is_of_user(error):

@@ -3,6 +3,7 @@
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `processes`: processes that start together, agree, and end together.
 - `launch`: starts the devices and processes of a command.
+- `cpu_memory`: keeps the memory of steps on a CPU from one step to the next.
 - `watchdog`: ends all processes when one of them stalls.
 """
 

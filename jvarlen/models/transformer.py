@@ -93,11 +93,19 @@ class Rows(NamedTuple):
     positions: Any = None
 
 
-def _linear(config: TransformerConfig, num_in: int, num_out: int, **options: Any) -> nnx.Linear:
+class _Linear(nnx.Linear):
     """A layer without bias that multiplies in the configured type; with bfloat16 its outputs are float32."""
-    if config.compute_dtype is not None:
-        options["dot_general"] = dot_general_in_bfloat16
-    return nnx.Linear(num_in, num_out, use_bias=False, **options)
+
+    def __init__(self, config: TransformerConfig, num_in: int, num_out: int, **options: Any):
+        if config.compute_dtype is not None:
+            options["dot_general"] = dot_general_in_bfloat16
+        super().__init__(num_in, num_out, use_bias=False, **options)
+
+    def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:  # type: ignore[override]
+        """The product with all positions as rows of one matrix."""
+        # With more axes, XLA on a CPU computes the kernel's gradient from transposed copies of its factors.
+        outputs = super().__call__(inputs.reshape(-1, self.in_features))
+        return outputs.reshape(*inputs.shape[:-1], self.out_features)
 
 
 class _Block(nnx.Module):
@@ -109,11 +117,11 @@ class _Block(nnx.Module):
         self.implementation = config.attention
         self.packed_implementation = config.packed_attention
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
-        self.qkv = _linear(config, width, 3 * width, rngs=rngs)
-        self.out = _linear(config, width, width, rngs=rngs)
+        self.qkv = _Linear(config, width, 3 * width, rngs=rngs)
+        self.out = _Linear(config, width, width, rngs=rngs)
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        self.up = _linear(config, width, 4 * width, rngs=rngs)
-        self.down = _linear(config, 4 * width, width, rngs=rngs)
+        self.up = _Linear(config, width, 4 * width, rngs=rngs)
+        self.down = _Linear(config, 4 * width, width, rngs=rngs)
 
     def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions)
@@ -159,7 +167,7 @@ class Transformer(nnx.Module):
         self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=initializer, rngs=rngs)
         self.blocks = nnx.List([_Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.head = _linear(config, config.width, config.vocab_size, kernel_init=initializer, rngs=rngs)
+        self.head = _Linear(config, config.width, config.vocab_size, kernel_init=initializer, rngs=rngs)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
