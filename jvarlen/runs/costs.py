@@ -34,9 +34,9 @@ from jvarlen.planning.cost_model import CostModel
 
 __all__ = ["RunCosts", "costs_from_ledger", "costs_path", "estimate_costs", "load_costs", "model_key", "save_costs"]
 
-# Measured with the built-in model on a CPU with two cores: compiling takes some 6 times as long as lowering, and a step
-# has half the speed of a product of matrices. Both only have to hold for the first run.
-_COMPILING_OVER_LOWERING = 6.0
+# Measured with the built-in model on a CPU with two cores: compiling takes some 10 times as long as lowering a second
+# shape, and a step has half the speed of a product of matrices. Both only have to hold for the first run.
+_COMPILING_OVER_LOWERING = 10.0
 _SHARE_OF_PEAK = 0.5
 _MATRIX_SIZE = 1024
 _MOST_PROGRAMS = 16  # of which the shapes are remembered, the newest

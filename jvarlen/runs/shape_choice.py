@@ -37,8 +37,9 @@ from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.training.step import make_train_step
 
-__all__ = ["ShapeChooser"]
+__all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
 
+SLOWDOWN_ON_CPU = 0.8  # a program is compiled by more than one thread, which take cores from the steps
 _EVALUATION_SHARE = 1 / 3  # of the seconds of a training step, and of compiling it: no backward pass, no update
 
 
@@ -184,7 +185,7 @@ class ShapeChooser:
         threads = self._config.compile.num_threads or (max(1, cores // 2) if behind else cores)
         on_cpu = jax.default_backend() == "cpu"
         seconds = (1 + _EVALUATION_SHARE / 2) * costs.compile_seconds  # about half of the shapes evaluate as well
-        return Compiler(seconds, threads, min(1.0, threads / cores) if on_cpu and behind else 0.0, behind)
+        return Compiler(seconds, threads, SLOWDOWN_ON_CPU if on_cpu and behind else 0.0, behind)
 
     def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
         is_given = self._config.plan.compile_seconds is not None
