@@ -44,7 +44,7 @@ from jvarlen.distributed.cpu_memory import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.planning.budget import Budget
-from jvarlen.runs.costs import RunCosts, estimate_costs
+from jvarlen.runs.costs import estimate_costs
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
 
 PACKING_BINS = 256  # open at a time; few more samples fit with more
@@ -129,21 +129,20 @@ class PlannedRun(JaxRun):
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._train = TokenDataset.from_bytes([sample.tobytes() for sample in data.train])
         self._step: Any = None
-        self._costs: RunCosts | None = None
         if cache_dir is not None:
             earlier = PlannedRun(settings, data, Stopwatch(), is_behind=is_behind)
             earlier._samples.gate.set()  # its loader must not wait for ever
             earlier._cache_dir = self._cache_dir
             jax.config.update("jax_enable_compilation_cache", True)
             earlier._compile(ahead=True)
-            self._costs = earlier._costs  # a run keeps what it knows of the model
         with watch("data"):
             lengths = jvarlen.measure_lengths(self._train, progress=False)
         budget = Budget(max_tokens=settings.max_tokens, length_multiple=settings.length_multiple)
         if is_behind:
             with watch("compile"):
-                known = () if cache_dir is None else earlier.plan.buckets
-                choice = self._chosen(lengths, budget, known)
+                # The programs hold the rates of the plan: the same plan finds them in the cache.
+                choice = self._chosen(lengths, budget) if cache_dir is None else earlier._choice
+            self._choice = choice
             buckets, spacing = choice.buckets, choice.onset_spacing
         with watch("data"):
             if not is_behind:
@@ -166,22 +165,19 @@ class PlannedRun(JaxRun):
                 )
             )
 
-    def _chosen(self, lengths: np.ndarray, budget: Budget, compiled: Any) -> ShapeChoice:
+    def _chosen(self, lengths: np.ndarray, budget: Budget) -> ShapeChoice:
         """As many shapes as the run is worth, by costs that are estimated here, as in a first run."""
         settings = self.settings
         optimizer = adamw(1e-3)
         step = jvarlen.make_train_step(self.loss_fn, optimizer)
         state = jax.eval_shape(lambda params: jvarlen.init_train_state(params, optimizer), self.params)
         recipe = make_recipe(step, state, 1, None, jvarlen.token_batch_spec, jvarlen.CompileOptions(cache_dir=None))
-        if self._costs is None:
-            probes = jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2)
-            self._costs = estimate_costs(recipe, probes, "")
+        costs = estimate_costs(recipe, jvarlen.make_buckets(lengths, budget, strategy="quantile", max_shapes=2), "")
         return choose_shapes(
             lengths,
-            dataclasses.replace(budget, cost=self._costs.seconds),
-            Compiler(self._costs.compile_seconds, max(1, (os.cpu_count() or 1) // 2), slowdown=SLOWDOWN_ON_CPU),
+            dataclasses.replace(budget, cost=costs.seconds),
+            Compiler(costs.compile_seconds, max(1, (os.cpu_count() or 1) // 2), slowdown=SLOWDOWN_ON_CPU),
             num_epochs=settings.horizon / lengths.sum(),
-            compiled=compiled,
         )
 
     def _compile(self, *, ahead: bool) -> None:
