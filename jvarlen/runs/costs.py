@@ -103,8 +103,11 @@ def save_costs(costs: RunCosts, path: Path) -> None:
         warnings.warn(f"what the model costs could not be kept in {path}: {error}", stacklevel=2)
 
 
-def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str) -> RunCosts:
-    """Costs from lowering a step for two shapes of different lengths, in about a second; nothing of it is compiled."""
+def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_devices: int = 1) -> RunCosts:
+    """Costs from lowering a step on one device for two shapes of different lengths; nothing of it is compiled.
+
+    It takes about a second. With several devices, `num_devices` microbatches take the time of one.
+    """
     positions, lengths, operations, lower_s = [], [], [], []
     for bucket in buckets:
         lowered = recipe.lower(bucket)
@@ -117,7 +120,7 @@ def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str) -> Run
     if not positions:
         raise UserError('max_shapes "auto" needs a cost model here: XLA does not count the operations of this step')
     linear, quadratic = _line(lengths, np.array(operations) / positions)
-    seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(recipe.device) * len(recipe.devices))
+    seconds = 1.0 / (_SHARE_OF_PEAK * _operations_per_second(recipe.device) * num_devices)
     return RunCosts(
         recipe.device_text,
         model,

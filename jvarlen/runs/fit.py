@@ -174,7 +174,8 @@ def _fit(
         opened = _open(config, task, given)
     task = task.with_model(config.model, opened.data.vocab_size, config.seed)
     max_steps = _DEMO_STEPS if _is_endless_demo(config, given) else config.max_steps
-    chooser = ShapeChooser(config, task, opened.data, _when(config))
+    num_devices = 1 if mesh is None else mesh.devices.size
+    chooser = ShapeChooser(config, task, opened.data, _when(config), num_devices)
     config = dataclasses.replace(config, plan=chooser.choose(opened.lengths, opened.eval_lengths, max_steps))
     with together("plan the training"):
         planned = _plan(config, task, opened, max_steps, chooser.reason)

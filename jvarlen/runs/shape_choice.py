@@ -16,6 +16,7 @@ import optax
 from jaxtyping import Int64
 
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe, make_recipe
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
@@ -51,13 +52,15 @@ class ShapeChooser:
       task: the model.
       data: what is trained on.
       when: whether steps run while shapes are compiled.
+      num_devices: that the microbatches of a step are spread over.
     """
 
-    def __init__(self, config: FitConfig, task: Task, data: TrainingData, when: str):
+    def __init__(self, config: FitConfig, task: Task, data: TrainingData, when: When, num_devices: int = 1):
         self._config = config
         self._task = task
         self._data = data
         self._when = when
+        self._num_devices = num_devices
         self._costs: RunCosts | None = None
         self.reason = ""
 
@@ -112,12 +115,12 @@ class ShapeChooser:
     def _known_costs(self, lengths: Int64[np.ndarray, " N"]) -> RunCosts:
         plan = self._config.plan
         recipe, buckets = self._recipe(lengths)
-        model = model_key(recipe.state_spec, self._task.loss_fn, plan.microbatches_per_step)
+        model = model_key(recipe.state_spec, self._task.loss_fn, plan.microbatches_per_step, self._num_devices)
         known = None
         if self._cache_dir is not None:
             known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
         if known is None:
-            known = estimate_costs(recipe, buckets, model)
+            known = estimate_costs(recipe, buckets, model, self._num_devices)
         if plan.cost is not None:
             known = dataclasses.replace(known, seconds=plan.cost)
         if plan.compile_seconds is not None:
