@@ -90,7 +90,7 @@ def _end(command: Any, error: object, code: int) -> int:
     if getattr(command, "has_processes", False):
         from jvarlen.distributed.processes import end_without_others
 
-        end_without_others()
+        end_without_others(code)
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
     print(f"jvarlen: {' '.join('; '.join([str(error), *notes]).split())}", file=sys.stderr)

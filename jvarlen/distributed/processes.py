@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import hashlib
+import os
 import signal
 import sys
 import threading
@@ -45,6 +46,8 @@ _RECORD = np.dtype([("name", "S256"), ("text", "S1792")])
 _FAILED_KEY = "jvarlen/failed/"
 _WORD_S = 2.0  # for a process to notice that another is lost: the connections of a dead one are closed at once
 _failed = threading.Event()
+_exit_code = 1  # of a process that has failed
+_ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
 
 
 class ProcessesError(RuntimeError):
@@ -171,11 +174,16 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
         raise ProcessesError(message) from error
 
 
-def end_without_others() -> None:
+def end_without_others(exit_code: int = 1) -> None:
     """Bounds how long this process waits for the others when it ends, as after an uncaught exception.
 
     It is for a program that ends with an exit code of its own after an error: the others may be waiting for it.
+
+    Args:
+      exit_code: of the program.
     """
+    global _exit_code
+    _exit_code = exit_code
     _failed.set()
 
 
@@ -301,5 +309,15 @@ def _processes(ranks: list[int]) -> str:
 def _leave_after_error(seconds: int) -> None:
     """Bounds the wait for other processes when this one ends by an exception: they may be waiting for it."""
     if hasattr(sys, "last_value") or _failed.is_set():  # the former is set by an exception that nobody caught
+        with contextlib.suppress(RuntimeError):  # no thread starts this late
+            threading.Thread(target=_exit_after, args=(seconds,), daemon=True).start()
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds)
+        signal.alarm(seconds + _ALARM_S)
+
+
+def _exit_after(seconds: int) -> None:
+    time.sleep(seconds)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it
+            stream.flush()
+    os._exit(_exit_code)
