@@ -85,6 +85,7 @@ class CompiledBuckets:
         self._times_used = dict.fromkeys(self.specs, 0)
         self._stall_s = dict.fromkeys(self.specs, 0.0)
         self._last_use: dict[AnyBucket, int] = {}
+        self._failure: BaseException | None = None
         self._is_state_checked = False
         self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
         self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
@@ -126,8 +127,10 @@ class CompiledBuckets:
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Runs the step of the batch's bucket; raises `UnplannedShapeError` if there is none.
 
-        If it is not compiled yet, this waits for it.
+        If it is not compiled yet, this waits for it. What fails behind a step is raised by the next call, before that
+        runs: the state that this one returns is not lost.
         """
+        self._raise_failure()
         try:
             bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
         except (KeyError, AttributeError):  # a Python number has no shape
@@ -154,9 +157,17 @@ class CompiledBuckets:
         self._times_used[bucket] += 1
         if self._times_used[bucket] == self._last_use.get(bucket):
             self.release(bucket)
-        if self._pending is not None:
+        try:
             self.advance()
+        except (Exception, KeyboardInterrupt) as error:
+            self._failure = error
         return outputs
+
+    def _raise_failure(self) -> None:
+        """Raises once what went wrong after a step had run."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
 
     def advance(self) -> None:
         """Goes on with what is pending, if a thread is free: lowers a bucket here. Every step does this.
@@ -212,6 +223,7 @@ class CompiledBuckets:
           Exception: what the compiler raised, with a note that names the bucket.
         """
         known = None if bucket is None else self._known([bucket])[0]
+        self._raise_failure()
         if self._pending is None:
             return True
         start = time.perf_counter()

@@ -89,7 +89,7 @@ class ShapeChooser:
                 return dataclasses.replace(plan, **{name: getattr(saved, name) for name in names})
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
-            chosen = self._choose(self._costs, lengths, eval_lengths, max_steps)
+            chosen = self._choose(self._with_given(self._costs), lengths, eval_lengths, max_steps)
         shared = json.loads(gather_texts("the chosen shapes", json.dumps(chosen))[0])
         return dataclasses.replace(
             plan,
@@ -119,13 +119,13 @@ class ShapeChooser:
         known = None
         if self._cache_dir is not None:
             known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
-        if known is None:
-            known = estimate_costs(recipe, buckets, model, self._num_devices)
-        if plan.cost is not None:
-            known = dataclasses.replace(known, seconds=plan.cost)
-        if plan.compile_seconds is not None:
-            known = dataclasses.replace(known, compile_seconds=plan.compile_seconds)
-        return known
+        return known or estimate_costs(recipe, buckets, model, self._num_devices)
+
+    def _with_given(self, known: RunCosts) -> RunCosts:
+        """The costs with those of the settings, which are not remembered, in place of others."""
+        plan = self._config.plan
+        given: dict[str, Any] = {"seconds": plan.cost, "compile_seconds": plan.compile_seconds}
+        return dataclasses.replace(known, **{name: value for name, value in given.items() if value is not None})
 
     def _recipe(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Recipe, tuple[Bucket, ...]]:
         """A step of the model with a usual optimizer, and two shapes that samples have."""

@@ -233,6 +233,24 @@ def test_a_program_that_fails_ends_the_next_step(gates, monkeypatch):
     assert caught.value.__notes__ == ["while compiling count_step for bucket 2×24"]
 
 
+@pytest.mark.parametrize("failure", [RuntimeError("no registers"), KeyboardInterrupt()])
+def test_what_fails_behind_a_step_loses_no_state(monkeypatch, failure):
+    step = compile_count()
+    state = jnp.float32(0)
+    with monkeypatch.context() as patch:
+
+        def fail(*args):
+            raise failure
+
+        step.wait(FIRST)
+        patch.setattr("jvarlen.compiling.pending.PendingPrograms.advance", fail)
+        state, _ = step(state, make_batch(FIRST))
+    with pytest.raises(type(failure)):
+        step(state, make_batch(FIRST))
+    state, _ = step(state, make_batch(FIRST))
+    assert state == 2 * 64
+
+
 def test_a_step_that_cannot_be_traced_is_told_with_its_bucket():
     def step(state, batch):
         if batch.tokens.shape[-1] == LARGEST.length:

@@ -84,11 +84,13 @@ def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, spl
     assert chosen_by(run_dir) == before
 
 
-def test_given_costs_decide(config, split, tmp_path):
+def test_given_costs_decide_and_are_not_remembered(config, split, cache_dir, tmp_path):
     cost = tmp_path / "cost.json"
     CostModel(0.0, 1e-3, 0.0).save(cost)
     few = fit(with_plan(config, cost_model=cost, compile_seconds=1000.0), split)
     many = fit(with_plan(config, cost_model=cost, compile_seconds=1e-6), split)
+    (path,) = (cache_dir / "costs").iterdir()
+    assert json.loads(path.read_text())["compile_seconds"] > 1e-3
     assert [chosen_by(run.run_dir)["max_shapes"] for run in (few, many)] == [1, 4]  # all multiples of 8
 
 
