@@ -32,10 +32,10 @@ _EXIT_CODES_OF_TRAINING = (
     "with all steps so far saved."
 )
 _COMMANDS = {
-    "plan": ("plan_command", "PlanCommand"),
+    "plan": ("page_commands", "PlanCommand"),
     "sort": ("sort_command", "SortCommand"),
     "train": ("config", "FitConfig"),
-    "report": ("report_command", "ReportCommand"),
+    "report": ("page_commands", "ReportCommand"),
     "sample": ("model_commands", "SampleCommand"),
     "export": ("model_commands", "ExportCommand"),
     "measure": ("measure_command", "MeasureCommand"),

@@ -15,8 +15,8 @@ from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan, pack_
 from jvarlen.cli import main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
-from jvarlen.planning.compare import compare_strategies, comparison_table
 from jvarlen.planning.cost_model import CostModel
+from jvarlen.reports.compare import compare_strategies, comparison_table
 from jvarlen.runs.config import FitConfig, OptimizerConfig, PlanConfig, save_config
 
 from . import processes

@@ -38,13 +38,13 @@ from support.end_to_end_run import (
 
 import jvarlen
 from jvarlen.batches.batches import PackedBatch
+from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.lowering import make_recipe
+from jvarlen.compiling.step_costs import estimate_costs
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.distributed.cpu_memory import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
-from jvarlen.planning.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.planning.budget import Budget
-from jvarlen.runs.costs import estimate_costs
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU
 
 PACKING_BINS = 256  # open at a time; few more samples fit with more

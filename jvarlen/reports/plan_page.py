@@ -13,10 +13,10 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import PairBucket
 from jvarlen.planning.budget import CostFn
-from jvarlen.planning.compare import StrategyFigures, best_of
 from jvarlen.planning.lengths import check_lengths, check_pair_lengths
 from jvarlen.planning.plan import Plan
 from jvarlen.planning.steps import bucket_figures
+from jvarlen.reports.compare import StrategyFigures, best_of
 from jvarlen.reports.page import Table, write_page
 from jvarlen.reports.plan_figures import draw_plan
 

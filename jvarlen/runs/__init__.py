@@ -1,7 +1,7 @@
 """A whole training: from settings to a run directory.
 
 - `config`, `data_config`, `plan_config`: frozen, checked settings. `data`, `task`: the data, and what is trained.
-- `costs`, `shape_choice`: what steps and compiling cost on this machine, and how many shapes a run is worth.
+- `shape_choice`: the shapes of a run whose settings leave their number open.
 - `epochs`: all steps of a training. `loop`, `evaluation`, `profiling`, `step_display`: one host loop around the step.
 - `directory`, `trackers`, `charts`, `wandb_process`, `summary`: the files of a run.
 - `fit`: all of it, in order. `model_commands`: what is done with the trained model.

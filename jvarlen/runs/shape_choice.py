@@ -16,14 +16,11 @@ import optax
 from jaxtyping import Int64
 
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe, make_recipe
-from jvarlen.distributed.processes import gather_texts, is_main_process, together
-from jvarlen.planning.auto_shapes import Compiler, ShapeChoice, choose_shapes
-from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.runs.config import FitConfig, load_config
-from jvarlen.runs.costs import (
+from jvarlen.compiling.step_costs import (
     RunCosts,
     costs_from_ledger,
     costs_path,
@@ -32,6 +29,9 @@ from jvarlen.runs.costs import (
     model_key,
     save_costs,
 )
+from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.runs.config import FitConfig, load_config
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import is_run_dir
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Budget, CostModel, UserError, choose_row_lengths, make_buckets, make_pair_buckets, make_plan
-from jvarlen.planning.compare import compare_strategies
+from jvarlen.reports.compare import compare_strategies
 
 COST = CostModel(constant=1e-3, linear=1e-5, quadratic=0.0)
 BUDGET = Budget(max_tokens=4096, cost=COST, compile_seconds=0.5)

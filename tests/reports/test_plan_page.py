@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import jvarlen
 from jvarlen import choose_row_lengths, lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
-from jvarlen.planning.compare import compare_strategies
 from jvarlen.planning.cost_model import CostModel
+from jvarlen.reports.compare import compare_strategies
 from jvarlen.reports.plan_figures import integer_bins
 from jvarlen.reports.plan_page import write_html_report
 from tests.browser import measured, num_pixels_of, render

@@ -12,10 +12,10 @@ import pytest
 from jvarlen import Bucket, CompileOptions, FitConfig, Plan, fit
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.compiling.lowering import Recipe
+from jvarlen.compiling.step_costs import RunCosts, costs_from_ledger, costs_path, load_costs, save_costs
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import PlanConfig, load_config
-from jvarlen.runs.costs import RunCosts, costs_from_ledger, costs_path, load_costs, save_costs
 from tests.runs.test_fit_own_model import DATA, own
 
 SETTINGS = ("max_shapes", "buckets", "eval_edges", "onset_spacing")

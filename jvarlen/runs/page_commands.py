@@ -1,4 +1,4 @@
-"""`jvarlen plan`: the plan of an epoch for any file of lengths."""
+"""`jvarlen plan` and `jvarlen report`: tables and pages of the plan of any file of lengths, and of runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
-from jvarlen.planning.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.plan import Plan
+from jvarlen.reports.compare import StrategyFigures, compare_strategies, comparison_table
+from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.training.rates import lr_sequence
 
-__all__ = ["PlanCommand"]
+__all__ = ["PlanCommand", "ReportCommand"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,3 +94,22 @@ class PlanCommand(PlanConfig):
             max_length=self.max_length,
             overlong=self.overlong,
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportCommand:
+    """Report on runs, finished or not: a table, and a page of pictures with the runs overlaid."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Run directories."""
+    html: Path | None = None
+    """Where to write the page, one file that works offline.
+    None: report.html in the run directory, or in the current directory for several runs."""
+
+    def run(self) -> None:
+        """Prints the table, then writes the page."""
+        report = read_runs(self.run_dirs)
+        print(report.table())
+        page = self.html or (self.run_dirs[0] if len(self.run_dirs) == 1 else Path()) / "report.html"
+        report.write_html(page)
+        print(f"\n{page}")

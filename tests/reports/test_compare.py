@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from jvarlen import choose_row_lengths, make_buckets, make_plan, pack_samples
-from jvarlen.planning.compare import best_of, compare_strategies, comparison_table
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.edges import Strategy
 from jvarlen.planning.steps import bucket_figures
+from jvarlen.reports.compare import best_of, compare_strategies, comparison_table
 
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900)
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvarlen import make_buckets, make_plan
-from jvarlen.planning.auto_shapes import Compiler, choose_shapes, seconds_of_epoch, simulated_seconds
+from jvarlen.compiling.auto_shapes import Compiler, choose_shapes, seconds_of_epoch, simulated_seconds
 from jvarlen.planning.budget import Budget
 
 LENGTHS = np.random.default_rng(0).lognormal(4.5, 0.8, 5000).astype(np.int64).clip(1, 1024)
