@@ -5,6 +5,7 @@
 - `compile`, `pending`, `compiled_buckets`: compiles every bucket, before the first step or behind it, and dispatches
   batches to their executables.
 - `auto_shapes`, `step_costs`: how many shapes a run is worth, and what its steps and their compilation cost here.
+- `donation`: which arrays of a state a step may overwrite.
 - `mismatch`: how a batch differs from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
 - `ledger`, `step_clock`: what each bucket cost, and how long its steps take.

@@ -27,6 +27,7 @@ from jvarlen._common.pytree import leaves_by_name, zeros_of
 from jvarlen.compiling import recompiles
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
+from jvarlen.compiling.donation import identity, without_aliases
 from jvarlen.compiling.hlo import Collectives, count_collectives
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
@@ -142,8 +143,8 @@ class CompiledBuckets:
         executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
-        if _identity(state) != self._returned:
-            state = self._without_aliases(state)
+        if identity(state) != self._returned and self._recipe.donate and not self._programs.keeps_state:
+            state = without_aliases(state, self._programs.constants.values())
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -151,7 +152,7 @@ class CompiledBuckets:
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(state, batch, bucket, error)
             raise
-        self._returned = _identity(outputs[0])
+        self._returned = identity(outputs[0])
         if self._clock is not None:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1
@@ -422,31 +423,6 @@ class CompiledBuckets:
             if is_summed and jnp.issubdtype(info.dtype, jnp.floating):
                 _prepare_arithmetic(info.shape, info.dtype, sharding if is_committed else None)
 
-    def _without_aliases(self, state: Any) -> Any:
-        """The state with copies in place of arrays that cannot be donated.
-
-        These are arrays that it holds a second time, and arrays that the step closes over. On several devices, donating
-        an array and using it as well ends the process.
-        """
-        if self._programs.keeps_state or not self._recipe.donate:
-            return state
-        seen = {
-            buffer for arrays in self._programs.constants.values() for array in arrays for buffer in _buffers(array)
-        }
-        copies = 0
-
-        def own(leaf: Any) -> Any:
-            nonlocal copies
-            buffers = _buffers(leaf)
-            if seen.isdisjoint(buffers):
-                seen.update(buffers)
-                return leaf
-            copies += 1
-            return _copy(leaf)
-
-        unaliased = jax.tree.map(own, state)
-        return unaliased if copies else state
-
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)
         if was_read and not self._recipe.can_serialize_what_was_read:
@@ -524,31 +500,6 @@ def _canonical(batch: Any) -> Any:
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
     return jax.tree.map(cast, batch)
-
-
-def _identity(state: Any) -> tuple[int, ...]:
-    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
-    if isinstance(state, tuple | list):
-        return id(state), *map(id, state)
-    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
-    return id(state), *map(id, inside.values())
-
-
-def _buffers(leaf: Any) -> list[Any]:
-    """A key by which arrays that share memory are found."""
-    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
-        return []
-    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
-
-
-def _copy(leaf: jax.Array) -> jax.Array:
-    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
-    if not leaf.committed:
-        return jax.device_put(leaf, may_alias=False)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return jax.device_put(leaf, leaf.sharding, may_alias=False)
-    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
 def _prepare_arithmetic(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:

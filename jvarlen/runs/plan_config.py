@@ -139,6 +139,8 @@ class PlanConfig:
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
+        if self.eval_edges:
+            raise UserError(f"eval_edges {self.eval_edges} are for single samples: packed rows evaluate as they train")
         if self.pieces_in_order and self.shuffle_steps:
             raise UserError("pieces_in_order and shuffle_steps exclude each other: both decide the order of the steps")
         if self.block_size is not None:

@@ -127,6 +127,8 @@ def test_buckets_may_be_given(config, split):
     assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
     with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
         with_plan(config, buckets=buckets[::-1])
+    with pytest.raises(ValueError, match=r"eval_edges \(16,\) are for single samples"):
+        with_plan(config, max_shapes=2, pack=True, eval_edges=(16,))
     with pytest.raises(ValueError, match=r"max_shapes \(0\)"):
         with_plan(config, max_shapes=0)
     with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by a training run"):

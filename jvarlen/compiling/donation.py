@@ -1,0 +1,65 @@
+"""Which arrays of a state a step may overwrite with its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["identity", "without_aliases"]
+
+
+def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
+    """The state with copies in place of arrays that cannot be donated.
+
+    These are arrays that it holds a second time, and arrays that the step closes over. On several devices, donating an
+    array and using it as well ends the process.
+
+    Args:
+      state: a pytree of arrays.
+      held: what the programs of each bucket take besides state and batch.
+
+    Returns:
+      The state itself where nothing had to be copied.
+    """
+    seen = {buffer for arrays in held for array in arrays for buffer in _buffers(array)}
+    copies = 0
+
+    def own(leaf: Any) -> Any:
+        nonlocal copies
+        buffers = _buffers(leaf)
+        if seen.isdisjoint(buffers):
+            seen.update(buffers)
+            return leaf
+        copies += 1
+        return _copy(leaf)
+
+    unaliased = jax.tree.map(own, state)
+    return unaliased if copies else state
+
+
+def identity(state: Any) -> tuple[int, ...]:
+    """Ids of a state and of what it directly holds, which tell it from other states without keeping it alive."""
+    if isinstance(state, tuple | list):
+        return id(state), *map(id, state)
+    inside = state if isinstance(state, Mapping) else getattr(state, "__dict__", {})
+    return id(state), *map(id, inside.values())
+
+
+def _buffers(leaf: Any) -> list[Any]:
+    """A key by which arrays that share memory are found."""
+    if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
+        return []
+    return [(shard.device.id, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+
+
+def _copy(leaf: jax.Array) -> jax.Array:
+    """A copy on the array's own devices, with the same freedom to move; nothing is compiled for it."""
+    if not leaf.committed:
+        return jax.device_put(leaf, may_alias=False)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)
+    shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
+    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
