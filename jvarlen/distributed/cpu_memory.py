@@ -9,8 +9,9 @@ import jax
 
 __all__ = ["keep_memory_of_steps"]
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # of glibc's malloc.h
 _MOST_KEPT_BYTES = 2**31 - 1  # at the end of the heap; an int
+_HEAP_BYTES = 2**26  # of a thread; glibc gives back an empty one unless so much is kept free
 
 
 def keep_memory_of_steps() -> None:
@@ -26,3 +27,4 @@ def keep_memory_of_steps() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
+        mallopt(_M_TOP_PAD, _HEAP_BYTES)
