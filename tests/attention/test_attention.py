@@ -130,7 +130,7 @@ def test_groups_of_query_heads_share_keys_and_values_in_all_forms(dtype, num_kv_
                 outputs = FORMS[form](*qkv, lengths=jnp.array(ROWS, jnp.int32), causal=causal)
                 return jnp.sum(outputs * weights), outputs
 
-            grads, outputs = jax.grad(together, argnums=(0, 1, 2), has_aux=True)(*map(jnp.array, qkv))
+            grads, outputs = jax.jit(jax.grad(together, argnums=(0, 1, 2), has_aux=True))(*map(jnp.array, qkv))
             assert outputs.dtype == dtype
             for row, n in enumerate(ROWS):
                 expected, expected_grads = attend_in_numpy(*(x[row, :n] for x in (*qkv, weights)), causal)
@@ -156,10 +156,15 @@ def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
         lengths = jnp.array(ROWS, dtype)
         assert lengths.dtype == dtype
         is_token = padding_mask(lengths, 5)
-        attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "mask", "chunks")]
-        attended += [
-            attend_within_segments(q, k, v, is_token.astype(dtype), implementation=name) for name in ("xla", "chunked")
-        ]
+
+        @jax.jit
+        def attend_in_all_forms(q, k, v, lengths, segments):
+            attended = [FORMS[form](q, k, v, lengths=lengths, causal=True) for form in ("lengths", "mask", "chunks")]
+            return attended + [
+                attend_within_segments(q, k, v, segments, implementation=name) for name in ("xla", "chunked")
+            ]
+
+        attended = attend_in_all_forms(q, k, v, lengths, is_token.astype(dtype))
         for outputs in attended[1:]:
             np.testing.assert_allclose(outputs[is_token], attended[0][is_token], atol=2e-6)
 
@@ -170,7 +175,8 @@ def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal,
     x = jax.random.normal(jax.random.key(0), (2, 5, 1, 2), dtype)
     for form in FORMS:
         attended = functools.partial(FORMS[form], lengths=jnp.zeros(2, jnp.int32), causal=causal)
-        for grad in jax.grad(lambda *qkv: attended(*qkv).sum().astype("float32"), argnums=(0, 1, 2))(x, x, x):  # noqa: B023
+        total = jax.grad(lambda *qkv: attended(*qkv).sum().astype("float32"), argnums=(0, 1, 2))  # noqa: B023
+        for grad in jax.jit(total)(x, x, x):
             assert jnp.isfinite(grad).all()
 
 
@@ -178,11 +184,12 @@ def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal,
 @pytest.mark.parametrize("implementation", ["chunked", "xla"])
 def test_each_sample_attends_as_if_it_were_alone(causal, implementation):
     q, k, v = random_qkv(3, T)
-    attended = attend_within_segments(q, k, v, SEGMENTS, causal=causal, implementation=implementation)
+    within = jax.jit(functools.partial(attend_within_segments, causal=causal, implementation=implementation))
+    attended = within(q, k, v, SEGMENTS)
     start = 1
     for length in (299, 256, 3):
         part = np.s_[1:2, start : start + length]
-        alone = attend(q[part], k[part], v[part], jnp.array([length]), causal=causal)
+        alone = jax.jit(functools.partial(attend, causal=causal))(q[part], k[part], v[part], jnp.array([length]))
         np.testing.assert_allclose(attended[part], alone, atol=2e-6)
         start += length
 
@@ -196,8 +203,9 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(causal):
         return jnp.sum(jnp.sin(attended) * weights)
 
     qkv = random_qkv(3, T)
-    expected, expected_grads = jax.value_and_grad(total, argnums=(1, 2, 3))("xla", *qkv)
-    value, grads = jax.value_and_grad(total, argnums=(1, 2, 3))("chunked", *qkv)
+    value_and_grads = jax.jit(jax.value_and_grad(total, argnums=(1, 2, 3)), static_argnums=0)
+    expected, expected_grads = value_and_grads("xla", *qkv)
+    value, grads = value_and_grads("chunked", *qkv)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert jnp.isfinite(grad).all()
@@ -216,7 +224,7 @@ def test_many_chunks_lose_no_precision_in_bfloat16():
             attended = attend_within_segments(qkv[0], k, qkv[2], segments, causal=False, implementation=implementation)
             return jnp.sum(jnp.sin(attended.astype(jnp.float32)))
 
-        return jax.grad(loss)(qkv[1]).astype(jnp.float32)
+        return jax.jit(jax.grad(loss))(qkv[1]).astype(jnp.float32)
 
     exact = key_gradient("xla", *(x.astype(jnp.float32) for x in (q, k, v)))
 
