@@ -1,7 +1,7 @@
 """How long does attention take, forward and backward, against PyTorch's?
 
-`attend` and `attend_within_segments` against `scaled_dot_product_attention`, causal, in float32 with two heads of 64.
-Forms take turns, and PyTorch comes after them. Run `python benchmarks/attention.py [--quick]`. Prints a table and
+`attend` and `attend_within_segments` against `scaled_dot_product_attention`, causal, in float32 with two heads of 64;
+memory is kept from call to call, as in `jvarlen train`. Forms take turns, and PyTorch comes after them. Run `python benchmarks/attention.py [--quick]`. Prints a table and
 writes it, with versions and hardware, to `benchmarks/results/`.
 """
 
@@ -19,6 +19,7 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.distributed.cpu_memory import keep_memory_of_steps
 
 NUM_HEADS, HEAD_SIZE = 2, 64
 
@@ -106,6 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small shape, and no report")
     quick = parser.parse_args().quick
+    keep_memory_of_steps()
     sizes = [(2, 64)] if quick else [(16, 64), (4, 256), (8, 512), (4, 1024), (2, 2048), (1, 4096)]
     rows = [row for size in sizes for row in measure((*size, NUM_HEADS, HEAD_SIZE), 2 if quick else 12)]
     report(
