@@ -1,8 +1,8 @@
 """How long does attention take, forward and backward, against PyTorch's?
 
 `attend` and `attend_within_segments` against `scaled_dot_product_attention`, causal, in float32 with two heads of 64;
-memory is kept from call to call, as in `jvarlen train`. Forms take turns, and PyTorch comes after them. Run `python benchmarks/attention.py [--quick]`. Prints a table and
-writes it, with versions and hardware, to `benchmarks/results/`.
+memory is kept from call to call, as in `jvarlen train`. Forms take turns, and PyTorch comes after them. Run `python
+benchmarks/attention.py [--quick]`. Prints a table and writes it, with versions and hardware, to `benchmarks/results/`.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def strike(run, moment, runs_dir, chance):
         where = run.wait_for(moment, chance.randint(1, 3))
         deadline = time.monotonic() + 5
         while where is not None and not is_being_written(directory_of(runs_dir), where) and time.monotonic() < deadline:
-            pass
+            time.sleep(0.001)
         time.sleep(chance.uniform(0, WRITE_S))
     said_later, code = run.kill()
     was_at_it = {
