@@ -87,6 +87,7 @@ class ReadAhead(Iterator[Any]):
                 self._workers = _grain_workers() - before
         weakref.finalize(self, _close, shared).atexit = False
         _OPEN.add(self)
+        _THREADS.add(self._thread)
 
     def __next__(self) -> Any:
         """The next step; StopIteration after the last.
@@ -157,13 +158,20 @@ def end_with_parent(worker_index: int, num_workers: int) -> None:
 
 
 _OPEN: weakref.WeakSet[ReadAhead] = weakref.WeakSet()
+_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """Closes what a program that ends by an error left open; otherwise memory shared with workers would stay behind."""
+    """Closes what a program that ends by an error left open; otherwise memory shared with workers would stay behind.
+
+    Threads that were told to end are waited for: one that frees an array while the interpreter ends takes the process
+    down.
+    """
     for reading in list(_OPEN):
         reading.close()
+    for thread in list(_THREADS):
+        thread.join(_GRACE_S)
 
 
 def _close(shared: _Shared) -> None:

@@ -333,6 +333,32 @@ def test_an_error_in_a_training_leaves_no_thread():
     assert is_soon(lambda: not own_threads())
 
 
+LEFT = """
+import atexit, threading, time
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))  # runs last
+from jvarlen.loading.read_ahead import ReadAhead
+
+class Steps:
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return 0
+
+    def close(self):
+        pass
+
+reading = ReadAhead(Steps(), lambda step: time.sleep(0.5), first_step=0, num_steps=100, num_workers=0)
+next(reading)
+del reading
+"""
+
+
+def test_no_thread_reads_on_while_the_interpreter_ends():
+    ended = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, check=True)
+    assert "read-ahead" not in ended.stdout
+
+
 def test_closed_batches_are_at_their_end():
     batches = load(plan_of_epoch, DATASET)
     next(batches)
