@@ -16,8 +16,6 @@ from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.testing import assert_partition_invariant
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
 PARAMS = init_params(CONFIG, seed=0)
@@ -122,6 +120,7 @@ def test_gradients_of_a_tiny_loss_do_not_vanish(sums):
     assert relative_error(jax.tree.map(lambda leaf: leaf / scale, grads), expected) < 1e-6
 
 
+@pytest.mark.usefixtures("optimized")
 def test_training_goes_as_in_float32():
     losses = []
     for config in (CONFIG, HALF):
@@ -146,6 +145,7 @@ def test_a_gradient_does_not_depend_on_how_rows_are_split_into_microbatches(sums
     assert relative_error(jax.tree.map(lambda leaf: leaf.sum(axis=0), row_grads), expected) < 1e-5
 
 
+@pytest.mark.usefixtures("optimized")
 def test_products_are_sums_of_rounded_factors():
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = jax.random.normal(keys[0], (3, 2048, 4))

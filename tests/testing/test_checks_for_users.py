@@ -32,8 +32,6 @@ from jvarlen.testing import (
 )
 from tests.conftest import random_dataset
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 
 class Rows(NamedTuple):
     """M×B rows of two numbers."""
