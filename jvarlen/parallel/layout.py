@@ -1,0 +1,167 @@
+"""Layouts: how a step spreads over devices, as sizes of mesh axes and what is sharded.
+
+A layout is never part of a plan or its digest. JAX is imported only to make a mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
+
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["MESH_AXES", "Layout", "Schedule", "layout_mesh"]
+
+MESH_AXES = ("data", "stage", "sequence", "tensor")
+
+Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
+
+_NUMBERED = (*MESH_AXES, "zero", "chunks", "sequence_from")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a step spreads over devices.
+
+    As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
+    (`data4`, `stage2`, `sequence2`, `tensor2`, `zero1`, `chunks2`, `sequence_from4096`), `sequence_parallel`, or a
+    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`). `str` leaves defaults out.
+
+    Raises:
+      ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
+        one above 0 without data parallelism.
+
+    Example:
+      >>> layout = Layout.parse("zero2.data4")
+      >>> str(layout), layout.num_devices
+      ('data4.zero2', 4)
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
+    """
+
+    data: int = 1
+    """Data-parallel shards: size of the mesh axis `"data"`."""
+    stage: int = 1
+    """Pipeline stages: size of the mesh axis `"stage"`."""
+    sequence: int = 1
+    """Parts of a row: size of the mesh axis `"sequence"`."""
+    tensor: int = 1
+    """Parts of a matrix product: size of the mesh axis `"tensor"`."""
+    zero: int = 0
+    """ZeRO level: what is sharded over `"data"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3 also
+    parameters."""
+    schedule: Schedule = "eager_1f1b"
+    """Schedule of the pipeline."""
+    chunks: int = 1
+    """Model chunks of each stage, for interleaved schedules."""
+    sequence_parallel: bool = False
+    """Whether activations between tensor-parallel layers are sharded by position over `"tensor"`."""
+    sequence_from: int = 0
+    """Buckets of at least this length spread their positions over `"sequence"`; shorter ones use that axis as data."""
+
+    def __post_init__(self):
+        check_at_least_one(**{name: getattr(self, name) for name in (*MESH_AXES, "chunks")})
+        check_at_least_zero(zero=self.zero, sequence_from=self.sequence_from)
+        check_choices(schedule=(self.schedule, Schedule))
+        if not isinstance(self.sequence_parallel, bool):
+            raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
+        if self.zero > 3:
+            raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
+        if self.zero and self.data == 1:
+            raise UserError(f"zero{self.zero} shards over the axis 'data', whose size is 1: add a word such as data2")
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that a text names.
+
+        Args:
+          text: words joined by dots, in any order.
+
+        Returns:
+          The layout, with defaults for what has no word. `Layout.parse(str(layout)) == layout`.
+
+        Raises:
+          ValueError: unknown words, several words for one thing, or a layout that is not valid.
+        """
+        given: dict[str, list[str]] = {}
+        values: dict[str, Any] = {}
+        unknown = []
+        for word in text.split("."):
+            match = re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word)
+            if match:
+                name, value = match[1], int(match[2])
+            elif word in get_args(Schedule):
+                name, value = "schedule", word
+            elif word == "sequence_parallel":
+                name, value = word, True
+            else:
+                unknown.append(repr(word))
+                continue
+            given.setdefault(name, []).append(word)
+            values[name] = value
+        if unknown:
+            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(Schedule)]
+            raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
+        if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
+            raise UserError(f"the layout {text!r} says one thing more than once: {list_first(repeated, '; ')}")
+        return cls(**values)
+
+    def __str__(self) -> str:
+        words = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            if field.name == "schedule":
+                words.append(value)
+            else:
+                words.append(field.name if value is True else f"{field.name}{value}")
+        return ".".join(words) or "data1"
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes: the product of the sizes of its axes."""
+        return math.prod(getattr(self, name) for name in MESH_AXES)
+
+
+def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
+    """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
+
+    Args:
+      layout: the sizes of the axes.
+      devices: as many as the layout takes; None for the first of `jax.devices()`.
+
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
+
+    Raises:
+      ValueError: the number of devices is not that of the layout, or JAX has fewer.
+
+    Example:
+      >>> dict(layout_mesh(Layout()).shape)
+      {'data': 1, 'stage': 1, 'sequence': 1, 'tensor': 1}
+    """
+    import jax
+    from jax.sharding import AxisType
+
+    needed = layout.num_devices
+    if devices is None:
+        devices = jax.devices()
+        if len(devices) < needed:
+            hint = ""
+            if devices[0].platform == "cpu":
+                hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
+            raise UserError(f"the layout {layout} takes {needed} devices, and there are {len(devices)}{hint}")
+        devices = devices[:needed]
+    elif len(devices) != needed:
+        raise UserError(f"the layout {layout} takes {needed} devices, not the {len(devices)} given ones")
+    sizes = tuple(getattr(layout, name) for name in MESH_AXES)
+    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
+    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
