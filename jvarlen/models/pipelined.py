@@ -1,19 +1,18 @@
 """The demo transformer, cut into pipeline stages.
 
-Letters: S stages, L layers, B rows, T positions, D width.
+Letters: S stages, L layers.
 """
 
 from __future__ import annotations
 
-import itertools
-
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.models.transformer import Transformer, TransformerConfig, rows_of, run_block, sum_losses
+from jvarlen.models.layers import layered, stack_layers, unstack_layers
+from jvarlen.models.transformer import TransformerConfig
+from jvarlen.parallel.layers import Axes, LayeredParams
 from jvarlen.parallel.pipeline import StagedParams, Stages
 
 __all__ = ["make_stages", "merge_stages", "split_stages"]
@@ -28,27 +27,20 @@ def make_stages(config: TransformerConfig) -> Stages:
     Returns:
       `Stages` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats.
     """
-
-    def graphs() -> tuple[nnx.GraphDef, nnx.GraphDef]:
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        block, _ = nnx.split(model.blocks[0])
-        model.blocks = nnx.List([])
-        return nnx.split(model)[0], block
-
-    ends_graph, block_graph = nnx.eval_shape(graphs)
+    model = layered(config)
 
     def embed(ends: nnx.State, microbatch: Batch | PackedBatch) -> jax.Array:
-        return nnx.merge(ends_graph, ends).embed_tokens(microbatch.tokens, rows_of(microbatch))
+        return model.embed(ends, microbatch, Axes())
 
     def stage(blocks: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch) -> jax.Array:
         for layer in range(jax.tree.leaves(blocks)[0].shape[0]):
             block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], blocks)
-            x_BxTxD = run_block(block_graph, block, x_BxTxD, rows_of(microbatch))
+            x_BxTxD = model.layer(block, x_BxTxD, microbatch, Axes())
         return x_BxTxD
 
     def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV = nnx.merge(ends_graph, ends).logits(x_BxTxD)
-        return sum_losses(logits_BxTxV, microbatch)
+        loss_sum, weight_sum = model.loss(ends, x_BxTxD, microbatch, Axes())
+        return loss_sum, weight_sum
 
     return Stages(embed, stage, loss)
 
@@ -73,16 +65,16 @@ def split_stages(params: nnx.State, num_stages: int) -> StagedParams:
       >>> staged.stages["up"]["kernel"].shape
       (2, 2, 16, 64)
     """
-    blocks = [nnx.State(params.raw_mapping["blocks"][layer]) for layer in range(len(params["blocks"]))]
-    if num_stages < 1 or len(blocks) % num_stages:
-        raise UserError(f"num_stages must divide the {len(blocks)} blocks, and {num_stages} does not")
+    num_layers = len(params["blocks"])
+    if num_stages < 1 or num_layers % num_stages:
+        raise UserError(f"num_stages must divide the {num_layers} blocks, and {num_stages} does not")
 
     @jax.jit  # one program instead of many
-    def stack_all(*blocks: nnx.State) -> nnx.State:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves).reshape(num_stages, -1, *leaves[0].shape), *blocks)
+    def cut(layers: nnx.State) -> nnx.State:
+        return jax.tree.map(lambda leaf: leaf.reshape(num_stages, -1, *leaf.shape[1:]), layers)
 
-    ends = nnx.State({name: value for name, value in params.raw_mapping.items() if name != "blocks"})
-    return StagedParams(ends, stack_all(*blocks))
+    stacked = stack_layers(params)
+    return StagedParams(stacked.ends, cut(stacked.layers))
 
 
 def merge_stages(staged: StagedParams) -> nnx.State:
@@ -94,12 +86,9 @@ def merge_stages(staged: StagedParams) -> nnx.State:
     Returns:
       Parameters with the structure of `init_params`.
     """
-    num_stages, per_stage = jax.tree.leaves(staged.stages)[0].shape[:2]
 
     @jax.jit
-    def unstack_all(stages: nnx.State) -> list[nnx.State]:
-        places = itertools.product(range(num_stages), range(per_stage))
-        return [jax.tree.map(lambda leaf, place=place: leaf[place], stages) for place in places]
+    def join(stages: nnx.State) -> nnx.State:
+        return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), stages)
 
-    blocks = {layer: block.raw_mapping for layer, block in enumerate(unstack_all(staged.stages))}
-    return nnx.State({**staged.ends.raw_mapping, "blocks": blocks})
+    return unstack_layers(LayeredParams(staged.ends, join(staged.stages)))

@@ -94,6 +94,7 @@ class Layout:
         values: dict[str, Any] = {}
         unknown = []
         for word in text.split("."):
+            value: Any
             match = re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word)
             if match:
                 name, value = match[1], int(match[2])

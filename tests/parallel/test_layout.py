@@ -116,7 +116,7 @@ def test_a_mesh_has_the_axes_of_its_layout():
 
 
 def test_a_mesh_takes_exactly_the_devices_of_its_layout():
-    with pytest.raises(ValueError, match="data4.stage4 takes 16 devices, and there are 8.*jax_num_cpu_devices', 16"):
+    with pytest.raises(ValueError, match=r"data4.stage4 takes 16 devices, and there are 8.*jax_num_cpu_devices', 16"):
         layout_mesh(Layout(data=4, stage=4))
     with pytest.raises(ValueError, match="data4 takes 4 devices, not the 3 given ones"):
         layout_mesh(Layout(data=4), jax.devices()[:3])

@@ -1,0 +1,94 @@
+"""The demo transformer by layers.
+
+Letters: L layers, B rows, T positions, D width, V values of a token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jvarlen.batches.batches import Batch, PackedBatch
+from jvarlen.models.transformer import Transformer, TransformerConfig, rows_of, run_block, sum_losses
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
+
+__all__ = ["layered", "stack_layers", "unstack_layers"]
+
+
+def layered(config: TransformerConfig) -> LayeredModel:
+    """The transformer by layers, each of which is one of its blocks.
+
+    Args:
+      config: the model that the parameters belong to.
+
+    Returns:
+      `LayeredModel` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats.
+    """
+
+    def graphs() -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        model = Transformer(config, rngs=nnx.Rngs(0))
+        block, _ = nnx.split(model.blocks[0])
+        model.blocks = nnx.List([])
+        return nnx.split(model)[0], block
+
+    ends_graph, block_graph = nnx.eval_shape(graphs)
+
+    def embed(ends: nnx.State, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
+        return nnx.merge(ends_graph, ends).embed_tokens(microbatch.tokens, rows_of(microbatch))
+
+    def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
+        return run_block(block_graph, block, x_BxTxD, rows_of(microbatch))
+
+    def loss(
+        ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes
+    ) -> tuple[jax.Array, jax.Array]:
+        logits_BxTxV = nnx.merge(ends_graph, ends).logits(x_BxTxD)
+        return sum_losses(logits_BxTxV, microbatch)
+
+    return LayeredModel(embed, layer, loss)
+
+
+def stack_layers(params: nnx.State) -> LayeredParams:
+    """The parameters by layers.
+
+    Args:
+      params: the result of `init_params`, trained or not, or gradients of the same structure.
+
+    Returns:
+      `LayeredParams`: embedding, last norm and head are the ends; the layers hold every leaf of the blocks, stacked to
+      [L, …].
+
+    Example:
+      >>> from jvarlen.models import init_params
+      >>> stacked = stack_layers(init_params(TransformerConfig(num_layers=4, width=16), seed=0))
+      >>> stacked.layers["up"]["kernel"].shape
+      (4, 16, 64)
+    """
+    blocks = [nnx.State(params.raw_mapping["blocks"][layer]) for layer in range(len(params["blocks"]))]
+
+    @jax.jit  # one program instead of many
+    def stack_all(*blocks: nnx.State) -> nnx.State:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+    ends = nnx.State({name: value for name, value in params.raw_mapping.items() if name != "blocks"})
+    return LayeredParams(ends, stack_all(*blocks))
+
+
+def unstack_layers(layered: LayeredParams) -> nnx.State:
+    """The parameters of the model as a whole; the inverse of `stack_layers`.
+
+    Args:
+      layered: the result of `stack_layers`, trained or not.
+
+    Returns:
+      Parameters with the structure of `init_params`.
+    """
+    num_layers = jax.tree.leaves(layered.layers)[0].shape[0]
+
+    @jax.jit
+    def unstack_all(layers: nnx.State) -> list[nnx.State]:
+        return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], layers) for layer in range(num_layers)]
+
+    blocks = {layer: block.raw_mapping for layer, block in enumerate(unstack_all(layered.layers))}
+    return nnx.State({**layered.ends.raw_mapping, "blocks": blocks})

@@ -1,0 +1,139 @@
+"""A model by layers: pure functions of one microbatch, and parameters stacked over the layers.
+
+It is what pipelines, ZeRO-3, tensor and sequence parallelism cut up. Letters: L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.training.losses import LossFn
+
+__all__ = ["Axes", "LayeredModel", "LayeredParams", "layered_loss_fn", "num_layers_of"]
+
+
+class Axes(NamedTuple):
+    """What is bound around the functions of a model by layers. `Axes()` is the unsplit model.
+
+    Attributes:
+      tensor: the mesh axis that matrix products are split over; None if they are whole.
+      sequence: the mesh axis that positions are split over; None if rows are whole.
+      sequence_parallel: whether activations between layers are sharded by position over `tensor`.
+      positions: int[T], the place in the row of each position of this shard; None if rows are whole.
+      key: typed key[], the random key of this call; None if the state has none.
+    """
+
+    tensor: str | None = None
+    sequence: str | None = None
+    sequence_parallel: bool = False
+    positions: Any = None
+    key: Any = None
+
+
+class LayeredParams(NamedTuple):
+    """The parameters of a model by layers.
+
+    Attributes:
+      ends: pytree of arrays for `embed` and `loss`. It is one tree, so that both may use the same weights.
+      layers: pytree of arrays with leading axis L.
+    """
+
+    ends: Any
+    layers: Any
+
+
+class LayeredModel(NamedTuple):
+    """A model by layers: three pure functions of one microbatch, the batch without its leading axis.
+
+    Attributes:
+      embed: `embed(ends, microbatch, axes) -> x`, the input of the first layer; a pytree of arrays.
+      layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes.
+      loss: `loss(ends, x, microbatch, axes) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last
+        layer; and optionally a dict of further sums.
+      specs: a `PartitionSpec` for every leaf of the parameters, without the layer axis, that tells what lies along the
+        axis `"tensor"`; None if nothing does.
+    """
+
+    embed: Callable[..., Any]
+    layer: Callable[..., Any]
+    loss: Callable[..., tuple[Any, ...]]
+    specs: LayeredParams | None = None
+
+
+def layered_loss_fn(model: LayeredModel) -> LossFn:
+    """The loss of the whole model on one device, by a scan over the layers.
+
+    Args:
+      model: the model.
+
+    Returns:
+      `loss_fn(params, microbatch, key=None) -> (loss_sum, weight_sum)` for `make_train_step`; `params` are
+      `LayeredParams`. If the state has a key, layer l gets `fold_in(key, l)` of the microbatch's key as `axes.key`,
+      `embed` the one of L, and `loss` the one of L + 1.
+
+    Raises:
+      ValueError: when it is called: parameters that are not `LayeredParams` with one leading axis, or a layer whose
+        output differs from its input in shape or dtype.
+
+    Example:
+      >>> model = LayeredModel(
+      ...     lambda ends, microbatch, axes: microbatch,
+      ...     lambda own, x, microbatch, axes: own * x,
+      ...     lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(x.size)),
+      ... )
+      >>> loss_sum, weight_sum = layered_loss_fn(model)(LayeredParams((), jnp.array([3.0, 2.0])), jnp.ones(4))
+      >>> float(loss_sum), float(weight_sum)
+      (24.0, 4.0)
+    """
+
+    def loss_fn(params: Any, microbatch: Any, key: Any = None) -> tuple[Any, ...]:
+        num_layers = num_layers_of(params)
+
+        def axes_at(index: Any) -> Axes:
+            return Axes(key=None if key is None else jax.random.fold_in(key, index))
+
+        def run_layer(x: Any, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
+            layer_params, index = layer_and_index
+            following = model.layer(layer_params, x, microbatch, axes_at(index))
+            _check_layer(x, following)
+            return following, None
+
+        x = model.embed(params.ends, microbatch, axes_at(num_layers))
+        x = jax.tree.map(jnp.asarray, x)
+        x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
+        return model.loss(params.ends, x, microbatch, axes_at(num_layers + 1))
+
+    return loss_fn
+
+
+def num_layers_of(params: Any) -> int:
+    """L; raises ValueError if these are not `LayeredParams` whose layers are stacked along one leading axis."""
+    if not isinstance(params, LayeredParams):
+        raise UserError(f"a model by layers takes LayeredParams, not a {type(params).__name__}")
+    axes = {name: np.shape(leaf)[:1] for name, leaf in leaves_by_name(params.layers).items()}
+    if len(set(axes.values())) != 1 or () in axes.values():
+        listed = [f"{name or 'layers'} {describe(leaf)}" for name, leaf in leaves_by_name(params.layers).items()]
+        raise UserError(
+            f"parameters of layers must be arrays with one leading axis, that of the layers: {list_first(listed)}"
+        )
+    return next(iter(axes.values()))[0]
+
+
+def _check_layer(given: Any, returned: Any) -> None:
+    one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(x).items()} for x in (given, returned))
+    if one != other:
+        differing = [
+            f"{name or 'x'}: {one.get(name, 'absent')} -> {other.get(name, 'absent')}"
+            for name in {**one, **other}
+            if one.get(name) != other.get(name)
+        ]
+        raise UserError(
+            f"a layer must return x with the shapes and dtypes that it takes: {list_first(differing, '; ')}"
+        )

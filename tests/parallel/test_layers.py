@@ -1,0 +1,127 @@
+"""Models by layers: the numbers of the whole model, a random key for every layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples
+from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+from tests.conftest import random_dataset
+
+MODEL = TransformerConfig(num_layers=3, width=16, num_heads=2)
+PARAMS = jax.tree.map(np.asarray, init_params(MODEL, seed=0))
+
+SIMPLE = LayeredModel(
+    lambda ends, microbatch, axes: microbatch @ ends["in"],
+    lambda own, x, microbatch, axes: x + jnp.tanh(x @ own["k"]),
+    lambda ends, x, microbatch, axes: (jnp.sum(jnp.sin(x @ ends["in"].T)), jnp.float32(x.shape[0])),
+)
+
+
+def simple_params(num_layers=2):
+    rng = np.random.default_rng(0)
+    ends = {"in": rng.normal(size=(3, 5)).astype(np.float32)}
+    return LayeredParams(ends, {"k": rng.normal(size=(num_layers, 5, 5)).astype(np.float32)})
+
+
+def microbatch_of(packed):
+    dataset = random_dataset(12, 14)
+    lengths = np.diff(dataset.offsets)
+    if packed:
+        plan = make_plan(pack_samples(lengths, (14,)), [Bucket(3, 14)])
+        batch = next(iter(load(plan, dataset, collate=pack_to_bucket)))
+    else:
+        batch = next(iter(load(make_plan(lengths, [Bucket(5, 14)]), dataset)))
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else np.asarray(leaf), batch)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_transformer_by_layers_is_the_transformer(packed):
+    microbatch = microbatch_of(packed)
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, PARAMS)
+
+        def gradients(loss_fn):
+            return jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+
+        found, found_grads = gradients(layered_loss_fn(layered(MODEL)))(stack_layers(params), microbatch)
+        expected, expected_grads = gradients(make_loss_fn(MODEL))(params, microbatch)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+        assert float(expected[1]) > 10
+        found_grads = unstack_layers(found_grads)
+        assert jax.tree.structure(found_grads) == jax.tree.structure(expected_grads)
+        for leaf, expected_leaf in zip(jax.tree.leaves(found_grads), jax.tree.leaves(expected_grads), strict=True):
+            np.testing.assert_allclose(leaf, expected_leaf, rtol=1e-12, atol=1e-12 * np.abs(expected_leaf).max())
+
+
+def test_layers_are_unstacked_to_what_was_stacked():
+    stacked = stack_layers(PARAMS)
+    assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(stacked.layers))
+    merged = unstack_layers(stacked)
+    assert jax.tree.structure(merged) == jax.tree.structure(PARAMS)
+    for leaf, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(PARAMS), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+
+
+def test_layers_run_in_order_and_the_plain_step_trains_them():
+    params, batch = simple_params(), np.random.default_rng(1).normal(size=(2, 4, 3)).astype(np.float32)
+    optimizer = optax.sgd(0.1)
+    state, metrics = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))(
+        init_train_state(params, optimizer), batch
+    )
+
+    def by_hand(params):
+        x = batch.reshape(8, 3) @ params.ends["in"]
+        for own in params.layers["k"]:
+            x = x + jnp.tanh(x @ own)
+        return jnp.sum(jnp.sin(x @ params.ends["in"].T)) / 8
+
+    loss, grads = jax.value_and_grad(by_hand)(jax.tree.map(jnp.asarray, params))
+    np.testing.assert_allclose(metrics.loss, loss, rtol=1e-5)
+    for leaf, before, grad in zip(*map(jax.tree.leaves, (state.params, params, grads)), strict=True):
+        np.testing.assert_allclose(leaf, before - 0.1 * grad, rtol=1e-5, atol=1e-6)
+
+
+def test_every_call_has_a_key_of_its_own():
+    def draw(axes):
+        return jax.random.uniform(axes.key)
+
+    model = LayeredModel(
+        lambda ends, microbatch, axes: jnp.zeros(6).at[0].set(draw(axes)),
+        lambda own, x, microbatch, axes: x.at[own].set(draw(axes)),
+        lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1), {"drawn": x.at[5].set(draw(axes))}),
+    )
+    params = LayeredParams((), jnp.arange(1, 5))
+    key = jax.random.key(3)
+    drawn = layered_loss_fn(model)(params, None, key)[2]["drawn"]
+    expected = [jax.random.uniform(jax.random.fold_in(key, index)) for index in (4, 0, 1, 2, 3, 5)]
+    assert drawn.tolist() == np.array(expected).tolist()
+    assert len(set(drawn.tolist())) == 6
+
+
+def test_without_a_key_in_the_state_the_axes_have_none():
+    seen = []
+    model = SIMPLE._replace(embed=lambda ends, microbatch, axes: seen.append(axes) or microbatch @ ends["in"])
+    layered_loss_fn(model)(simple_params(), np.ones((4, 3), np.float32))
+    assert seen == [Axes()]
+
+
+def test_what_is_no_model_by_layers_is_refused():
+    microbatch = np.ones((4, 3), np.float32)
+    loss_fn = layered_loss_fn(SIMPLE)
+    with pytest.raises(ValueError, match="takes LayeredParams, not a dict"):
+        loss_fn({"in": 1}, microbatch)
+    params = simple_params()
+    with pytest.raises(ValueError, match=r"one leading axis.*'b'\] float32\[3\], \['k'\] float32\[2,5,5\]"):
+        loss_fn(params._replace(layers={"k": params.layers["k"], "b": np.ones(3, np.float32)}), microbatch)
+    with pytest.raises(ValueError, match=r"one leading axis"):
+        loss_fn(params._replace(layers={"k": np.float32(1)}), microbatch)
+    with pytest.raises(ValueError, match=r"one leading axis"):
+        loss_fn(params._replace(layers=()), microbatch)
+    half = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:2].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"x: float32\[4,5\] -> bfloat16\[2,5\]"):
+        layered_loss_fn(half)(params, microbatch)
