@@ -1,4 +1,48 @@
-"""Parallelism beyond data parallelism.
+"""Parallelism: how a step spreads over devices. Its results are those of one device.
 
+- `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
+- `layers`: a model by layers, which is what most of the others cut up.
+- `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `pipeline`: a model in stages over a mesh axis.
+
+The names below are imported when they are first used: a layout is read without JAX.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+    from jvarlen.parallel.layout import Layout, layout_mesh
+    from jvarlen.parallel.train import gather_params, init_state, make_train_step
+
+__all__ = [
+    "Axes",
+    "LayeredModel",
+    "LayeredParams",
+    "Layout",
+    "gather_params",
+    "init_state",
+    "layered_loss_fn",
+    "layout_mesh",
+    "make_train_step",
+]
+
+_NAMES_OF = {
+    "layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
+    "layout": ("Layout", "layout_mesh"),
+    "train": ("gather_params", "init_state", "make_train_step"),
+}
+_MODULE_OF = {name: f"jvarlen.parallel.{module}" for module, names in _NAMES_OF.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

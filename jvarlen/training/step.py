@@ -31,6 +31,7 @@ __all__ = [
     "make_train_step",
     "metrics_of",
     "microbatches_of",
+    "step_of_sums",
     "update_state",
 ]
 
@@ -83,11 +84,32 @@ def make_train_step(
         not hold, returns another form, or reduces its sums over the mesh itself; a mesh other than the one it is
         compiled for.
     """
+    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
+    values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
+    return step_of_sums(sums_of, values_of, optimizer, norms=norms)
+
+
+def step_of_sums(
+    sums_of: Callable[[TrainState, Any], StepSums],
+    values_of: Callable[[TrainState, Any], StepSums],
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    norms: bool = False,
+) -> StepFn:
+    """A train step from functions that accumulate and reduce: it adds the update.
+
+    Args:
+      sums_of: `sums_of(state, batch)`, the sums of the step with gradients, over all shards.
+      values_of: likewise, without gradients.
+      optimizer: as for `make_train_step`.
+      norms: as for `make_train_step`.
+
+    Returns:
+      `train_step(state, batch) -> (state, Metrics)`.
+    """
     if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
         optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
     optimizer = optax.with_extra_args_support(optimizer)
-    sums_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name)
-    values_of = sum_step(loss_fn, mesh=mesh, axis_name=axis_name, with_grads=False)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         value_fn = _value_fn(sums_of, values_of, state, batch)

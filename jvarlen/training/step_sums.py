@@ -45,7 +45,13 @@ class StepSums(NamedTuple):
 
 
 def sum_step(
-    loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data", with_grads: bool = True
+    loss_fn: LossFn,
+    *,
+    mesh: Mesh | None = None,
+    axis_name: str = "data",
+    with_grads: bool = True,
+    param_specs: Any = None,
+    grad_specs: Any = None,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards.
 
@@ -54,6 +60,9 @@ def sum_step(
       mesh: as for `make_train_step`.
       axis_name: as for `make_train_step`.
       with_grads: whether gradients are summed as well.
+      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
+        loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
+      grad_specs: likewise for gradients: those of whole parameters are reduced to these shards. None: to whole ones.
 
     Returns:
       A function of the state and a batch. All sums are reduced together, once, outside of any loop.
@@ -78,17 +87,40 @@ def sum_step(
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             sums = _accumulate(loss_fn, state, microbatches, with_grads, reduced_over=axis_name)
-            return jax.lax.psum(sums, axis_name)
+            if sums.grads is None or grad_specs is None:
+                return jax.lax.psum(sums, axis_name)
+            reduce = functools.partial(_reduce_to_shards, axis_name=axis_name)
+            grads = jax.tree.map(reduce, sums.grads, params_lie, grad_specs)
+            return jax.lax.psum(sums._replace(grads=None), axis_name)._replace(grads=grads)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
         split, whole = PartitionSpec(axis_name), PartitionSpec()
+        params_lie = jax.tree.map(lambda _: whole, state.params) if param_specs is None else param_specs
+        grads_lie = whole if grad_specs is None or not with_grads else grad_specs
         shards = jax.shard_map(
-            on_shard, mesh=mesh, in_specs=(whole, split), out_specs=whole, axis_names={axis_name}, check_vma=False
+            on_shard,
+            mesh=mesh,
+            in_specs=(TrainState(params_lie, whole, whole, whole, whole), split),
+            out_specs=StepSums._make([whole] * 5 + [grads_lie]),
+            axis_names={axis_name},
+            check_vma=False,
         )
         return shards(state._replace(opt_state=None), (microbatches, keys))
 
     return sums_of
+
+
+def _reduce_to_shards(
+    grad: jax.Array, param_spec: PartitionSpec, grad_spec: PartitionSpec, *, axis_name: str
+) -> jax.Array:
+    """A shard's gradient of a parameter, summed over the shards as the specs tell."""
+    if axis_name in param_spec:
+        return grad  # the transpose of the gather has reduced it
+    if axis_name in grad_spec:
+        dim = grad_spec.index(axis_name)
+        return jax.lax.psum_scatter(grad, axis_name, scatter_dimension=dim, tiled=True)
+    return jax.lax.psum(grad, axis_name)
 
 
 def next_extra(extra: Any, sums: StepSums) -> Any:

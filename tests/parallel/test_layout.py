@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+import jvarlen.parallel.layers
+import jvarlen.parallel.train
 from jvarlen.parallel.layout import MESH_AXES, Layout, layout_mesh
 
 SIZES = st.integers(1, 64)
@@ -122,11 +124,20 @@ def test_a_mesh_takes_exactly_the_devices_of_its_layout():
         layout_mesh(Layout(data=4), jax.devices()[:3])
 
 
+def test_the_package_exports_what_its_modules_have():
+    modules = [jvarlen.parallel.layers, jvarlen.parallel.layout, jvarlen.parallel.train]
+    for name in jvarlen.parallel.__all__:
+        assert any(getattr(module, name, None) is getattr(jvarlen.parallel, name) for module in modules)
+    assert set(jvarlen.parallel.__all__) <= set(dir(jvarlen.parallel))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jvarlen.parallel.nothing  # noqa: B018
+
+
 def test_a_layout_is_read_without_jax_and_checks_types():
     """In a process of its own, where no other checker sees the types first."""
     program = """
 import sys
-from jvarlen.parallel.layout import Layout
+from jvarlen.parallel import Layout
 
 assert str(Layout.parse("zero1.data2")) == "data2.zero1"
 for fields in ({"data": 2.0}, {"stage": True}, {"schedule": "2f2b"}, {"sequence_parallel": 1}):

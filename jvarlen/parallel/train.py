@@ -1,0 +1,223 @@
+"""The state and the train step of a layout.
+
+Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state;
+2 also the reduction, of gradients to shards; 3 also the loss, which gathers its parameters layer by layer. The update
+is always that of whole arrays, which the compiler splits, so any Optax optimizer gives what it gives on one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen._common.checks import UserError
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, num_shards_of, replicate
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
+from jvarlen.parallel.layout import MESH_AXES, Layout
+from jvarlen.parallel.zero import gathering_model, shard_specs, state_specs
+from jvarlen.training import step as training_step
+from jvarlen.training.losses import LossFn
+from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step_sums import StepSums, sum_step
+from jvarlen.training.train_state import Metrics, TrainState, init_train_state
+
+__all__ = ["gather_params", "init_state", "make_train_step"]
+
+
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    model: LayeredModel | LossFn | None = None,
+    extra: Any = None,
+    seed: int | None = None,
+) -> TrainState:
+    """The state before the first step, placed on a mesh. No device ever holds the whole optimizer state.
+
+    Args:
+      params: `LayeredParams`, or any pytree of arrays below ZeRO-3. If the devices belong to several processes, each
+        passes the same whole arrays. A step that donates its state may delete them: use only the result.
+      optimizer: any Optax optimizer.
+      mesh: has the sizes of the layout, such as that of `layout_mesh`.
+      layout: what is sharded.
+      model: what `make_train_step` gets, to be checked against the parameters and the layout; None if unknown.
+      extra: as for `init_train_state`.
+      seed: as for `init_train_state`.
+
+    Returns:
+      `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
+      divides; those without one, or with fewer than 1,024 elements, are whole on every device.
+
+    Raises:
+      ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
+        or not by layers at ZeRO-3.
+    """
+    mesh = _checked_mesh(mesh, layout)
+    if model is not None:
+        _check_model(model, layout)
+    if isinstance(model, LayeredModel) or isinstance(params, LayeredParams):
+        num_layers_of(params)
+    elif layout.zero == 3:
+        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
+    params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+    shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
+    shardings = _shardings(shapes, mesh, layout)
+    params = jax.tree.map(_place, params, shardings.params)
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
+    return TrainState(params, opt_state, *replicate((whole.extra, whole.key, whole.step), mesh))
+
+
+def make_train_step(
+    model: LayeredModel | LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    norms: bool = False,
+) -> StepFn:
+    """A train step that spreads over devices as a layout says, with the result of the unsplit step.
+
+    Args:
+      model: a `LayeredModel`, or any loss function below ZeRO-3: see `jvarlen.make_train_step`.
+      optimizer: any Optax optimizer. It gets whole arrays, which the compiler splits: global norms and the like are
+        those of the whole model.
+      mesh: has the sizes of the layout, such as that of `layout_mesh`.
+      layout: what is sharded.
+      norms: whether the metrics include the global norms of gradient and updates.
+
+    Returns:
+      `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
+      same mesh. The state is that of `init_state`, and is returned with the same shardings.
+
+    Raises:
+      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 of a loss function; when it is traced,
+        as `jvarlen.make_train_step`.
+
+    References:
+      Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
+      "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
+    """
+    mesh = _checked_mesh(mesh, layout)
+    _check_model(model, layout)
+    if layout.zero == 0:
+        return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
+
+    def sums_with(*, with_grads: bool) -> Callable[[TrainState, Any], StepSums]:
+        def sums_of(state: TrainState, batch: Any) -> StepSums:
+            specs = shard_specs(state.params, layout.data)
+            param_specs = specs if layout.zero == 3 else None
+            sums = sum_step(
+                _loss_fn(model, param_specs),
+                mesh=mesh,
+                axis_name=DATA_AXIS,
+                with_grads=with_grads,
+                param_specs=param_specs,
+                grad_specs=specs if layout.zero >= 2 else None,
+            )(state, batch)
+            return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
+
+        return sums_of
+
+    train_step_of_sums = step_of_sums(sums_with(with_grads=True), sums_with(with_grads=False), optimizer, norms=norms)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        shardings = _shardings(state, mesh, layout)
+        following, metrics = train_step_of_sums(state, batch)
+        # Added on shards, then gathered in the type of the parameters: updates may be wider.
+        params = _constrain(following.params, _on(mesh, shard_specs(state.params, layout.data)))
+        return following._replace(
+            params=_constrain(params, shardings.params),
+            opt_state=_constrain(following.opt_state, shardings.opt_state),
+            extra=_constrain(following.extra, shardings.extra),
+            step=_constrain(following.step, shardings.step),
+        ), metrics
+
+    return train_step
+
+
+def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout) -> Any:
+    """The whole parameters of a state, as `init_state` got them, on any layout.
+
+    Args:
+      state: of `init_state` or of a step.
+      mesh: as for `init_state`.
+      layout: as for `init_state`.
+
+    Returns:
+      A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
+      holds one whole array at a time.
+
+    Raises:
+      ValueError: a layout that is not supported, or not that of the mesh.
+    """
+    mesh = _checked_mesh(mesh, layout)
+
+    def gather(leaf: jax.Array) -> np.ndarray:
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            leaf = jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
+        return np.array(leaf)
+
+    return jax.tree.map(gather, state.params)
+
+
+def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
+    """The mesh with Auto axes; raises ValueError if the layout is not supported, or not that of the mesh."""
+    unsupported = [f"{name}{getattr(layout, name)}" for name in MESH_AXES[1:] if getattr(layout, name) > 1]
+    if unsupported:
+        raise UserError(
+            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axis 'data' "
+            "only, with any ZeRO level"
+        )
+    num_shards_of(mesh, DATA_AXIS)
+    sizes = {name: getattr(layout, name, 1) for name in (*MESH_AXES, *mesh.axis_names)}
+    differing = [
+        f"{name!r} {mesh.shape.get(name, 1)} where the layout has {size}"
+        for name, size in sizes.items()
+        if mesh.shape.get(name, 1) != size
+    ]
+    if differing:
+        raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
+    return auto_axes(mesh)
+
+
+def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
+    if layout.zero == 3 and not isinstance(model, LayeredModel):
+        name = getattr(model, "__name__", type(model).__name__)
+        raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
+
+
+def _loss_fn(model: LayeredModel | LossFn, param_specs: LayeredParams | None = None) -> LossFn:
+    """The loss of a model, of which each shard has all parameters, or those that the specs tell."""
+    if not isinstance(model, LayeredModel):
+        return model
+    return layered_loss_fn(model if param_specs is None else gathering_model(model, param_specs))
+
+
+def _shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:
+    return _on(mesh, state_specs(state, layout.zero, layout.data))
+
+
+def _on(mesh: Mesh, specs: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
+    )
+
+
+def _constrain(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
+
+
+def _place(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """An array of which every process has the whole, on the devices."""
+    if isinstance(leaf, jax.Array) and leaf.is_fully_addressable and not sharding.mesh.is_multi_process:
+        return jax.device_put(leaf, sharding)
+    array = np.asarray(leaf)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -1,0 +1,173 @@
+"""ZeRO: what of a state is sharded over the data axis, and layers that gather their parameters.
+
+Shards lie along one dimension of an array that their number divides, so nothing is padded and the optimizer sees whole
+arrays. Letters: N shards, L layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec
+
+from jvarlen.distributed.mesh import DATA_AXIS
+from jvarlen.parallel.layers import LayeredModel, LayeredParams
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["MIN_SHARDED", "gathering_model", "shard_specs", "state_specs"]
+
+MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
+
+_WHOLE = PartitionSpec()
+# What the backward pass computes again: gathered parameters, and what is next to free and may have been made from them.
+_NOT_SAVED = {
+    "all_gather",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "reshape",
+    "sharding_constraint",
+    "slice",
+    "squeeze",
+    "transpose",
+}
+
+
+def shard_specs(params: Any, num_shards: int) -> Any:
+    """How parameters, their gradients and their optimizer state lie over the data axis where they are sharded.
+
+    Args:
+      params: pytree of arrays or shapes.
+      num_shards: N.
+
+    Returns:
+      A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones. Arrays
+      with no such dimension, or with fewer than 1,024 elements, are whole. Of `LayeredParams`, both count within a
+      layer.
+    """
+    if isinstance(params, LayeredParams):
+        return LayeredParams(
+            jax.tree.map(functools.partial(_spec, num_shards=num_shards), params.ends),
+            jax.tree.map(functools.partial(_spec, num_shards=num_shards, begin=1), params.layers),
+        )
+    return jax.tree.map(functools.partial(_spec, num_shards=num_shards), params)
+
+
+def _spec(leaf: Any, *, num_shards: int, begin: int = 0) -> PartitionSpec:
+    shape = np.shape(leaf)
+    dims = [dim for dim in range(begin, len(shape)) if shape[dim] % num_shards == 0]
+    if not dims or math.prod(shape[begin:]) < MIN_SHARDED:
+        return _WHOLE
+    largest = max(dims, key=lambda dim: (shape[dim], -dim))
+    return PartitionSpec(*(None,) * largest, DATA_AXIS)
+
+
+def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
+    """How a state lies over the data axis.
+
+    Args:
+      state: arrays or shapes.
+      zero: the ZeRO level, 0 to 3.
+      num_shards: N.
+
+    Returns:
+      A `TrainState` of `PartitionSpec`. From level 1 on, an array of the optimizer lies as the parameter does that has
+      its shape and whose path ends its own, such as `[0].mu['embed']` and `['embed']`; others are whole.
+    """
+    whole = jax.tree.map(lambda _: _WHOLE, state)
+    if zero == 0:
+        return whole
+    specs = shard_specs(state.params, num_shards)
+    shapes_and_specs = {
+        path: (np.shape(leaf), spec)
+        for (path, leaf), spec in zip(
+            jax.tree.leaves_with_path(state.params), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True
+        )
+    }
+
+    # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for begin in range(len(path) + 1):  # the longest end first
+            shape, spec = shapes_and_specs.get(path[begin:], (None, _WHOLE))
+            if shape == np.shape(leaf):
+                return spec
+        return _WHOLE
+
+    return whole._replace(
+        params=specs if zero == 3 else whole.params,
+        opt_state=jax.tree.map_with_path(spec_of, state.opt_state),
+    )
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
+    """A model whose functions take shards of their parameters, inside `shard_map` over the data axis.
+
+    Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
+    whole. Their gradients are reduced to the same shards.
+
+    Args:
+      model: its functions take whole parameters.
+      specs: how the parameters lie, as of `shard_specs`.
+
+    Returns:
+      A model for `layered_loss_fn`.
+    """
+    specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers, is_leaf=_is_spec)
+
+    def gathering(call: Callable[..., Any], specs: Any, *, again: bool = True, in_loop: bool = False) -> Any:
+        def gather_and_call(shards: Any, *args: Any) -> Any:
+            *arrays, axes = args
+
+            def on_shards(shards: Any, *arrays: Any) -> Any:
+                return call(jax.tree.map(_gather, shards, specs), *arrays, axes)
+
+            if again:  # forward and backward of a loop are different loops, and have no common subexpressions
+                on_shards = jax.checkpoint(on_shards, policy=_is_saved, prevent_cse=not in_loop)
+            return on_shards(shards, *arrays)
+
+        return gather_and_call
+
+    return LayeredModel(
+        gathering(model.embed, specs.ends),
+        gathering(model.layer, specs_of_layer, in_loop=True),
+        gathering(model.loss, specs.ends, again=False),  # its backward pass follows at once
+    )
+
+
+def _is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _NOT_SAVED
+
+
+def _gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return _gather_dim(shard, spec.index(DATA_AXIS)) if DATA_AXIS in spec else shard
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_dim(shard: jax.Array, dim: int) -> jax.Array:
+    return jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True)
+
+
+def _gather_dim_forward(shard: jax.Array, dim: int) -> tuple[jax.Array, None]:
+    # Not by `_gather_dim`: the policy of what is saved must see the primitive.
+    return jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True), None
+
+
+def _gather_dim_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
+    """Sums over the shards in float32 at least, which the transpose of a gather would not do."""
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    summed = jax.lax.psum_scatter(wide, DATA_AXIS, scatter_dimension=dim, tiled=True)
+    return (summed.astype(grad.dtype),)
+
+
+_gather_dim.defvjp(_gather_dim_forward, _gather_dim_backward)

@@ -1,0 +1,429 @@
+"""ZeRO: the numbers of the unsharded step on every level, state in shards, and what is communicated."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import (
+    Bucket,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    pack_samples,
+    scale_by_batch_size,
+)
+from jvarlen.compiling.hlo import count_collectives
+from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout, layout_mesh
+from jvarlen.parallel.train import gather_params, init_state
+from jvarlen.parallel.train import make_train_step as make_layout_step
+from jvarlen.parallel.zero import shard_specs
+from tests.conftest import random_dataset
+
+MODEL = TransformerConfig(num_layers=2, width=24, num_heads=2)  # 24, so that 3 shards divide it
+PARAMS = jax.tree.map(np.asarray, init_params(MODEL, seed=0))
+LAYERED, LOSS_FN = layered(MODEL), make_loss_fn(MODEL)
+BUCKET = Bucket(2, 8)
+
+# Weights that 2, 4 and 8 divide, a bias that is too small for shards, and a table that nothing divides.
+SIMPLE = LayeredModel(
+    lambda ends, microbatch, axes: (microbatch @ ends["odd"])[:, :64],
+    lambda own, x, microbatch, axes: x + jnp.tanh(x @ own["k"] + own["b"]),
+    lambda ends, x, microbatch, axes: (jnp.sum(jnp.square(x @ ends["out"] - microbatch)), jnp.float32(x.shape[0])),
+)
+
+
+def simple_params(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    ends = {"odd": rng.normal(size=(15, 75)) / 8, "out": rng.normal(size=(64, 15)) / 8}
+    layers = {"k": rng.normal(size=(3, 64, 64)) / 8, "b": rng.normal(size=(3, 64))}
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), LayeredParams(ends, layers))
+
+
+def simple_batch(num_microbatches=4, dtype=np.float64):
+    return np.random.default_rng(1).normal(size=(num_microbatches, 5, 15)).astype(dtype)
+
+
+def clipped_adamw():
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
+
+
+def take_steps(step, state, batches, num_steps):
+    losses = []
+    for batch in itertools.islice(itertools.cycle(batches), num_steps):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+def on_layout(model, params, optimizer, text, **options):
+    layout = Layout.parse(text)
+    mesh = layout_mesh(layout)
+    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model, **options)
+    return make_layout_step(model, optimizer, mesh=mesh, layout=layout), state, {"mesh": mesh, "layout": layout}
+
+
+def shardings_of(state):
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, state)
+
+
+def assert_equal_trees(found, expected, rtol):
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
+
+
+def state_bytes(tree):
+    """Bytes on the fullest device, and of the whole arrays."""
+    leaves = jax.tree.leaves(tree)
+    on_device = {}
+    for leaf in leaves:
+        for shard in leaf.addressable_shards:
+            on_device[shard.device] = on_device.get(shard.device, 0) + shard.data.nbytes
+    return max(on_device.values()), sum(leaf.nbytes for leaf in leaves)
+
+
+@functools.cache
+def batches_of(num_microbatches, packed):
+    """Three steps; the last one has dummy rows."""
+    dataset = random_dataset(3 * num_microbatches * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
+    lengths = np.diff(dataset.offsets)
+    samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
+    plan = make_plan(samples, [BUCKET], microbatches_per_step=num_microbatches)
+    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    return jax.tree.map(np.asarray, list(batches))
+
+
+@functools.cache
+def trained_whole(num_microbatches, packed, by_layers):
+    """Losses and parameters of 20 steps without a mesh."""
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, PARAMS)
+        params, loss_fn = (stack_layers(params), layered_loss_fn(LAYERED)) if by_layers else (params, LOSS_FN)
+        optimizer = clipped_adamw()
+        step = jax.jit(make_train_step(loss_fn, optimizer))
+        state, losses = take_steps(step, init_train_state(params, optimizer), batches_of(num_microbatches, packed), 20)
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_microbatches", "packed", "by_layers"),
+    [
+        ("data3", 6, True, True),
+        ("data8", 8, False, False),
+        ("data2.zero1", 8, True, False),
+        ("data3.zero1", 6, False, True),
+        ("data4.zero1", 4, False, False),
+        ("data8.zero1", 8, True, True),
+        ("data2.zero2", 8, False, True),
+        ("data3.zero2", 6, True, True),
+        ("data4.zero2", 8, True, False),
+        ("data8.zero2", 8, False, False),
+        ("data2.zero3", 8, True, True),
+        ("data3.zero3", 6, False, True),
+        ("data4.zero3", 4, False, True),
+        ("data8.zero3", 8, False, True),
+    ],
+)
+def test_every_level_trains_as_one_device(text, num_microbatches, packed, by_layers):
+    """20 steps of AdamW, clipped by the norm of the whole gradient."""
+    expected_losses, expected = trained_whole(num_microbatches, packed, by_layers)
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, PARAMS)
+        params, model = (stack_layers(params), LAYERED) if by_layers else (params, LOSS_FN)
+        step, state, on = on_layout(model, params, clipped_adamw(), text)
+        placed = shardings_of(state)
+        step = jax.jit(step, donate_argnums=0)
+        state, losses = take_steps(step, state, batches_of(num_microbatches, packed), 20)
+        assert shardings_of(state) == placed
+        assert step._cache_size() == 1
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+        assert losses[-1] < losses[0] - 0.3
+        found = gather_params(state, **on)
+        assert jax.tree.structure(found) == jax.tree.structure(expected)
+        assert_equal_trees(found, expected, 1e-12)
+
+
+def matrices_only(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 2, params)
+
+
+OPTIMIZERS = {
+    "lamb": lambda: optax.lamb(1e-2, weight_decay=0.1, mask=matrices_only),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=16, clipping_threshold=0.1),
+    "partition": lambda: optax.partition(
+        {"ends": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), "layers": optax.lion(1e-3)},
+        LayeredParams("ends", "layers"),
+    ),
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),  # is told the loss of the step
+    "sam": lambda: optax.contrib.sam(  # asks for gradients at other parameters
+        optax.adam(1e-2), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2, opaque_mode=True
+    ),
+    "multi_steps": lambda: optax.MultiSteps(
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)), 2, accumulator_dtype=jnp.float64
+    ),
+    "schedule_free": lambda: optax.contrib.schedule_free(optax.adam(1e-2), learning_rate=1e-2),  # holds parameters
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lamb", "data4.zero2"),
+        ("adafactor", "data4.zero2"),
+        ("adafactor", "data4.zero3"),
+        ("partition", "data2.zero1"),
+        ("polyak_sgd", "data2.zero3"),
+        ("sam", "data2.zero3"),
+        ("multi_steps", "data4.zero2"),
+        ("schedule_free", "data4.zero1"),
+    ],
+)
+def test_any_optimizer_sees_whole_arrays(name, text):
+    optimizer = OPTIMIZERS[name]()
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))
+        expected, expected_losses = take_steps(whole, init_train_state(simple_params(), optimizer), [simple_batch()], 5)
+        step, state, on = on_layout(SIMPLE, simple_params(), optimizer, text)
+        placed = shardings_of(state)
+        state, losses = take_steps(jax.jit(step, donate_argnums=0), state, [simple_batch()], 5)
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
+        assert losses[-1] < losses[0]
+        assert_equal_trees(gather_params(state, **on), expected.params, 1e-9)
+        assert_equal_trees(state.opt_state, expected.opt_state, 1e-9)
+        assert shardings_of(state) == placed
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_keys_extra_state_sums_and_norms_are_those_of_one_device(zero):
+    def loss(ends, x, microbatch, axes):
+        noise = jax.random.normal(axes.key, x.shape)
+        loss_sum, weight_sum = SIMPLE.loss(ends, x + 0.1 * noise, microbatch, axes)
+        return loss_sum, weight_sum, {"squares": jnp.sum(x**2)}
+
+    def layer(own, x, microbatch, axes):
+        return SIMPLE.layer(own, x * jax.random.bernoulli(axes.key, 0.9, x.shape), microbatch, axes)
+
+    model, optimizer = SIMPLE._replace(layer=layer, loss=loss), optax.sgd(1e-3)
+    layout = Layout(data=2, zero=zero)
+    mesh = layout_mesh(layout)
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(layered_loss_fn(model), optimizer, norms=True))
+        expected, expected_metrics = whole(init_train_state(simple_params(), optimizer, seed=3), simple_batch())
+        state = init_state(simple_params(), optimizer, mesh=mesh, layout=layout, seed=3)
+        step = jax.jit(make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True))
+        state, metrics = step(state, simple_batch())
+        assert_equal_trees(metrics, expected_metrics, 1e-12)
+        assert float(metrics.sums["squares"]) > 1
+        assert_equal_trees(state.params, expected.params, 1e-12)
+        assert int(state.step) == 1
+        assert jax.random.key_data(state.key).tolist() == jax.random.key_data(expected.key).tolist()
+
+
+def test_extra_state_is_kept_on_every_device():
+    def loss_fn(params, microbatch, extra):
+        y = microbatch @ params
+        return jnp.sum(y**2), jnp.float32(len(y)), {"mean": jnp.mean(y), "seen": extra["seen"] + len(y)}
+
+    optimizer, params = optax.adam(1e-2), np.random.default_rng(0).normal(size=(15, 128))
+    extra = {"mean": np.float64(0), "seen": np.int32(0)}
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(loss_fn, optimizer))
+        expected, _ = whole(init_train_state(params, optimizer, extra=extra), simple_batch())
+        step, state, _ = on_layout(loss_fn, params, optimizer, "data4.zero2", extra=extra)
+        assert state.opt_state[0].mu.sharding.spec == PartitionSpec(None, "data")
+        state, _ = jax.jit(step)(state, simple_batch())
+        assert int(state.extra["seen"]) == 20
+        assert_equal_trees(state, expected, 1e-12)
+
+
+def test_shards_lie_along_the_largest_dimension_that_divides():
+    params = {
+        "wide": np.zeros((64, 96)),
+        "tall": np.zeros((96, 64)),
+        "square": np.zeros((64, 64)),
+        "odd": np.zeros((128, 257)),
+        "prime": np.zeros((257, 257)),
+        "small": np.zeros(1020),
+        "scalar": np.zeros(()),
+        "deep": np.zeros((8, 2, 128)),
+    }
+    whole, rows, columns = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
+    assert shard_specs(params, 4) == {
+        "wide": columns,
+        "tall": rows,
+        "square": rows,
+        "odd": rows,
+        "prime": whole,
+        "small": whole,
+        "scalar": whole,
+        "deep": PartitionSpec(None, None, "data"),
+    }
+    assert shard_specs(params, 3) == dict.fromkeys(params, whole) | {
+        "wide": columns,
+        "tall": rows,
+    }
+    stacked = LayeredParams(np.zeros((1024, 3)), {"w": np.zeros((2048, 32, 32)), "scale": np.zeros((64, 1000))})
+    specs = LayeredParams(rows, {"w": PartitionSpec(None, "data"), "scale": whole})
+    assert shard_specs(stacked, 4) == specs  # never along the layers, and a layer's own size counts
+
+
+def test_state_takes_its_share_of_bytes():
+    model = TransformerConfig(num_layers=2, width=64, num_heads=2)
+    params = stack_layers(init_params(model, seed=0))
+    for zero in range(4):
+        _, state, _ = on_layout(layered(model), params, optax.adamw(1e-2), f"data4.zero{zero}")
+        (params_held, params_bytes), (held, whole) = state_bytes(state.params), state_bytes(state.opt_state)
+        assert whole > 2 * params_bytes
+        # Norms are whole everywhere, and are few.
+        assert held <= 0.26 * whole if zero else held == whole
+        assert params_held <= 0.26 * params_bytes if zero == 3 else params_held == params_bytes
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_parameters_are_gathered_as_they_were_given(zero):
+    stacked = stack_layers(PARAMS)
+    kept = jax.tree.map(np.array, stacked)
+    layout = Layout(data=4, zero=zero) if zero else Layout(data=4)
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    state = init_state(stacked, optax.sgd(0.1), **on)
+    gathered = gather_params(state, **on)
+    assert jax.tree.structure(gathered) == jax.tree.structure(kept)
+    assert_equal_trees(gathered, kept, 0)
+    jax.tree.map(lambda leaf: leaf.delete(), state.params)  # as a step that donates it
+    assert_equal_trees(gathered, kept, 0)
+
+
+def collectives_of(text, num_microbatches=8):
+    step, state, _ = on_layout(SIMPLE, simple_params(np.float32), optax.adamw(1e-2), text)
+    executable = jax.jit(step, donate_argnums=0).lower(state, simple_batch(num_microbatches, np.float32)).compile()
+    return count_collectives(executable), executable.as_text()
+
+
+def reduced_elements(text, kind):
+    """Elements of each array that collectives of a kind give."""
+    for line in text.splitlines():
+        shapes, found, _ = line.partition(f" {kind}(")
+        if found:
+            for shape in shapes.split(" = ", 1)[1].split("f32[")[1:]:
+                yield int(np.prod([int(size) for size in shape.split("]")[0].split(",") if size]))
+
+
+def test_the_first_level_reduces_once_and_gathers_parameters():
+    counts, text = collectives_of("data4.zero1")
+    assert counts["all-reduce"] == (1, 0)
+    assert counts.keys() == {"all-reduce", "all-gather"}
+    assert counts["all-gather"].in_loops == 0
+    assert sum(reduced_elements(text, "all-gather")) == 3 * 64 * 64  # of layers; the ends are whole
+    assert 3 * 64 * 64 in reduced_elements(text, "all-reduce")
+
+
+def test_the_second_level_reduces_gradients_to_shards():
+    counts, text = collectives_of("data4.zero2")
+    assert counts.keys() == {"all-reduce", "all-gather", "reduce-scatter"}
+    assert counts["all-reduce"].in_loops == counts["reduce-scatter"].in_loops == counts["all-gather"].in_loops == 0
+    assert sum(reduced_elements(text, "reduce-scatter")) == 3 * 64 * 64 // 4
+    assert max(reduced_elements(text, "all-reduce")) == 15 * 75  # the largest array that is whole
+
+
+def test_the_third_level_gathers_each_layer_forward_and_backward():
+    counts, text = collectives_of("data4.zero3")
+    assert counts["all-gather"] == (0, 2)
+    assert list(reduced_elements(text, "all-gather")) == [64 * 64] * 2  # one layer at a time
+    assert counts["reduce-scatter"] == (0, 1)
+    assert list(reduced_elements(text, "reduce-scatter")) == [64 * 64 // 4]
+    assert counts["all-reduce"].in_loops == 0
+
+
+def test_gradients_of_bfloat16_shards_are_summed_in_float32():
+    """256 + 1 is 256 in bfloat16."""
+    model = LayeredModel(
+        lambda ends, microbatch, axes: jnp.zeros((), jnp.bfloat16),
+        lambda own, x, microbatch, axes: x + jnp.sum(own) * microbatch,
+        lambda ends, x, microbatch, axes: (x, jnp.float32(1 / 8)),
+    )
+    params = LayeredParams((), jnp.zeros((1, 1024), jnp.bfloat16))
+    step, state, _ = on_layout(model, params, optax.sgd(1.0), "data8.zero3")
+    batch = jnp.array([256, 1, 1, 1, 1, 1, 1, 1], jnp.bfloat16)
+    state, _ = jax.jit(step)(state, batch)
+    assert set(state.params.layers.ravel().tolist()) == {-264.0}  # 263, rounded once
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_plan_is_trained_on_and_nothing_is_compiled_again(zero):
+    dataset = random_dataset(25, 12)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
+    optimizer = clipped_adamw()
+    step, state, on = on_layout(LAYERED, stack_layers(PARAMS), optimizer, f"data4.zero{zero}")
+    placed = shardings_of(state)
+    compiled = compile_buckets(step, state, plan, mesh=on["mesh"], progress=False)
+    whole = jax.jit(make_train_step(LOSS_FN, optimizer))
+    whole_state, losses = init_train_state(PARAMS, optimizer), []
+    for batch, same in zip(load(plan, dataset, mesh=on["mesh"]), load(plan, dataset), strict=True):
+        with no_recompiles() if losses else no_recompiles("count"):
+            given, (state, metrics) = state, compiled(state, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state[1]))
+        assert shardings_of(state) == placed
+        whole_state, whole_metrics = whole(whole_state, same)
+        losses.append((float(metrics.loss), float(whole_metrics.loss)))
+    assert len(losses) > 3
+    np.testing.assert_allclose(*zip(*losses, strict=True), rtol=1e-5)
+    assert compiled.collectives(plan.buckets[0]).keys() == {"all-reduce", "all-gather"} | (
+        {"reduce-scatter"} if zero > 1 else set()
+    )
+
+
+def test_what_cannot_be_spread_is_refused_by_name():
+    optimizer, params = optax.sgd(0.1), simple_params(np.float32)
+    layout = Layout(data=2, zero=3)
+    mesh = layout_mesh(layout)
+    loss_fn = layered_loss_fn(SIMPLE)
+    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function: zero2 takes any"):
+        make_layout_step(loss_fn, optimizer, mesh=mesh, layout=layout)
+    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
+        init_state(params, optimizer, mesh=mesh, layout=layout, model=loss_fn)
+    with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
+        init_state({"w": np.ones((64, 64))}, optimizer, mesh=mesh, layout=layout)
+    with pytest.raises(ValueError, match="takes LayeredParams, not a dict"):
+        init_state({"w": np.ones((64, 64))}, optimizer, mesh=layout_mesh(Layout()), layout=Layout(), model=SIMPLE)
+    with pytest.raises(ValueError, match="axes batch, but no 'data'"):
+        make_layout_step(loss_fn, optimizer, mesh=jax.make_mesh((2,), ("batch",)), layout=Layout(data=2))
+    with pytest.raises(ValueError, match=r"not that of the layout data2.zero3: it has 'data' 4 where the layout has 2"):
+        init_state(params, optimizer, mesh=data_mesh(4), layout=layout)
+    wider = jax.make_mesh((2, 2), ("data", "model"))
+    with pytest.raises(ValueError, match="it has 'model' 2 where the layout has 1"):
+        make_layout_step(SIMPLE, optimizer, mesh=wider, layout=layout)
+    for text, named in (("data2.stage2", "stage2"), ("sequence2.tensor2.zero1.data2", "sequence2 and tensor2")):
+        spread = Layout.parse(text)
+        on = {"mesh": layout_mesh(spread), "layout": spread}
+        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data' only"):
+            make_layout_step(SIMPLE, optimizer, **on)
+        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data' only"):
+            init_state(params, optimizer, **on)
+    step, state, _ = on_layout(SIMPLE, params, optimizer, "data2.zero3")
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
+        jax.eval_shape(step, state, simple_batch(3, np.float32))
+
+
+def test_a_mesh_of_one_axis_serves_a_layout_of_data():
+    layout, optimizer = Layout(data=4, zero=2), optax.adam(1e-2)
+    state = init_state(simple_params(np.float32), optimizer, mesh=data_mesh(4), layout=layout)
+    assert state_bytes(state.opt_state)[0] < state_bytes(state.opt_state)[1]
+    step = jax.jit(make_layout_step(SIMPLE, optimizer, mesh=data_mesh(4), layout=layout))
+    _, metrics = step(state, simple_batch(dtype=np.float32))
+    whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optimizer))
+    _, expected = whole(init_train_state(simple_params(np.float32), optimizer), simple_batch(dtype=np.float32))
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-5)
