@@ -173,8 +173,8 @@ def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
     unsupported = [f"{name}{getattr(layout, name)}" for name in MESH_AXES[1:] if getattr(layout, name) > 1]
     if unsupported:
         raise UserError(
-            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axis 'data' "
-            "only, with any ZeRO level"
+            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axis "
+            "'data' only, with any ZeRO level"
         )
     num_shards_of(mesh, DATA_AXIS)
     sizes = {name: getattr(layout, name, 1) for name in (*MESH_AXES, *mesh.axis_names)}

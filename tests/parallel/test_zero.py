@@ -17,6 +17,7 @@ from jvarlen import (
     data_mesh,
     init_train_state,
     load,
+    make_eval_step,
     make_plan,
     make_train_step,
     no_recompiles,
@@ -416,6 +417,16 @@ def test_what_cannot_be_spread_is_refused_by_name():
     step, state, _ = on_layout(SIMPLE, params, optimizer, "data2.zero3")
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         jax.eval_shape(step, state, simple_batch(3, np.float32))
+
+
+def test_the_evaluation_step_takes_sharded_parameters():
+    layout, params = Layout(data=4, zero=3), simple_params(np.float32)
+    mesh = layout_mesh(layout)
+    state = init_state(params, optax.adam(1e-2), mesh=mesh, layout=layout)
+    batch = simple_batch(dtype=np.float32)
+    _, metrics = jax.jit(make_eval_step(layered_loss_fn(SIMPLE), mesh=mesh))(state, batch)
+    _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
+    assert_equal_trees(metrics, expected, 1e-5)
 
 
 def test_a_mesh_of_one_axis_serves_a_layout_of_data():
