@@ -62,7 +62,8 @@ def sum_step(
       with_grads: whether gradients are summed as well.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
         loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
-      grad_specs: likewise for gradients: those of whole parameters are reduced to these shards. None: to whole ones.
+      grad_specs: likewise for gradients, the same specs if there are `param_specs`: gradients are reduced to these
+        shards. None: to whole ones.
 
     Returns:
       A function of the state and a batch. All sums are reduced together, once, outside of any loop.
@@ -89,19 +90,19 @@ def sum_step(
             sums = _accumulate(loss_fn, state, microbatches, with_grads, reduced_over=axis_name)
             if sums.grads is None or grad_specs is None:
                 return jax.lax.psum(sums, axis_name)
-            reduce = functools.partial(_reduce_to_shards, axis_name=axis_name)
-            grads = jax.tree.map(reduce, sums.grads, params_lie, grad_specs)
+            reduce = functools.partial(_reduce_to_shards, axis_name=axis_name, is_reduced=param_specs is not None)
+            grads = jax.tree.map(reduce, sums.grads, grad_specs)
             return jax.lax.psum(sums._replace(grads=None), axis_name)._replace(grads=grads)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
         split, whole = PartitionSpec(axis_name), PartitionSpec()
-        params_lie = jax.tree.map(lambda _: whole, state.params) if param_specs is None else param_specs
+        state_lies: Any = whole if param_specs is None else TrainState(param_specs, whole, whole, whole, whole)
         grads_lie = whole if grad_specs is None or not with_grads else grad_specs
         shards = jax.shard_map(
             on_shard,
             mesh=mesh,
-            in_specs=(TrainState(params_lie, whole, whole, whole, whole), split),
+            in_specs=(state_lies, split),
             out_specs=StepSums._make([whole] * 5 + [grads_lie]),
             axis_names={axis_name},
             check_vma=False,
@@ -111,16 +112,13 @@ def sum_step(
     return sums_of
 
 
-def _reduce_to_shards(
-    grad: jax.Array, param_spec: PartitionSpec, grad_spec: PartitionSpec, *, axis_name: str
-) -> jax.Array:
-    """A shard's gradient of a parameter, summed over the shards as the specs tell."""
-    if axis_name in param_spec:
-        return grad  # the transpose of the gather has reduced it
-    if axis_name in grad_spec:
-        dim = grad_spec.index(axis_name)
-        return jax.lax.psum_scatter(grad, axis_name, scatter_dimension=dim, tiled=True)
-    return jax.lax.psum(grad, axis_name)
+def _reduce_to_shards(grad: jax.Array, spec: PartitionSpec, *, axis_name: str, is_reduced: bool) -> jax.Array:
+    """A gradient, summed over the shards to the part that the spec tells; `is_reduced` if gathering has done it."""
+    if axis_name not in spec:
+        return jax.lax.psum(grad, axis_name)
+    if is_reduced:
+        return grad
+    return jax.lax.psum_scatter(grad, axis_name, scatter_dimension=spec.index(axis_name), tiled=True)
 
 
 def next_extra(extra: Any, sums: StepSums) -> Any:
