@@ -6,8 +6,8 @@ An array in chunks is flattened, padded with zeros to N·c elements, c = ⌈X/N�
 device i. Every message of the algorithms `"ring"`, `"tree"` and `"star"` is one `ppermute`, a `collective-permute` of
 the compiled program. All are linear and have gradients.
 
-With the default `check_vma=True` of `shard_map`, JAX knows only of the algorithm `"xla"` of `all_reduce` that its result
-is the same on every device. Return other results with the axis in `out_specs`, or set `check_vma=False`.
+With the default `check_vma=True` of `shard_map`, JAX knows that results are the same on every device only for
+`all_reduce` by `"xla"`. Return the others with the axis in `out_specs`, or set `check_vma=False`.
 """
 
 from __future__ import annotations

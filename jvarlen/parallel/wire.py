@@ -7,8 +7,6 @@ at most one, and all messages are of one size.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -26,18 +24,15 @@ __all__ = [
     "wire_bytes",
 ]
 
-ALGORITHMS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "broadcast": ("tree", "star"),
-        "reduce": ("tree", "star"),
-        "scatter": ("star",),
-        "gather": ("star",),
-        "all_gather": ("xla", "ring"),
-        "reduce_scatter": ("xla", "ring"),
-        "all_reduce": ("xla", "ring", "tree", "star", "rs_ag"),
-    }
-)
-"""The algorithms of each collective, its default first."""
+ALGORITHMS = {
+    "broadcast": ("tree", "star"),
+    "reduce": ("tree", "star"),
+    "scatter": ("star",),
+    "gather": ("star",),
+    "all_gather": ("xla", "ring"),
+    "reduce_scatter": ("xla", "ring"),
+    "all_reduce": ("xla", "ring", "tree", "star", "rs_ag"),
+}  # the default of each first
 
 
 class WireBytes(NamedTuple):
@@ -79,15 +74,16 @@ class Link:
 def wire_bytes(kind: str, num_bytes: int, n: int, algorithm: str, *, itemsize: int = 1) -> WireBytes:
     """Bytes that each device sends and receives in a collective, padding included.
 
-    `"xla"` and `"rs_ag"` leave the messages to XLA, and are counted as the ring that sends the fewest bytes.
+    `"xla"` and `"rs_ag"` leave the messages to XLA, and are counted as the ring. A backend may send a dtype as a wider
+    one: XLA's CPU backend sends bfloat16 as float32.
 
     Args:
-      kind: a collective, a key of `ALGORITHMS`.
+      kind: the name of a function of `jvarlen.parallel.collectives`.
       num_bytes: X, the bytes of the whole array: for `scatter` the root's, for `gather` and `all_gather` the result,
         otherwise the array of each device.
       n: N, at least 1.
-      algorithm: one of `ALGORITHMS[kind]`.
-      itemsize: bytes of an element, which no chunk divides.
+      algorithm: one of that function; `"star"` for `scatter` and `gather`.
+      itemsize: bytes of an element. Chunks hold whole elements.
 
     Returns:
       The counts.
