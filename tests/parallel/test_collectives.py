@@ -128,6 +128,19 @@ def test_every_device_can_be_the_root():
             np.testing.assert_array_equal(value, expected[kind])
 
 
+def test_only_the_devices_along_the_axis_communicate():
+    mesh = jax.make_mesh((2, 3), ("other", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
+    both = PartitionSpec(("other", "data"))
+    x = random(6, (7,), np.dtype("int32"))
+
+    def on_device(x):
+        return jax.tree.map(lambda value: value[None], results_of(x[0], 1))
+
+    found = jax.jit(jax.shard_map(on_device, mesh=mesh, in_specs=both, out_specs=both))(x)
+    for group in (slice(3), slice(3, 6)):
+        assert_collectives(jax.tree.map(lambda value, group=group: value[group], found), x[group], 1)
+
+
 @pytest.mark.parametrize("dtype", INTEGERS + FLOATS, ids=str)
 def test_every_collective_gives_what_numpy_gives_for_any_dtype(dtype):
     x = random(3, (7,), dtype)
