@@ -29,7 +29,7 @@ def broadcast(
     """The array of the root, on every device.
 
     Args:
-      x: any dtype and shape, the same on all devices; only the root's values matter.
+      x: of the same shape and dtype on all devices; only the root's values matter.
       axis_name: the mesh axis.
       root: a device of the axis, 0 to N − 1.
       algorithm: `"tree"` takes ⌈log₂ N⌉ rounds; with `"star"` the root sends to all others in turn.
@@ -53,7 +53,7 @@ def reduce(
     """The sum over all devices, on the root.
 
     Args:
-      x: numbers of any shape, the same on all devices.
+      x: numbers, of the same shape and dtype on all devices.
       axis_name: the mesh axis.
       root: a device of the axis, 0 to N − 1.
       algorithm: `"tree"` takes ⌈log₂ N⌉ rounds; with `"star"` the root receives from all others in turn.
@@ -77,7 +77,7 @@ def scatter(x: Shaped[Array, "*shape"], axis_name: str, root: int = 0) -> Shaped
     """Chunk d of the root's array.
 
     Args:
-      x: any dtype and shape, the same on all devices; only the root's values matter.
+      x: of the same shape and dtype on all devices; only the root's values matter.
       axis_name: the mesh axis.
       root: a device of the axis, 0 to N − 1. It sends to all others in turn.
 
@@ -99,7 +99,7 @@ def gather(x: Shaped[Array, "*shape"], axis_name: str, root: int = 0) -> Shaped[
     """The arrays of all devices, on the root.
 
     Args:
-      x: any dtype and shape, the same on all devices.
+      x: of the same shape and dtype on all devices.
       axis_name: the mesh axis.
       root: a device of the axis, 0 to N − 1. It receives from all others in turn.
 
@@ -120,7 +120,7 @@ def all_gather(x: Shaped[Array, "*shape"], axis_name: str, *, algorithm: str = "
     """The arrays of all devices, on every device.
 
     Args:
-      x: any dtype and shape, the same on all devices.
+      x: of the same shape and dtype on all devices.
       axis_name: the mesh axis.
       algorithm: `"xla"` is `lax.all_gather`; `"ring"` passes arrays on to the next device, N − 1 times.
 
@@ -143,7 +143,7 @@ def reduce_scatter(x: Shaped[Array, "*shape"], axis_name: str, *, algorithm: str
     """Chunk d of the sum over all devices.
 
     Args:
-      x: numbers of any shape, the same on all devices.
+      x: numbers, of the same shape and dtype on all devices.
       axis_name: the mesh axis.
       algorithm: `"xla"` is `lax.psum_scatter`; `"ring"` passes sums of chunks on to the next device, N − 1 times.
 
@@ -176,7 +176,7 @@ def all_reduce(x: Shaped[Array, "*shape"], axis_name: str, algorithm: str = "xla
     order of the additions, but not between devices.
 
     Args:
-      x: numbers of any shape, the same on all devices.
+      x: numbers, of the same shape and dtype on all devices.
       axis_name: the mesh axis.
       algorithm: `"xla"` is `lax.psum`. `"ring"` is a reduce-scatter and an all-gather round the ring: 2(N − 1) rounds
         of c elements. `"tree"` reduces to device 0 and broadcasts: 2⌈log₂ N⌉ rounds of X elements. `"star"` is a
