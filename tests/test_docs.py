@@ -26,6 +26,7 @@ TEXTS = [ROOT / "README.md", *PAGES]
 PUBLIC_MODULES = [
     "data.tokens",
     "models",
+    "parallel.collectives",
     "parallel.pipeline",
     "reports.plan_page",
     "reports.run_page",
