@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of "How a plan is made".
+"""Draws the SVG pictures of "How a plan is made" and "Collectives".
 
 `python docs/pictures.py` writes them all. Pictures of the example are drawn here, and are byte-identical everywhere.
 Pictures of the built-in corpus depend on the Python version, because the corpus is its standard library. Letters: N
@@ -37,13 +37,14 @@ _ROW = 17
 
 
 def draw_example() -> Iterator[tuple[str, str]]:
-    """The name and the SVG of each picture of the 24 samples."""
+    """The name and the SVG of each picture of the 24 samples, and of the ring."""
     lengths = np.array(EXAMPLE)
     buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS)
     plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=2)
     yield "lengths", _order_picture(lengths, jvarlen.sample_order(lengths))
     yield "buckets", _strategies_picture(lengths, ("pad_to_max", "powers_of_two", "quantile", "optimal"))
     yield "steps", _steps_picture(plan, lengths)
+    yield "ring", _ring_picture(4)
 
 
 def draw_corpus() -> Iterator[tuple[str, str]]:
@@ -129,6 +130,37 @@ def _steps_picture(plan: jvarlen.Plan, lengths: np.ndarray) -> str:
                     shapes.append(_text(middle, y + 11, "dummy", colour="muted", size=10))
         top += _ROW * bucket.rows + 14
     return _svg(right, top, shapes)
+
+
+def _ring_picture(num_devices: int) -> str:
+    """What each device holds after each round of an all-reduce: of every chunk, the sum of so many devices."""
+    cell, gap, left = 30, 26, 170
+    width = num_devices * cell + gap
+    shapes = [_text(left + width * d, 12, f"device {d}", anchor="start", weight="bold") for d in range(num_devices)]
+    num_summed = np.ones((num_devices, num_devices), int)  # by device and chunk
+    for r in range(2 * num_devices - 1):
+        top = 24 + r * (cell + 14)
+        first = r < num_devices
+        says = "at the start" if r == 0 else f"{r}: reduce-scatter" if first else f"{r}: all-gather"
+        shapes.append(_text(0, top + 20, says, anchor="start", colour="muted"))
+        before = num_summed.copy()
+        for d in range(num_devices):
+            arrived = (d - 1 - r) % num_devices if r else None
+            if arrived is not None:
+                num_summed[d, arrived] = before[d - 1, arrived] + first
+            for chunk in range(num_devices):
+                x, count = left + width * d + cell * chunk, int(num_summed[d, chunk])
+                height = (cell - 2) * count / num_devices
+                shapes.append(_padding(x, top, cell - 2, cell - 2))
+                colour = "third" if chunk == arrived else "first"
+                shapes.append(_rect(x, top + cell - 2 - height, cell - 2, height, colour))
+                is_low = height < 12  # the number does not fit into the bar
+                shapes.append(
+                    _text(
+                        x + cell / 2 - 1, top + (14 if is_low else cell - 5), count, colour="ink" if is_low else "page"
+                    )
+                )
+    return _svg(left + width * num_devices - gap, top + cell + 4, shapes)
 
 
 def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ PUBLIC_MODULES = [
     "data.tokens",
     "models",
     "parallel",
+    "parallel.collectives",
     "parallel.pipeline",
     "reports.plan_page",
     "reports.run_page",

@@ -110,6 +110,11 @@ def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
     assert names["state"].params["embed"].shape == (8, 4)
 
 
+def test_the_guide_to_collectives_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("collectives.md", capsys)
+    assert names["chunks"].sum() == names["total"][:6].sum()
+
+
 @pytest.mark.slow
 def test_the_guide_to_resuming_prints_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -16,6 +16,7 @@ from jax.extend.backend import get_compile_options
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.compiling.compilation_cache import default_compilation_cache
+from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options"]
 
@@ -26,10 +27,18 @@ OptionValue = bool | int | float | str
 _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
 _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
+_DISABLED_PASSES = "xla_disable_hlo_passes"
 _FIELD_OF_OPTION = {
     _COMMAND_BUFFERS: "command_buffers",
     _LATENCY_HIDING: "latency_hiding_scheduler",
     _ALL_REDUCE_BYTES: "all_reduce_combine_bytes",
+}
+_LEAST = {
+    "num_threads": 1,
+    "max_live": 1,
+    "all_reduce_combine_bytes": 0,
+    "grad_bucket_bytes": 1,
+    "first_grad_bucket_bytes": 1,
 }
 # For the compiler itself: whatever goes through jax.jit is cached, counted and logged.
 _PROGRAM = b"""
@@ -83,13 +92,18 @@ class CompileOptions:
     """GPU: overlap communication with computation. None: on several devices only."""
     all_reduce_combine_bytes: int | None = None
     """GPU: combine all-reduces up to this many bytes; None leaves it to the compiler."""
+    grad_bucket_bytes: int | None = None
+    """Reduce gradients in buckets of so many bytes, each as soon as it is complete, so that reducing overlaps with the
+    rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
+    first_grad_bucket_bytes: int = FIRST_BUCKET_BYTES
+    """The same for the first bucket, so that reducing begins early."""
     xla_options: tuple[str, ...] = ()
     """More XLA compiler options, each as name=value, with true or false for switches."""
 
     def __post_init__(self):
         small = [
             f"{name} ({value!r}) must be at least {least}"
-            for name, least in (("num_threads", 1), ("max_live", 1), ("all_reduce_combine_bytes", 0))
+            for name, least in _LEAST.items()
             if (value := getattr(self, name)) is not None and value < least
         ]
         if small:
@@ -116,6 +130,13 @@ class CompileOptions:
     def is_behind(self) -> bool:
         """Whether steps run while other shapes are compiled."""
         return self.when == "behind" and self.max_live is None and not self.warm_up
+
+    @property
+    def grad_buckets(self) -> BucketBytes | None:
+        """Sizes of gradient buckets; None where all gradients are reduced together."""
+        if self.grad_bucket_bytes is None:
+            return None
+        return BucketBytes(self.grad_bucket_bytes, self.first_grad_bucket_bytes)
 
     def compiler_options(self, platform: str, num_devices: int) -> dict[str, OptionValue]:
         """The options for `lowered.compile(compiler_options=...)`.
@@ -150,6 +171,10 @@ class CompileOptions:
                 options[_LATENCY_HIDING] = latency_hiding
             if self.all_reduce_combine_bytes is not None:
                 options[_ALL_REDUCE_BYTES] = self.all_reduce_combine_bytes
+            elif self.grad_bucket_bytes is not None:
+                options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
+        elif self.grad_bucket_bytes is not None and num_devices > 1:
+            options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
         named = (option.partition("=") for option in self.xla_options)
         return options | {name: _parse(name, value) for name, _, value in named}
 

@@ -40,8 +40,8 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
     """Counts the collectives of a compiled program.
 
     Args:
-      executable: the result of `jax.jit(...).lower(...).compile()`, such as `CompiledBuckets.executable(bucket)`; or
-        its text in XLA's HLO. One that was read from a saved set may have no text.
+      executable: the result of `jax.jit(...).lower(...).compile()`, or its text in XLA's HLO. One that was read from a
+        saved set may have no text.
 
     Returns:
       `Collectives` by kind (`"all-reduce"`, `"all-gather"`, …); kinds that do not occur are left out. A collective over

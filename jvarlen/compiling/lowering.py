@@ -17,6 +17,7 @@ from jvarlen.compiling.compile_options import CompileOptions, check_compiler_opt
 from jvarlen.compiling.ledger import LedgerRow, row_of
 from jvarlen.compiling.program_store import environment_of
 from jvarlen.compiling.recompiles import counting_in_thread
+from jvarlen.distributed.grad_buckets import BucketBytes, with_grad_buckets
 from jvarlen.distributed.mesh import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 
@@ -71,6 +72,7 @@ class Recipe:
       devices: those that a step runs on, those of other processes included.
       compiler_options: of XLA.
       donate: whether a step writes the next state over the one that it takes.
+      grad_buckets: sizes of the buckets in which gradients are reduced; None: all together.
     """
 
     step_fn: Callable[[Any, Any], tuple[Any, Any]]
@@ -81,6 +83,7 @@ class Recipe:
     devices: list[jax.Device]
     compiler_options: Mapping[str, Any]
     donate: bool = True
+    grad_buckets: BucketBytes | None = None
     _placed: dict[int, tuple[Any, jax.Array]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
@@ -148,7 +151,7 @@ class Recipe:
             return outputs
 
         start = time.perf_counter()
-        with compiling_for(self.mesh):
+        with compiling_for(self.mesh), with_grad_buckets(self.grad_buckets):
             traced = self._jitted(step).trace(self.state_spec, self.spec(bucket))
         hoisted = self._hoisted(traced.jaxpr)
         constants = tuple(hoisted.values())
@@ -229,6 +232,7 @@ def make_recipe(
         devices=devices,
         compiler_options=options.compiler_options(devices[0].platform, len(devices)),
         donate=donate,
+        grad_buckets=options.grad_buckets,
     )
     check_compiler_options(recipe.compiler_options, recipe.device)
     return recipe

@@ -3,6 +3,7 @@
 - `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
 - `layers`: a model by layers, which is what most of the others cut up.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
+- `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `pipeline`: a model in stages over a mesh axis.
 
 The names below are imported when they are first used: a layout is read without JAX.

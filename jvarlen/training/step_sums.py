@@ -12,11 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
+from jvarlen.distributed.grad_buckets import (
+    assign_grad_buckets,
+    bucket_bytes_here,
+    order_of_grads,
+    reduce_in_buckets,
+)
 from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards_divide
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.training.train_state import TrainState, divide_once
@@ -66,7 +73,9 @@ def sum_step(
         shards. None: to whole ones.
 
     Returns:
-      A function of the state and a batch. All sums are reduced together, once, outside of any loop.
+      A function of the state and a batch. All sums are reduced together, once, outside of any loop. Where it is traced
+      `with_grad_buckets`, gradients are reduced in buckets, during the backward pass of the last microbatch; those with
+      `grad_specs`, array by array.
     """
     mesh = None if mesh is None else auto_axes(mesh)
 
@@ -83,16 +92,28 @@ def sum_step(
             step_key = jax.random.fold_in(state.key, state.step)
             keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
         if mesh is None:
-            return _accumulate(loss_fn, state, (microbatches, keys), with_grads)
+            return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
         check_shards_divide(num_microbatches, mesh, axis_name)
+        sizes = bucket_bytes_here() if with_grads else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
-            sums = _accumulate(loss_fn, state, microbatches, with_grads, reduced_over=axis_name)
-            if sums.grads is None or grad_specs is None:
+            one = _microbatch_sums(loss_fn, state, with_grads)
+            traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
+            are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, axis_name))
+            _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
+            sums = _accumulate(one, microbatches, last_apart=sizes is not None and param_specs is None)
+            if with_grads and grad_specs is not None:
+                reduce = functools.partial(_reduce_to_shards, axis_name=axis_name, is_reduced=param_specs is not None)
+                grads = jax.tree.map(reduce, sums.grads, grad_specs)
+                return jax.lax.psum(sums._replace(grads=None), axis_name)._replace(grads=grads)
+            if sizes is None:
                 return jax.lax.psum(sums, axis_name)
-            reduce = functools.partial(_reduce_to_shards, axis_name=axis_name, is_reduced=param_specs is not None)
-            grads = jax.tree.map(reduce, sums.grads, grad_specs)
-            return jax.lax.psum(sums._replace(grads=None), axis_name)._replace(grads=grads)
+            num_leaves, num_grads = (len(jax.tree.leaves(tree)) for tree in (shapes, shapes.grads))
+            order = order_of_grads(traced, range(num_leaves - num_grads, num_leaves))
+            buckets = assign_grad_buckets(shapes.grads, *sizes, order=order)
+            others = sums._replace(grads=None)
+            reduced = reduce_in_buckets(others, assign_grad_buckets(others), axis_name)
+            return reduced._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name))
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
@@ -186,29 +207,40 @@ def sum_microbatch(
     )
 
 
-def _accumulate(
-    loss_fn: LossFn, state: TrainState, microbatches: Any, with_grads: bool, *, reduced_over: str | None = None
-) -> StepSums:
-    """The sums over microbatches, one after the other."""
+def _microbatch_sums(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Callable[[Any], StepSums]:
+    """`sum_microbatch` of a microbatch and its key; traced once, for the shapes of its sums and for the loop."""
 
-    @functools.partial(jax.jit, inline=True)  # traced once, for the shapes of its sums and for the loop
+    @functools.partial(jax.jit, inline=True)
     def one(microbatch_and_key: Any) -> StepSums:
         return sum_microbatch(loss_fn, state, *microbatch_and_key, with_grads=with_grads)
+
+    return one
+
+
+def _accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
+    """The sums over microbatches, one after the other.
+
+    Args:
+      one: of `_microbatch_sums`.
+      microbatches: pairs of microbatches and keys, with a leading axis.
+      last_apart: whether the last microbatch comes after the loop, so that gradients can be reduced while it runs.
+    """
 
     def add(sums: StepSums, microbatch: Any) -> tuple[StepSums, None]:
         return jax.tree.map(jnp.add, sums, one(microbatch)), None
 
-    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
-    if reduced_over is None:
-        shapes = jax.eval_shape(one, first)
-    else:
-        traced, shapes = jax.make_jaxpr(one, return_shape=True)(first)
-        reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, reduced_over))
-        _check_reduced(reduced, getattr(loss_fn, "__name__", "loss_fn"), reduced_over)
+    first = _first_of(microbatches)
     if all(leaf.shape[0] == 1 for leaf in jax.tree.leaves(microbatches)):
         return one(first)  # a loop of one turn, and its sums with zero, would cost time and memory
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    return jax.lax.scan(add, zeros, microbatches)[0]
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(one, first))
+    if not last_apart:
+        return jax.lax.scan(add, zeros, microbatches)[0]
+    before, last = (jax.tree.map(lambda leaf, part=part: leaf[part], microbatches) for part in (np.s_[:-1], -1))
+    return add(jax.lax.scan(add, zeros, before)[0], last)[0]
+
+
+def _first_of(microbatches: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], microbatches)
 
 
 def _bits(leaf: jax.Array) -> int:

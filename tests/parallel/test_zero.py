@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen import (
     Bucket,
+    CompileOptions,
     compile_buckets,
     data_mesh,
     init_train_state,
@@ -390,6 +391,31 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
             losses.append(float(metrics.loss))
         np.testing.assert_allclose(losses, expected, rtol=1e-5)
         assert compiled.collectives(plan.buckets[0]).keys() == {"all-reduce"} | kinds
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_gradient_buckets_do_not_change_the_step(zero):
+    bucket, optimizer = (5, 15), optax.adamw(1e-2)
+    batch = simple_batch(8)
+    spec = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
+    with jax.enable_x64(True):
+        step, state, on = on_layout(SIMPLE, simple_params(), optimizer, f"data4.zero{zero}")
+        expected, expected_metrics = jax.jit(step)(state, batch)
+        compiled = compile_buckets(
+            step,
+            state,
+            [bucket],
+            microbatches_per_step=8,
+            mesh=on["mesh"],
+            batch_spec=lambda *_: spec,
+            progress=False,
+            options=CompileOptions(grad_bucket_bytes=2**14, first_grad_bucket_bytes=2**10),
+        )
+        state, metrics = compiled(state, batch)
+        np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
+        assert_equal_trees(state.params, expected.params, 1e-12)
+        in_loops = compiled.collectives(bucket).get("reduce-scatter", (0, 0))[1]
+        assert in_loops == (1 if zero == 3 else 0)
 
 
 def test_what_cannot_be_spread_is_refused_by_name():

@@ -1,0 +1,153 @@
+"""Gradients reduced in buckets, each as soon as its last gradient exists, so that reducing overlaps with computing.
+
+The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704): gradients are
+put into buckets in the order in which the backward pass gives them. A bucket is closed by the gradient with which it
+reaches its size. The first one is small, so that communication begins early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, Var
+
+from jvarlen._common.checks import UserError
+
+__all__ = [
+    "BUCKET_BYTES",
+    "FIRST_BUCKET_BYTES",
+    "BucketBytes",
+    "assign_grad_buckets",
+    "bucket_bytes_here",
+    "order_of_grads",
+    "reduce_in_buckets",
+    "with_grad_buckets",
+]
+
+BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
+
+
+class BucketBytes(NamedTuple):
+    """Sizes of gradient buckets.
+
+    Attributes:
+      cap: bytes from which on a bucket is closed.
+      first_cap: the same for the first bucket.
+    """
+
+    cap: int = BUCKET_BYTES
+    first_cap: int = FIRST_BUCKET_BYTES
+
+
+_bucket_bytes: ContextVar[BucketBytes | None] = ContextVar("bucket_bytes", default=None)
+
+
+@contextlib.contextmanager
+def with_grad_buckets(sizes: BucketBytes | None) -> Iterator[None]:
+    """A block in which steps are traced with gradient buckets of these sizes; None: one reduction of all gradients."""
+    token = _bucket_bytes.set(sizes)
+    try:
+        yield
+    finally:
+        _bucket_bytes.reset(token)
+
+
+def bucket_bytes_here() -> BucketBytes | None:
+    """What the block around says; None outside of any."""
+    return _bucket_bytes.get()
+
+
+def assign_grad_buckets(
+    params: Any,
+    cap: int = BUCKET_BYTES,
+    first_cap: int = FIRST_BUCKET_BYTES,
+    *,
+    order: Sequence[int] | None = None,
+) -> tuple[tuple[int, ...], ...]:
+    """Which gradients are reduced together.
+
+    Gradients of different dtypes are in different buckets, and the first bucket of each dtype has `first_cap`.
+
+    Args:
+      params: a pytree of arrays, or of anything with `size` and `dtype`: parameters or gradients.
+      cap: bytes from which on a bucket is closed; the gradient that reaches them belongs to it.
+      first_cap: the same for the first bucket.
+      order: places in `jax.tree.leaves(params)` in the order in which gradients come; leaves that are not in it are in
+        no bucket. None: all, from the last leaf to the first.
+
+    Returns:
+      Places in `jax.tree.leaves(params)`, by bucket, in the order in which buckets are full. Those that never are come
+      last, in the order of their first gradients.
+
+    Raises:
+      ValueError: a cap below 1.
+
+    Example:
+      >>> assign_grad_buckets([np.zeros(100), np.zeros(30), np.zeros(10), np.zeros(5)], cap=800, first_cap=100)
+      ((3, 2), (1, 0))
+    """
+    if small := [f"{name}={value}" for name, value in (("cap", cap), ("first_cap", first_cap)) if value < 1]:
+        raise UserError(f"a gradient bucket holds at least 1 byte, and not {', '.join(small)}")
+    leaves = jax.tree.leaves(params)
+    full: list[tuple[int, ...]] = []
+    filling: dict[np.dtype, list[int]] = {}
+    num_bytes: dict[np.dtype, int] = {}
+    caps: dict[np.dtype, int] = {}
+    for place in range(len(leaves) - 1, -1, -1) if order is None else order:
+        dtype = np.dtype(leaves[place].dtype)
+        filling.setdefault(dtype, []).append(place)
+        num_bytes[dtype] = num_bytes.get(dtype, 0) + leaves[place].size * dtype.itemsize
+        if num_bytes[dtype] >= caps.get(dtype, first_cap):
+            full.append(tuple(filling.pop(dtype)))
+            num_bytes[dtype], caps[dtype] = 0, cap
+    return (*full, *map(tuple, filling.values()))
+
+
+def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...]:
+    """The order in which a traced function gives gradients.
+
+    Args:
+      traced: the function, whose arguments and constants include all that gradients depend on.
+      places: of the gradients among its results.
+
+    Returns:
+      Numbers of gradients, from 0, those that come first before others; of several from one operation, the last first.
+      Gradients that depend on nothing, because the loss never uses the parameter, are left out.
+    """
+    jaxpr = traced.jaxpr
+    known = dict.fromkeys((*jaxpr.invars, *jaxpr.constvars), -1)
+    for number, equation in enumerate(jaxpr.eqns):
+        if any(isinstance(variable, Var) and variable in known for variable in equation.invars):
+            known |= dict.fromkeys(equation.outvars, number)
+    results = [jaxpr.outvars[place] for place in places]
+    found = {
+        i: known[result] for i, result in enumerate(results) if not isinstance(result, Literal) and result in known
+    }
+    return tuple(sorted(found, key=lambda i: (found[i], -i)))
+
+
+def reduce_in_buckets(grads: Any, buckets: Sequence[Sequence[int]], axis_name: str) -> Any:
+    """Sums gradients over a mesh axis, with one collective a bucket; those in no bucket stay as they are.
+
+    Args:
+      grads: a pytree of arrays.
+      buckets: places in `jax.tree.leaves(grads)`, those of a bucket of one dtype.
+      axis_name: of the mesh.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    for bucket in buckets:
+        members = [leaves[place] for place in bucket]
+        if len(members) == 1:
+            leaves[bucket[0]] = jax.lax.psum(members[0], axis_name)
+            continue
+        reduced = jax.lax.psum(jnp.concatenate([member.ravel() for member in members]), axis_name)
+        ends = np.cumsum([member.size for member in members])[:-1].tolist()
+        for place, member, part in zip(bucket, members, jnp.split(reduced, ends), strict=True):
+            leaves[place] = part.reshape(member.shape)
+    return jax.tree.unflatten(structure, leaves)

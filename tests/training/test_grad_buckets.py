@@ -1,0 +1,118 @@
+"""Gradients reduced in buckets: the same numbers, one collective a bucket, during the backward pass."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jvarlen
+from jvarlen.compiling.hlo import count_collectives
+from jvarlen.compiling.lowering import make_recipe
+from jvarlen.distributed.grad_buckets import assign_grad_buckets
+from jvarlen.distributed.mesh import batch_shardings, replicate
+
+NUM_LAYERS, WIDTH, NUM_ROWS = 6, 16, 4
+LAYER_BYTES = 8 * WIDTH * WIDTH  # in float64
+
+
+def make_params(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    layers = [rng.normal(size=(WIDTH, WIDTH)).astype(dtype) / 4 for _ in range(NUM_LAYERS)]
+    return {"layers": layers, "never": np.ones((WIDTH, 100), dtype), "sometimes": np.ones(WIDTH, dtype)}
+
+
+def loss_fn(params, microbatch):
+    """A row without a positive first value does not use one of the parameters."""
+    x = microbatch["x"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer)
+    x = jax.lax.cond(microbatch["x"][0, 0] > 0, lambda x: x * params["sometimes"], lambda x: x, x)
+    return jnp.sum(x * microbatch["weights"][:, None]), jnp.sum(microbatch["weights"])
+
+
+def make_batch(num_microbatches, dtype=np.float64):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(num_microbatches, NUM_ROWS, WIDTH)).astype(dtype)
+    x[:, 0, 0] = np.abs(x[:, 0, 0]) * np.where(np.arange(num_microbatches) % 2, 1, -1)
+    weights = rng.uniform(size=(num_microbatches, NUM_ROWS)).astype(dtype)
+    weights[0] = 0.0  # a shard may have no samples
+    return {"x": x, "weights": weights, "num_sequences": np.float32(num_microbatches * NUM_ROWS)}
+
+
+class Stepped:
+    """A step on two devices and its program.
+
+    Attributes:
+      params: after the step.
+      metrics: of the step.
+      collectives: by kind.
+      operations: products and all-reduces after the loop in the order in which they are started, with their numbers of
+        elements.
+      reduced: numbers of elements of each all-reduce.
+    """
+
+    def __init__(self, num_microbatches, **options):
+        mesh = jvarlen.data_mesh(2)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+        state = replicate(jvarlen.init_train_state(make_params(), optimizer), mesh)
+        batch = make_batch(num_microbatches)
+        recipe = make_recipe(
+            jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh),
+            state,
+            num_microbatches,
+            mesh,
+            lambda *_: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), batch),
+            jvarlen.CompileOptions(cache_dir=None, **options),
+        )
+        program = recipe.compile(recipe.lower(jvarlen.Bucket(NUM_ROWS, WIDTH))).executable
+        state, self.metrics = program(state, jax.device_put(batch, batch_shardings(batch, mesh)))
+        self.params = state.params
+        self.collectives = count_collectives(program)
+        text = program.as_text()
+        assert "is_scheduled=true" in text
+        started = re.findall(r"^ *(?:ROOT )?%\S+ = (\S+) (\S+)\(", text[text.index("\nENTRY") :], re.MULTILINE)
+        loop = max((i for i, (_, name) in enumerate(started) if name == "while"), default=-1)
+        self.operations = [
+            (name, int(np.prod([int(size) for size in re.findall(r"\d+", shape.partition("[")[2].partition("]")[0])])))
+            for shape, name in started[loop + 1 :]
+            if name in ("dot", "all-reduce")
+        ]
+        self.reduced = [size for name, size in self.operations if name == "all-reduce"]
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 8])
+def test_buckets_change_no_number_and_are_reduced_during_the_backward_pass(num_microbatches):
+    with jax.enable_x64(True):
+        whole = Stepped(num_microbatches)
+        buckets = Stepped(num_microbatches, grad_bucket_bytes=2 * LAYER_BYTES, first_grad_bucket_bytes=LAYER_BYTES)
+    np.testing.assert_allclose(buckets.metrics.loss, whole.metrics.loss, rtol=1e-12)
+    for one, other in zip(jax.tree.leaves(buckets.params), jax.tree.leaves(whole.params), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-14)
+    assert whole.collectives["all-reduce"] == (1, 0)
+    # One of the sums of loss and weight, and four buckets.
+    assert buckets.collectives["all-reduce"] == (1 + 4, 0)
+    layer = WIDTH * WIDTH
+    assert sorted(buckets.reduced)[-4:] == [layer, layer + WIDTH, 2 * layer, 2 * layer]
+    # XLA fuses the other products. Those that give gradients of layers are before and after the first bucket.
+    names = [name for name, size in buckets.operations if size >= layer]
+    assert names.count("dot") == NUM_LAYERS
+    assert 0 < names[: names.index("all-reduce")].count("dot") < NUM_LAYERS / 2, names
+
+
+def test_a_parameter_that_is_never_used_is_not_reduced():
+    with jax.enable_x64(True):
+        stepped = Stepped(2, grad_bucket_bytes=1, first_grad_bucket_bytes=1)
+    assert sorted(stepped.reduced)[1:] == [WIDTH] + NUM_LAYERS * [WIDTH * WIDTH]
+    assert np.isfinite(stepped.params["never"]).all()
+    assert (np.asarray(stepped.params["sometimes"]) != 1).any()
+
+
+@pytest.mark.parametrize("sizes", [{"cap": 0}, {"cap": 10, "first_cap": -1}])
+def test_buckets_without_a_byte_are_refused(sizes):
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        assign_grad_buckets([np.zeros(3)], **sizes)
+    with pytest.raises(ValueError, match="grad_bucket_bytes"):
+        jvarlen.CompileOptions(grad_bucket_bytes=0)
