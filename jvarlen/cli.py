@@ -63,7 +63,7 @@ def main(args: Sequence[str] | None = None) -> int:
         from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
         from jvarlen.runs.fit import fit
 
-        if command.devices in (None, 1) and not command.has_processes:
+        if command.devices in (None, 1) and command.parallel is None and not command.has_processes:
             keep_memory_of_steps()
         return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
     except Exception as error:

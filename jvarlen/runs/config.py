@@ -24,6 +24,7 @@ from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.models import TransformerConfig
+from jvarlen.parallel.layout import Layout
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 
@@ -215,6 +216,9 @@ class FitConfig(DataConfig, DeviceConfig):
     devices: int | None = dataclasses.field(default=None, metadata=_PROCESS)
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
+    parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """How a step spreads over all devices, such as data4.zero2: data-parallel shards, and a ZeRO level from 0 to 2.
+    The numbers are the same. None: data parallelism."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     """How samples become steps."""
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
@@ -230,12 +234,19 @@ class FitConfig(DataConfig, DeviceConfig):
         check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last")
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
+        if self.layout is not None and self.layout.zero == 3:
+            raise UserError(f"parallel ({self.parallel}): zero3 needs a model by layers, and runs take any: use zero2")
         if self.keep_best and self.eval_every is None:
             raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
             raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
         if self.run_dir is not None and self.resume is not None:
             raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
+
+    @property
+    def layout(self) -> Layout | None:
+        """`parallel`, read; None: data parallelism over all devices."""
+        return None if self.parallel is None else Layout.parse(self.parallel)
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:

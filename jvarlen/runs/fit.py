@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int64
 
+from jvarlen import parallel
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen.compiling.compilation_cache import use_compilation_cache
@@ -148,8 +149,12 @@ def fit(
         length_fn=length_fn,
     )
     # Before the block: where processes meet, JAX takes SIGTERM for itself.
-    if mesh is None and (config.devices is not None or config.has_processes or jax.process_count() > 1):
-        mesh = launch(config)
+    has_processes = config.has_processes or jax.process_count() > 1
+    num_devices = config.devices
+    if config.layout is not None and num_devices is None and not has_processes:
+        num_devices = config.layout.num_devices
+    if mesh is None and (num_devices is not None or has_processes):
+        mesh = launch(dataclasses.replace(config, devices=num_devices))
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
@@ -184,8 +189,8 @@ def _fit(
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(config, first_plan, planned.data, held)
 
-    state = task.init_state(course.optimizer, config.seed)
-    if mesh is not None:
+    state = task.init_state(course.optimizer, config.seed, mesh, config.layout)
+    if mesh is not None and config.layout is None:
         state = _place(state, mesh)
     checkpoints = held.enter_context(
         open_checkpoints(
@@ -287,7 +292,11 @@ def _compile(
     buckets = course.buckets_left(place) or course.buckets
     if options.is_behind:
         _say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    train_step = compile_for(make_train_step(task.loss_fn, course.optimizer, mesh=mesh), state, buckets)
+    if mesh is None or config.layout is None:
+        step_fn = make_train_step(task.loss_fn, course.optimizer, mesh=mesh)
+    else:
+        step_fn = parallel.make_train_step(task.loss_fn, course.optimizer, mesh=mesh, layout=config.layout)
+    train_step = compile_for(step_fn, state, buckets)
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
     eval_step = compile_for(make_eval_step(task.eval_loss_fn or task.loss_fn, mesh=mesh), state, course.eval_buckets)
     return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)

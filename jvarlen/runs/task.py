@@ -9,12 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import CollateFn, PlanSource
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.train import init_state
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
@@ -110,11 +113,16 @@ class Task:
 
         return batch_spec
 
-    def init_state(self, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-        """The state before the first step; it has keys if a loss takes one."""
+    def init_state(
+        self, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None = None, layout: Layout | None = None
+    ) -> TrainState:
+        """The state before the first step; it has keys if a loss takes one. With a layout it is placed on its mesh."""
         losses = (self.loss_fn, self.eval_loss_fn)
         takes_key = any(takes_argument(loss_fn, "key") for loss_fn in losses if loss_fn is not None)
-        return init_train_state(self.params, optimizer, extra=self.extra, seed=seed if takes_key else None)
+        of_state: dict[str, Any] = {"extra": self.extra, "seed": seed if takes_key else None}
+        if mesh is None or layout is None:
+            return init_train_state(self.params, optimizer, **of_state)
+        return init_state(self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
 
 
 def _index(buckets: Sequence[AnyBucket], bucket: AnyBucket) -> int:

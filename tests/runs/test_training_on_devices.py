@@ -10,6 +10,7 @@ import pytest
 
 from jvarlen import FitConfig, data_mesh, fit
 from jvarlen.distributed.mesh import replicate
+from jvarlen.models import TransformerConfig
 from jvarlen.reports.report import read_metrics
 from jvarlen.runs.config import load_config
 from tests import run_fit
@@ -86,6 +87,42 @@ def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cac
     assert fit(further, run_fit.make_data()).summary.num_steps == run_fit.NUM_STEPS
     with pytest.raises(ValueError, match="4 microbatches a step do not spread over 3 shards"):
         fit(config, run_fit.make_data(), mesh=data_mesh(3))
+
+
+@pytest.mark.slow
+def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilation_cache):
+    config = run_fit.make_config(tmp_path, compilation_cache)
+    model = TransformerConfig(num_layers=1, width=16, num_heads=1)  # with matrices that are large enough for shards
+    config, data = dataclasses.replace(config, model=model), run_fit.make_data()
+    alone = fit(config, data)
+    interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 100))
+    stopped = fit(dataclasses.replace(config, parallel="zero2.data2"), interrupting)
+    assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
+    moments = [leaf for leaf in jax.tree.leaves(stopped.state.opt_state) if leaf.size >= 1024]
+    assert moments
+    assert all(leaf.addressable_shards[0].data.size == leaf.size // 2 for leaf in moments)
+    saved = load_config(stopped.run_dir / "config.json")
+    assert saved.parallel == "zero2.data2"
+    resumed = fit(dataclasses.replace(saved, resume=stopped.run_dir, parallel="data4.zero1"), data)
+    assert resumed.summary.num_steps == run_fit.NUM_STEPS
+    assert resumed.summary.compilations_after_first_step == 0
+    assert_same_course(records(stopped.run_dir), records(alone.run_dir))
+    np.testing.assert_allclose(resumed.summary.held_out_after, alone.summary.held_out_after, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("data2.zero3", "zero3 needs a model by layers"),
+        ("data2.tensor2", "tensor2 of the layout data2.tensor2 cannot be trained on"),
+        ("data2.zeroo1", "zeroo1"),
+    ],
+)
+def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(parallel, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        fit(dataclasses.replace(run_fit.make_config(tmp_path), parallel=parallel), run_fit.make_data())
+    with pytest.raises(ValueError, match="'data' 4 where the layout has 2"):
+        fit(dataclasses.replace(run_fit.make_config(tmp_path), parallel="data2", devices=4), run_fit.make_data())
 
 
 @pytest.mark.slow
