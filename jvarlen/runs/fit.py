@@ -149,8 +149,8 @@ def fit(
         length_fn=length_fn,
     )
     # Before the block: where processes meet, JAX takes SIGTERM for itself.
-    has_processes = config.has_processes or jax.process_count() > 1
     num_devices = config.devices
+    has_processes = config.has_processes or jax.process_count() > 1
     if config.layout is not None and num_devices is None and not has_processes:
         num_devices = config.layout.num_devices
     if mesh is None and (num_devices is not None or has_processes):
