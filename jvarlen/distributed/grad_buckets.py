@@ -132,22 +132,53 @@ def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...
     return tuple(sorted(found, key=lambda i: (found[i], -i)))
 
 
-def reduce_in_buckets(grads: Any, buckets: Sequence[Sequence[int]], axis_name: str) -> Any:
+def reduce_in_buckets(
+    grads: Any, buckets: Sequence[Sequence[int]], axis_name: str, dims: Sequence[int | None] = ()
+) -> Any:
     """Sums gradients over a mesh axis, with one collective a bucket; those in no bucket stay as they are.
 
     Args:
       grads: a pytree of arrays.
       buckets: places in `jax.tree.leaves(grads)`, those of a bucket of one dtype.
       axis_name: of the mesh.
+      dims: for each gradient, the dimension along which each device keeps its shard of the sum; None: all of it. The
+        size of the axis divides it, and it is given for all of a bucket or for none. Empty: all stay whole.
     """
     leaves, structure = jax.tree.flatten(grads)
     for bucket in buckets:
         members = [leaves[place] for place in bucket]
-        if len(members) == 1:
-            leaves[bucket[0]] = jax.lax.psum(members[0], axis_name)
-            continue
-        reduced = jax.lax.psum(jnp.concatenate([member.ravel() for member in members]), axis_name)
-        ends = np.cumsum([member.size for member in members])[:-1].tolist()
-        for place, member, part in zip(bucket, members, jnp.split(reduced, ends), strict=True):
-            leaves[place] = part.reshape(member.shape)
+        along = [dims[place] for place in bucket] if dims else []
+        reduced = (
+            _sum_to_shards(members, along, axis_name) if along and along[0] is not None else _sum(members, axis_name)
+        )
+        for place, part in zip(bucket, reduced, strict=True):
+            leaves[place] = part
     return jax.tree.unflatten(structure, leaves)
+
+
+def _sum(members: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
+    """Sums of arrays, by one collective."""
+    row = jax.lax.psum(_concatenate([member.ravel() for member in members]), axis_name)
+    parts = _split(row, [member.size for member in members])
+    return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
+
+
+def _sum_to_shards(members: Sequence[jax.Array], along: Sequence[Any], axis_name: str) -> list[jax.Array]:
+    """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
+    num_shards = jax.lax.axis_size(axis_name)
+    moved = [jnp.moveaxis(member, dim, 0) for member, dim in zip(members, along, strict=True)]
+    row = jax.lax.psum_scatter(_concatenate([member.reshape(num_shards, -1) for member in moved]), axis_name)
+    parts = _split(row, [member.size // num_shards for member in moved])
+    shards = [
+        part.reshape(member.shape[0] // num_shards, *member.shape[1:])
+        for part, member in zip(parts, moved, strict=True)
+    ]
+    return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
+
+
+def _concatenate(rows: Sequence[jax.Array]) -> jax.Array:
+    return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=-1)
+
+
+def _split(row: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+    return jnp.split(row, np.cumsum(sizes)[:-1].tolist())

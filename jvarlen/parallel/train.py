@@ -1,8 +1,9 @@
 """The state and the train step of a layout.
 
-Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state;
-2 also the reduction, of gradients to shards; 3 also the loss, which gathers its parameters layer by layer. The update
-is always that of whole arrays, which the compiler splits, so any Optax optimizer gives what it gives on one device.
+Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state,
+and the reduction, of gradients to the same shards; 2 also accumulation, of shards of gradients; 3 also the loss, which
+gathers its parameters layer by layer. The update is always that of whole arrays, which the compiler splits, so any
+Optax optimizer gives what it gives on one device.
 """
 
 from __future__ import annotations
@@ -120,7 +121,8 @@ def make_train_step(
                 axis_name=DATA_AXIS,
                 with_grads=with_grads,
                 param_specs=param_specs,
-                grad_specs=specs if layout.zero >= 2 else None,
+                grad_specs=specs,
+                accumulates_shards=layout.zero == 2,
             )(state, batch)
             return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
 

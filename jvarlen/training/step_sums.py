@@ -7,18 +7,20 @@ microbatches of a step, m those of a shard.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.distributed.grad_buckets import (
+    BucketBytes,
     assign_grad_buckets,
     bucket_bytes_here,
     order_of_grads,
@@ -59,6 +61,7 @@ def sum_step(
     with_grads: bool = True,
     param_specs: Any = None,
     grad_specs: Any = None,
+    accumulates_shards: bool = False,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards.
 
@@ -71,11 +74,13 @@ def sum_step(
         loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
       grad_specs: likewise for gradients, the same specs if there are `param_specs`: gradients are reduced to these
         shards. None: to whole ones.
+      accumulates_shards: whether gradients are reduced to shards in each microbatch, so that no more than one
+        microbatch has whole ones.
 
     Returns:
-      A function of the state and a batch. All sums are reduced together, once, outside of any loop. Where it is traced
-      `with_grad_buckets`, gradients are reduced in buckets, during the backward pass of the last microbatch; those with
-      `grad_specs`, array by array.
+      A function of the state and a batch. What stays whole is reduced together, once, outside of any loop, and so are
+      gradients to shards, unless shards are accumulated. Where it is traced `with_grad_buckets`, gradients are reduced
+      in buckets, during the backward pass of the last microbatch, or of each if shards are accumulated.
     """
     mesh = None if mesh is None else auto_axes(mesh)
 
@@ -101,19 +106,21 @@ def sum_step(
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
             are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, axis_name))
             _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
-            sums = _accumulate(one, microbatches, last_apart=sizes is not None and param_specs is None)
-            if with_grads and grad_specs is not None:
-                reduce = functools.partial(_reduce_to_shards, axis_name=axis_name, is_reduced=param_specs is not None)
-                grads = jax.tree.map(reduce, sums.grads, grad_specs)
-                return jax.lax.psum(sums._replace(grads=None), axis_name)._replace(grads=grads)
-            if sizes is None:
-                return jax.lax.psum(sums, axis_name)
-            num_leaves, num_grads = (len(jax.tree.leaves(tree)) for tree in (shapes, shapes.grads))
-            order = order_of_grads(traced, range(num_leaves - num_grads, num_leaves))
-            buckets = assign_grad_buckets(shapes.grads, *sizes, order=order)
-            others = sums._replace(grads=None)
-            reduced = reduce_in_buckets(others, assign_grad_buckets(others), axis_name)
-            return reduced._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name))
+            dims = _sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
+            buckets, together = _buckets_of(traced, shapes, dims, sizes)
+            if param_specs is not None:  # gathering reduces what is sharded
+                sums, buckets = _accumulate(one, microbatches), ()
+            elif accumulates_shards:
+
+                def one_in_shards(microbatch: Any) -> StepSums:
+                    sums = one(microbatch)
+                    return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+
+                sums = _accumulate(one_in_shards, microbatches)
+                return _reduce(sums, (), together, dims, axis_name)
+            else:
+                sums = _accumulate(one, microbatches, last_apart=sizes is not None)
+            return _reduce(sums, buckets, together, dims, axis_name)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
@@ -133,13 +140,65 @@ def sum_step(
     return sums_of
 
 
-def _reduce_to_shards(grad: jax.Array, spec: PartitionSpec, *, axis_name: str, is_reduced: bool) -> jax.Array:
-    """A gradient, summed over the shards to the part that the spec tells; `is_reduced` if gathering has done it."""
-    if axis_name not in spec:
-        return jax.lax.psum(grad, axis_name)
-    if is_reduced:
-        return grad
-    return jax.lax.psum_scatter(grad, axis_name, scatter_dimension=spec.index(axis_name), tiled=True)
+def _sharded_dims(specs: Any, grads: Any, axis_name: str) -> tuple[int | None, ...]:
+    """Of each gradient, the dimension that lies along the axis; None: it is whole."""
+    if specs is None:
+        return (None,) * len(jax.tree.leaves(grads))
+    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return tuple(spec.index(axis_name) if axis_name in spec else None for spec in leaves)
+
+
+def _buckets_of(
+    traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], sizes: BucketBytes | None
+) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
+    """Which gradients are reduced in buckets, and which together with the other sums.
+
+    Args:
+      traced: what gives the sums of a microbatch.
+      shapes: of these sums.
+      dims: as of `_sharded_dims`.
+      sizes: of buckets; None: each gradient that becomes a shard is a bucket, and all others are reduced together.
+
+    Returns:
+      Places of gradients, by bucket; and places of others. Gradients of parameters that the loss never uses, and which
+      stay whole, are in neither.
+    """
+    sharded = [place for place, dim in enumerate(dims) if dim is not None]
+    if sizes is None:
+        return [(place,) for place in sharded], [place for place, dim in enumerate(dims) if dim is None]
+    num_leaves = len(jax.tree.leaves(shapes))
+    used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
+    if not sharded:
+        return assign_grad_buckets(shapes.grads, *sizes, order=used), ()
+    order = [place for place in used if place in sharded]
+    order += [place for place in sharded if place not in used]
+    return assign_grad_buckets(shapes.grads, *sizes, order=order), [place for place in used if place not in sharded]
+
+
+def _reduce(
+    sums: StepSums,
+    buckets: Sequence[Sequence[int]],
+    together: Sequence[int],
+    dims: Sequence[int | None],
+    axis_name: str,
+) -> StepSums:
+    """Sums over the shards.
+
+    Args:
+      sums: of a shard.
+      buckets: places of gradients with a collective each.
+      together: places of gradients that are reduced with the other sums.
+      dims: as of `_sharded_dims`.
+      axis_name: of the mesh.
+    """
+    leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+    reduced = sums._replace(grads=[leaves[place] for place in together])
+    # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
+    packed = assign_grad_buckets(reduced) if bucket_bytes_here() is not None else None
+    reduced = jax.lax.psum(reduced, axis_name) if packed is None else reduce_in_buckets(reduced, packed, axis_name)
+    for place, leaf in zip(together, reduced.grads, strict=True):
+        leaves[place] = leaf
+    return reduced._replace(grads=jax.tree.unflatten(structure, leaves))
 
 
 def next_extra(extra: Any, sums: StepSums) -> Any:
