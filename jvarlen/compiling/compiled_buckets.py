@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
@@ -95,6 +95,11 @@ class CompiledBuckets:
     def microbatches_per_step(self) -> int:
         """M."""
         return self._recipe.microbatches_per_step
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Where a step runs; None: the default device."""
+        return self._recipe.mesh
 
     @property
     def device(self) -> str:
@@ -330,9 +335,23 @@ class CompiledBuckets:
         Raises:
           ValueError: no such bucket, or its program was read from a file and has no text.
         """
+        return count_collectives(self.program_text(bucket))
+
+    def program_text(self, bucket: tuple[int, ...]) -> str:
+        """The compiled program of a bucket, in XLA's HLO.
+
+        Args:
+          bucket: a compiled bucket.
+
+        Returns:
+          The text; empty where the program was read from a file.
+
+        Raises:
+          ValueError: no such bucket.
+        """
         (known,) = self._known([bucket])
         self.wait(known)
-        return count_collectives(self._executables.get(known))
+        return self._executables.get(known).as_text() or ""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes all executables to one file, for `load_compiled` in another process on the same kind of machine.

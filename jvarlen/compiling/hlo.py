@@ -1,18 +1,21 @@
-"""Counts the collectives of a compiled program.
+"""The collectives of a compiled program: how many there are, and what each of them reduces or sends.
 
 Accumulation must communicate once a step, not once a microbatch: no all-reduce may be inside a loop.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jvarlen._common.checks import UserError
 
-__all__ = ["Collectives", "count_collectives"]
+__all__ = ["Collective", "Collectives", "count_collectives", "groups_along", "list_collectives"]
 
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 # `%name (parameters) -> type {` or `ENTRY %name ... {`, and what such a computation holds, to the brace that ends it.
@@ -22,6 +25,32 @@ _LISTED = re.compile(r"(?:branch_computations|called_computations|calls)=\{([^}]
 _LOOP_BODY = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)")
 # Asynchronous ones have a start and a done, and are one.
 _COLLECTIVE = re.compile(rf"\b({'|'.join(_KINDS)})(?:-start)?\(")
+# `%name = type kind(operands), attributes`, of which some are asynchronous.
+_INSTRUCTION = re.compile(rf"^\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)$", re.MULTILINE)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\]")
+_LOOP = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)(.*)$", re.MULTILINE)
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_STRIDED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+class Collective(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      kind: as XLA names it, such as `"all-reduce"`.
+      num_bytes: of the whole array, or of all arrays together: the result of an all-reduce or an all-gather, the
+        operand of a reduce-scatter, the message of a collective-permute.
+      groups: devices that communicate, by their place in the mesh; of a collective-permute, pairs of source and target.
+      times: in a step, loops multiplied out; None in a loop of which XLA does not know how often it runs.
+    """
+
+    kind: str
+    num_bytes: int
+    groups: tuple[tuple[int, ...], ...]
+    times: int | None
 
 
 class Collectives(NamedTuple):
@@ -54,10 +83,7 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
       >>> count_collectives(jax.jit(lambda x: x + 1).lower(1.0).compile())
       {}
     """
-    text = executable if isinstance(executable, str) else executable.as_text()
-    if not text:
-        raise UserError("this program has no text: compile it here to count its collectives")
-    bodies = dict(_COMPUTATION.findall(text))
+    bodies = _bodies_of(executable)
     calls = {name: _called_by(body) & bodies.keys() for name, body in bodies.items()}
     looping = _reachable({name for body in bodies.values() for name in _LOOP_BODY.findall(body)}, calls)
     counts = {kind: [0, 0] for kind in _KINDS}
@@ -65,6 +91,101 @@ def count_collectives(executable: jax.stages.Compiled | str) -> dict[str, Collec
         for kind in _COLLECTIVE.findall(body):
             counts[kind][name in looping] += 1
     return {kind: Collectives(*count) for kind, count in counts.items() if any(count)}
+
+
+def list_collectives(executable: jax.stages.Compiled | str) -> list[Collective]:
+    """The collectives of a compiled program, one by one.
+
+    Args:
+      executable: as for `count_collectives`.
+
+    Returns:
+      `Collective`, in the order of the text.
+
+    Raises:
+      ValueError: the program has no text, or groups of devices in a form that is not known.
+    """
+    bodies = _bodies_of(executable)
+    times = _times_of(bodies)
+    return [
+        Collective(kind, _num_bytes(kind, shapes, bool(start), groups), groups, times[name])
+        for name, body in bodies.items()
+        for shapes, kind, start, rest in _INSTRUCTION.findall(body)
+        for groups in [_groups_of(kind, rest)]
+    ]
+
+
+def _bodies_of(executable: jax.stages.Compiled | str) -> dict[str, str]:
+    """The text of each computation, by name."""
+    text = executable if isinstance(executable, str) else executable.as_text()
+    if not text:
+        raise UserError("this program has no text: compile it here to count its collectives")
+    return dict(_COMPUTATION.findall(text))
+
+
+def _times_of(bodies: dict[str, str]) -> dict[str, int | None]:
+    """How often each computation runs in a step; None: unknown. Branches count as if all were taken."""
+    times: dict[str, int | None] = {}
+    turns: dict[tuple[str, str], int | None] = {}
+    callers: dict[str, set[str]] = {name: set() for name in bodies}
+    for name, body in bodies.items():
+        for called in _called_by(body) & bodies.keys():
+            callers[called].add(name)
+        for loop, attributes in _LOOP.findall(body):
+            found = _TRIP_COUNT.search(attributes)
+            turns[name, loop] = int(found[1]) if found else None
+
+    def times_of(name: str) -> int | None:
+        if name not in times:
+            each = [(times_of(caller), turns.get((caller, name), 1)) for caller in callers[name]]
+            known = [outer * inner for outer, inner in each if outer is not None and inner is not None]
+            times[name] = (sum(known) if callers[name] else 1) if len(known) == len(each) else None
+        return times[name]
+
+    return {name: times_of(name) for name in bodies}
+
+
+def _num_bytes(kind: str, shapes: str, is_start: bool, groups: tuple[tuple[int, ...], ...]) -> int:
+    """Of the whole array, from the shapes of the result."""
+    sizes = [_bytes_of(dtype, dims) for dtype, dims in _ARRAY.findall(shapes)]
+    if is_start and kind == "collective-permute":
+        sizes = sizes[1:2]  # operand, result, and what tells that it is done
+    elif is_start and kind == "all-gather":
+        sizes = sizes[len(sizes) // 2 :]  # operands, results
+    return sum(sizes) * (len(groups[0]) if kind == "reduce-scatter" else 1)
+
+
+def _bytes_of(dtype: str, dims: str) -> int:
+    bits = re.match(r"[a-z]+(\d+)", dtype)  # pred has none, and takes a byte
+    return math.prod(map(int, filter(None, dims.split(",")))) * (int(bits[1]) if bits else 8) // 8
+
+
+def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
+    listed = (_PAIRS if kind == "collective-permute" else _LISTED_GROUPS).search(attributes)
+    if listed:
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
+    if found := _STRIDED_GROUPS.search(attributes):
+        num_groups, size = int(found[1]), int(found[2])
+        devices = np.arange(num_groups * size).reshape(list(map(int, found[3].split(","))))
+        if found[4]:
+            devices = devices.transpose(list(map(int, found[4].split(","))))
+        return _rows(devices.reshape(num_groups, size))
+    if found := _MESH_GROUPS.search(attributes):
+        axes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+        devices = np.arange(math.prod(map(int, axes.values()))).reshape(list(map(int, axes.values())))
+        along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[2])]
+        return groups_along(devices, along)
+    raise UserError(f"the devices of this {kind} are told in an unknown form: {attributes[:200]}")
+
+
+def groups_along(devices: np.ndarray, dims: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The devices of a mesh that differ along these dimensions alone, group by group."""
+    moved = np.moveaxis(devices, dims, range(-len(dims), 0))
+    return _rows(moved.reshape(-1, math.prod(devices.shape[dim] for dim in dims)))
+
+
+def _rows(devices: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, devices.tolist()))
 
 
 def _called_by(body: str) -> set[str]:

@@ -3,6 +3,7 @@
 - `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
 - `layers`: a model by layers, which is what most of the others cut up.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
+- `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `pipeline`: a model in stages over a mesh axis.
 
@@ -15,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout, layout_mesh
     from jvarlen.parallel.train import gather_params, init_state, make_train_step
@@ -24,6 +26,7 @@ __all__ = [
     "LayeredModel",
     "LayeredParams",
     "Layout",
+    "communication_bill",
     "gather_params",
     "init_state",
     "layered_loss_fn",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "bill": ("communication_bill",),
     "layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "layout": ("Layout", "layout_mesh"),
     "train": ("gather_params", "init_state", "make_train_step"),

@@ -1,0 +1,114 @@
+"""What a step communicates, from its compiled program, before it runs."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.text_table import text_table
+from jvarlen.compiling.compiled_buckets import CompiledBuckets
+from jvarlen.compiling.hlo import Collective, groups_along, list_collectives
+from jvarlen.parallel.wire import wire_bytes
+
+__all__ = ["CommunicationBill", "Traffic", "communication_bill"]
+
+_AS_RING = {"all-reduce": "all_reduce", "all-gather": "all_gather", "reduce-scatter": "reduce_scatter"}
+
+
+class Traffic(NamedTuple):
+    """Collectives of one kind over the same mesh axes.
+
+    Attributes:
+      kind: as XLA names it, such as `"all-reduce"`.
+      axes: along which devices communicate; empty where groups of devices follow no axes.
+      times: a step, loops multiplied out.
+      num_bytes: of all arrays that are reduced, gathered or sent in a step.
+      wire_bytes: that the device which sends the most sends in a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    num_bytes: int
+    wire_bytes: int
+
+
+class CommunicationBill(tuple[Traffic, ...]):
+    """What a step communicates, by kind of collective and mesh axes; `str` is a table."""
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that the device which sends the most sends in a step, in all collectives."""
+        return sum(row.wire_bytes for row in self)
+
+    def __str__(self) -> str:
+        rows = [[row.kind, ", ".join(row.axes) or "other", *(f"{number:,}" for number in row[2:])] for row in self]
+        header = ["collective", "axes", "times a step", "bytes", "sent by a device"]
+        return text_table([header, *rows], align="<<>")
+
+
+def communication_bill(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationBill:
+    """What a step of a bucket communicates, from the compiled program.
+
+    Reductions and gathers are counted as rings, which is what the fewest bytes take; a backend may choose otherwise.
+
+    Args:
+      compiled: the result of `compile_buckets`.
+      bucket: one of its buckets.
+
+    Returns:
+      The bill; empty on one device.
+
+    Raises:
+      ValueError: no such bucket; its program was read from a file and has no text; or a collective is in a loop of
+        which XLA does not know how often it runs.
+    """
+    found: dict[tuple[str, tuple[str, ...]], list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    unknown: list[str] = []
+    for each in list_collectives(compiled.program_text(bucket)):
+        if each.times is None:
+            unknown.append(f"{each.kind} of {each.num_bytes:,} bytes")
+            continue
+        axes = () if compiled.mesh is None else _axes_of(each.groups, compiled.mesh, each.kind)
+        total = found[each.kind, axes]
+        for i, number in enumerate((1, each.num_bytes, _wire_bytes(each))):
+            total[i] += each.times * number
+    if unknown:
+        raise UserError(
+            f"how often a step communicates is not known: {', '.join(unknown)} in a loop whose number of turns depends "
+            "on values"
+        )
+    return CommunicationBill(Traffic(*key, *numbers) for key, numbers in found.items())
+
+
+def _wire_bytes(each: Collective) -> int:
+    """That the busiest device sends, each time."""
+    if each.kind == "collective-permute":
+        sent = collections.Counter(source for source, target in each.groups if source != target)
+        return max(sent.values(), default=0) * each.num_bytes
+    size: int = len(each.groups[0])
+    if each.kind in _AS_RING:
+        return wire_bytes(_AS_RING[each.kind], each.num_bytes, size, "xla").busiest
+    return each.num_bytes * (size - 1) // size  # all-to-all: all but a device's own part
+
+
+def _axes_of(groups: tuple[tuple[int, ...], ...], mesh: Mesh, kind: str) -> tuple[str, ...]:
+    """The axes of the mesh along which these groups lie."""
+    shape: tuple[int, ...] = mesh.devices.shape
+    devices = np.arange(mesh.devices.size).reshape(shape)
+    wide = [dim for dim in range(len(shape)) if shape[dim] > 1]
+    for num_axes in range(1, len(wide) + 1):
+        for dims in itertools.combinations(wide, num_axes):
+            along = {frozenset(group) for group in groups_along(devices, dims)}
+            if kind == "collective-permute":
+                is_along = all(any({*pair} <= group for group in along) for pair in groups)
+            else:
+                is_along = along == {frozenset(group) for group in groups}
+            if is_along:
+                return tuple(mesh.axis_names[dim] for dim in dims)
+    return ()
