@@ -108,18 +108,16 @@ def sum_step(
             _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
             dims = _sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
             buckets, together = _buckets_of(traced, shapes, dims, sizes)
+
+            def one_in_shards(microbatch: Any) -> StepSums:
+                sums = one(microbatch)
+                return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
+
+            if accumulates_shards:
+                return _reduce(_accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
             if param_specs is not None:  # gathering reduces what is sharded
-                sums, buckets = _accumulate(one, microbatches), ()
-            elif accumulates_shards:
-
-                def one_in_shards(microbatch: Any) -> StepSums:
-                    sums = one(microbatch)
-                    return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
-
-                sums = _accumulate(one_in_shards, microbatches)
-                return _reduce(sums, (), together, dims, axis_name)
-            else:
-                sums = _accumulate(one, microbatches, last_apart=sizes is not None)
+                return _reduce(_accumulate(one, microbatches), (), together, dims, axis_name)
+            sums = _accumulate(one, microbatches, last_apart=sizes is not None)
             return _reduce(sums, buckets, together, dims, axis_name)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
@@ -163,16 +161,18 @@ def _buckets_of(
       Places of gradients, by bucket; and places of others. Gradients of parameters that the loss never uses, and which
       stay whole, are in neither.
     """
-    sharded = [place for place, dim in enumerate(dims) if dim is not None]
+    sharded, whole = (
+        [place for place, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True)
+    )
     if sizes is None:
-        return [(place,) for place in sharded], [place for place, dim in enumerate(dims) if dim is None]
+        return [(place,) for place in sharded], whole
     num_leaves = len(jax.tree.leaves(shapes))
     used = order_of_grads(traced, range(num_leaves - len(dims), num_leaves))
     if not sharded:
         return assign_grad_buckets(shapes.grads, *sizes, order=used), ()
-    order = [place for place in used if place in sharded]
-    order += [place for place in sharded if place not in used]
-    return assign_grad_buckets(shapes.grads, *sizes, order=order), [place for place in used if place not in sharded]
+    order = [place for place in used if dims[place] is not None]
+    order += [place for place in sharded if place not in {*used}]
+    return assign_grad_buckets(shapes.grads, *sizes, order=order), [place for place in used if dims[place] is None]
 
 
 def _reduce(
