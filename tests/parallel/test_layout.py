@@ -125,7 +125,7 @@ def test_a_mesh_takes_exactly_the_devices_of_its_layout():
 
 
 def test_the_package_exports_what_its_modules_have():
-    modules = [jvarlen.parallel.layers, jvarlen.parallel.layout, jvarlen.parallel.train]
+    modules = [jvarlen.parallel.bill, jvarlen.parallel.layers, jvarlen.parallel.layout, jvarlen.parallel.train]
     for name in jvarlen.parallel.__all__:
         assert any(getattr(module, name, None) is getattr(jvarlen.parallel, name) for module in modules)
     assert set(jvarlen.parallel.__all__) <= set(dir(jvarlen.parallel))
