@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+import jvarlen.parallel.bill
 import jvarlen.parallel.layers
 import jvarlen.parallel.train
 from jvarlen.parallel.layout import MESH_AXES, Layout, layout_mesh
