@@ -175,8 +175,10 @@ class CompileOptions:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
         elif self.grad_bucket_bytes is not None and num_devices > 1:
             options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
-        named = (option.partition("=") for option in self.xla_options)
-        return options | {name: _parse(name, value) for name, _, value in named}
+        named = {name: _parse(name, value) for name, _, value in (each.partition("=") for each in self.xla_options)}
+        if _DISABLED_PASSES in options and _DISABLED_PASSES in named:
+            named[_DISABLED_PASSES] = f"{options[_DISABLED_PASSES]},{named[_DISABLED_PASSES]}"
+        return options | named
 
 
 def _parse(name: str, text: str) -> OptionValue:

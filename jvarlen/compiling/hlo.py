@@ -162,7 +162,7 @@ def _bytes_of(dtype: str, dims: str) -> int:
 
 def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
     listed = (_PAIRS if kind == "collective-permute" else _LISTED_GROUPS).search(attributes)
-    if listed:
+    if listed and listed[1]:
         return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1]))
     if found := _STRIDED_GROUPS.search(attributes):
         num_groups, size = int(found[1]), int(found[2])

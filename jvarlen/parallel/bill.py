@@ -55,7 +55,7 @@ class CommunicationBill(tuple[Traffic, ...]):
 def communication_bill(compiled: CompiledBuckets, bucket: tuple[int, ...]) -> CommunicationBill:
     """What a step of a bucket communicates, from the compiled program.
 
-    Reductions and gathers are counted as rings, which is what the fewest bytes take; a backend may choose otherwise.
+    Reductions and gathers are counted as rings, which send the fewest bytes; a backend may choose otherwise.
 
     Args:
       compiled: the result of `compile_buckets`.

@@ -135,6 +135,7 @@ def test_asynchronous_results_are_counted_once():
 }
 """
     assert [each.num_bytes for each in list_collectives(text)] == [64, 32]
-    with pytest.raises(ValueError, match="unknown form"):
-        list_collectives(text.replace("replica_groups={{0,1}}", "replica_groups=elsewhere"))
+    for groups in ("elsewhere", "{}"):
+        with pytest.raises(ValueError, match="unknown form"):
+            list_collectives(text.replace("replica_groups={{0,1}}", f"replica_groups={groups}"))
     assert np.array_equal([each.times for each in list_collectives(text)], [1, 1])

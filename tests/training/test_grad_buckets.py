@@ -110,6 +110,12 @@ def test_a_parameter_that_is_never_used_is_not_reduced():
     assert (np.asarray(stepped.params["sometimes"]) != 1).any()
 
 
+def test_other_passes_may_be_left_out_as_well():
+    options = jvarlen.CompileOptions(grad_bucket_bytes=8, xla_options=("xla_disable_hlo_passes=algsimp",))
+    assert options.compiler_options("cpu", 2) == {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,algsimp"}
+    assert options.compiler_options("cpu", 1) == {"xla_disable_hlo_passes": "algsimp"}
+
+
 @pytest.mark.parametrize("sizes", [{"cap": 0}, {"cap": 10, "first_cap": -1}])
 def test_buckets_without_a_byte_are_refused(sizes):
     with pytest.raises(ValueError, match="at least 1 byte"):
