@@ -150,10 +150,10 @@ def fit(
     )
     # Before the block: where processes meet, JAX takes SIGTERM for itself.
     num_devices = config.devices
-    has_processes = config.has_processes or jax.process_count() > 1
+    has_processes = config.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     if config.layout is not None and num_devices is None and not has_processes:
         num_devices = config.layout.num_devices
-    if mesh is None and (num_devices is not None or has_processes):
+    if mesh is None and (num_devices is not None or has_processes or jax.process_count() > 1):
         mesh = launch(dataclasses.replace(config, devices=num_devices))
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)

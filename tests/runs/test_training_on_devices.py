@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +17,7 @@ from jvarlen.models import TransformerConfig
 from jvarlen.reports.report import read_metrics
 from jvarlen.runs.config import load_config
 from tests import run_fit
-from tests.processes import run, started
+from tests.processes import COMPILE_FAST, run, started
 
 TRAINING = Path(__file__).parents[1] / "run_training.py"
 FITTING = Path(__file__).parents[1] / "run_fit.py"
@@ -108,6 +111,20 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
     assert resumed.summary.compilations_after_first_step == 0
     assert_same_course(records(stopped.run_dir), records(alone.run_dir))
     np.testing.assert_allclose(resumed.summary.held_out_after, alone.summary.held_out_after, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
+    environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu"}
+    settings = [
+        "--parallel", "data2.zero1", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--max-steps", "2",
+        "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "1", "--model.width", "8",
+        "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "jvarlen", "train", *settings]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "Summary" in ended.stdout
 
 
 @pytest.mark.parametrize(
