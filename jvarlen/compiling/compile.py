@@ -32,7 +32,7 @@ from jvarlen.compiling.ledger import row_of
 from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
-from jvarlen.distributed.mesh import devices_of
+from jvarlen.distributed.mesh import MeshLayout, devices_of, mesh_of
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -49,6 +49,7 @@ def compile_buckets(
     *,
     microbatches_per_step: int | None = None,
     mesh: Mesh | None = None,
+    layout: MeshLayout | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
     donate: bool = True,
@@ -73,6 +74,7 @@ def compile_buckets(
       microbatches_per_step: M; None for the plan's, or 1.
       mesh: batches are sharded over its axis "data"; state that is not placed on a mesh is replicated. None: one
         device. If its devices belong to several processes, these must be all processes, and all of them compile.
+      layout: a `jvarlen.parallel.Layout`, whose mesh is used if none is given; otherwise their sizes are compared.
       batch_spec: `batch_spec(bucket, M)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       progress: whether to show a progress bar that names the bucket.
       donate: whether a step may overwrite its input state with the next state; the input cannot be used again then. A
@@ -85,9 +87,9 @@ def compile_buckets(
       `CompiledBuckets`.
 
     Raises:
-      ValueError: buckets or options that are not as described; shards of the mesh that do not divide M; a step that
-        returns a state of another structure or shape, or was made without the mesh; processes that compiled different
-        programs.
+      ValueError: buckets or options that are not as described; shards of the mesh that do not divide M, or a mesh of
+        other sizes than the layout; a step that returns a state of another structure or shape, or was made without the
+        mesh; processes that compiled different programs.
 
     Example:
       >>> import numpy as np
@@ -104,6 +106,7 @@ def compile_buckets(
     if plan is not None and plan.microbatches_per_step != microbatches_per_step:
         raise UserError(f"the plan has {plan.microbatches_per_step} microbatches a step, not {microbatches_per_step}")
     ordered = _order(shapes, plan, start_step, options)
+    mesh = mesh_of(mesh, layout)
     with _on_all_processes(mesh):
         _check_fallback(options, mesh)
         if options.cache_dir is not None:
@@ -161,6 +164,7 @@ def load_compiled(
     *,
     plan: PlannedSteps | None = None,
     mesh: Mesh | None = None,
+    layout: MeshLayout | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
     donate: bool = True,
@@ -177,6 +181,7 @@ def load_compiled(
       state: as for `compile_buckets`.
       plan: its padding is shown in the ledger.
       mesh: as for `compile_buckets`.
+      layout: as for `compile_buckets`.
       batch_spec: as for `compile_buckets`.
       progress: whether to show a progress bar.
       donate: as for `compile_buckets`.
@@ -191,6 +196,7 @@ def load_compiled(
       ValueError: it is damaged, not signed with this user's key, or made by other software, for other devices or
         options, or from another step, state or batch; the differences are listed.
     """
+    mesh = mesh_of(mesh, layout)
     with _on_all_processes(mesh):
         compiled = _load(Path(path), step_fn, state, plan, mesh, batch_spec, donate, options, progress)
     return _ready(compiled, state, mesh, options, progress)

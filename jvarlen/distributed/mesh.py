@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +18,7 @@ from jvarlen._common.pytree import is_key
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
+    "MeshLayout",
     "auto_axes",
     "batch_shardings",
     "check_compiled_for",
@@ -25,6 +26,8 @@ __all__ = [
     "compiling_for",
     "data_mesh",
     "devices_of",
+    "layout_mesh",
+    "mesh_of",
     "num_shards_of",
     "own_microbatches",
     "own_shards",
@@ -57,13 +60,78 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     if num_devices is not None and not 1 <= num_devices <= fewest:
         few = [f"process {p} has {len(group)}" for p, group in enumerate(groups) if len(group) < num_devices]
         listed = f": {', '.join(few[:5])}" if of_each_process and few else ""
-        hint = ""
-        if num_devices > fewest and devices[0].platform == "cpu":
-            hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {num_devices})"
+        hint = _split_hint(devices, num_devices) if num_devices > fewest else ""
         raise UserError(f"num_devices must be between 1 and {fewest}, not {num_devices}{listed}{hint}")
     devices = [device for group in groups for device in group[:num_devices]]
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
+
+
+@runtime_checkable
+class MeshLayout(Protocol):
+    """What a mesh takes from a `jvarlen.parallel.Layout`; `str` is its text."""
+
+    @property
+    def axis_sizes(self) -> Mapping[str, int]:
+        """The size of each mesh axis, in their order."""
+
+    @property
+    def num_devices(self) -> int:
+        """The product of these sizes."""
+
+
+def layout_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
+
+    Args:
+      layout: a `jvarlen.parallel.Layout`, which has the sizes of the axes.
+      devices: as many as the layout takes; None for the first of `jax.devices()`.
+
+    Returns:
+      A `jax.sharding.Mesh` with Auto axes.
+
+    Raises:
+      ValueError: the number of devices is not that of the layout, or JAX has fewer.
+
+    Example:
+      >>> from jvarlen.parallel import Layout
+      >>> dict(layout_mesh(Layout()).shape)
+      {'data': 1, 'stage': 1, 'sequence': 1, 'tensor': 1}
+    """
+    needed = layout.num_devices
+    if devices is None:
+        devices = jax.devices()
+        if len(devices) < needed:
+            hint = _split_hint(devices, needed)
+            raise UserError(f"the layout {layout} takes {needed} devices, and there are {len(devices)}{hint}")
+        devices = devices[:needed]
+    elif len(devices) != needed:
+        raise UserError(f"the layout {layout} takes {needed} devices, not the {len(devices)} given ones")
+    names, sizes = zip(*layout.axis_sizes.items(), strict=True)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+
+
+def mesh_of(mesh: Mesh | None, layout: MeshLayout | None) -> Mesh | None:
+    """The mesh that is given, or that of the layout; raises ValueError if both are given and their sizes differ."""
+    if layout is None:
+        return mesh
+    if mesh is None:
+        return layout_mesh(layout)
+    sizes = {**dict.fromkeys(mesh.axis_names, 1), **layout.axis_sizes}
+    differing = [
+        f"{name!r} {mesh.shape.get(name, 1)} where the layout has {size}"
+        for name, size in sizes.items()
+        if mesh.shape.get(name, 1) != size
+    ]
+    if differing:
+        raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
+    return mesh
+
+
+def _split_hint(devices: Sequence[Any], needed: int) -> str:
+    if devices[0].platform != "cpu":
+        return ""
+    return f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
 
 
 def auto_axes(mesh: Mesh) -> Mesh:

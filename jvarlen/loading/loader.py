@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import batch_shardings, own_microbatches
+from jvarlen.distributed.mesh import MeshLayout, batch_shardings, mesh_of, own_microbatches
 from jvarlen.distributed.processes import agree
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
 from jvarlen.loading.ids_digest import IdsDigest, own_rows
@@ -110,6 +110,7 @@ def load(
     dataset: DataSource,
     *,
     mesh: Mesh | None = None,
+    layout: MeshLayout | None = None,
     epoch: int = 0,
     num_epochs: int | None = None,
     start_step: int = 0,
@@ -128,6 +129,7 @@ def load(
         takes 1-D integer arrays.
       mesh: the microbatches of a step are spread over the mesh axis "data"; None puts them on the default device. If
         its devices belong to several processes, all of them load, and each reads only the samples of its own devices.
+      layout: a `jvarlen.parallel.Layout`, whose mesh is used if none is given; otherwise their sizes are compared.
       epoch: the first epoch, if `plan` is a function.
       num_epochs: the epoch to end before, if `plan` is a function; None for no end. Each epoch is planned in a thread
         while the previous one is loaded.
@@ -153,8 +155,8 @@ def load(
 
     Raises:
       ValueError: start_step out of range; the dataset is smaller than the plan, or has another number of samples than
-        `lengths`; shards that do not divide M; processes with different plans; and, when a step comes, samples of other
-        lengths than planned, or samples that `collate` rejects.
+        `lengths`; shards that do not divide M; a mesh of other sizes than the layout; processes with different plans;
+        and, when a step comes, samples of other lengths than planned, or samples that `collate` rejects.
       RuntimeError: when a step comes: a worker process died, or has too little room in /dev/shm; or, with `verify`,
         other samples were read.
 
@@ -173,6 +175,7 @@ def load(
     first = plan(epoch) if callable(plan) else plan
     if not 0 <= start_step <= first.num_steps:
         raise UserError(f"start_step must be between 0 and {first.num_steps}, not {start_step}")
+    mesh = mesh_of(mesh, layout)
     if mesh is not None:  # all of the plan's steps have the same M, so that this fails now or never
         batch_shardings(np.empty(first.microbatches_per_step), mesh)
     read = functools.partial(

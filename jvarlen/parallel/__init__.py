@@ -1,6 +1,7 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
-- `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
+- `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`. (`layout_mesh` is in
+  `distributed`.)
 - `layers`: a model by layers, which is what most of the others cut up.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `bill`: what a compiled step communicates.
@@ -16,9 +17,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jvarlen.distributed.mesh import layout_mesh
     from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-    from jvarlen.parallel.layout import Layout, layout_mesh
+    from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.train import gather_params, init_state, make_train_step
 
 __all__ = [
@@ -35,12 +37,13 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "bill": ("communication_bill",),
-    "layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
-    "layout": ("Layout", "layout_mesh"),
-    "train": ("gather_params", "init_state", "make_train_step"),
+    "distributed.mesh": ("layout_mesh",),
+    "parallel.bill": ("communication_bill",),
+    "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
+    "parallel.layout": ("Layout",),
+    "parallel.train": ("gather_params", "init_state", "make_train_step"),
 }
-_MODULE_OF = {name: f"jvarlen.parallel.{module}" for module, names in _NAMES_OF.items() for name in names}
+_MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

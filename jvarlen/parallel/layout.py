@@ -1,6 +1,6 @@
 """Layouts: how a step spreads over devices, as sizes of mesh axes and what is sharded.
 
-A layout is never part of a plan or its digest. JAX is imported only to make a mesh.
+A layout is never part of a plan or its digest, and is read without JAX.
 """
 
 from __future__ import annotations
@@ -8,15 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 
-if TYPE_CHECKING:
-    import jax
-
-__all__ = ["MESH_AXES", "Layout", "Schedule", "layout_mesh"]
+__all__ = ["MESH_AXES", "Layout", "Schedule"]
 
 MESH_AXES = ("data", "stage", "sequence", "tensor")
 
@@ -127,42 +123,11 @@ class Layout:
         return ".".join(words) or "data1"
 
     @property
+    def axis_sizes(self) -> dict[str, int]:
+        """The size of each mesh axis, in their order."""
+        return {name: getattr(self, name) for name in MESH_AXES}
+
+    @property
     def num_devices(self) -> int:
         """How many devices it takes: the product of the sizes of its axes."""
-        return math.prod(getattr(self, name) for name in MESH_AXES)
-
-
-def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> jax.sharding.Mesh:
-    """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
-
-    Args:
-      layout: the sizes of the axes.
-      devices: as many as the layout takes; None for the first of `jax.devices()`.
-
-    Returns:
-      A `jax.sharding.Mesh` with Auto axes.
-
-    Raises:
-      ValueError: the number of devices is not that of the layout, or JAX has fewer.
-
-    Example:
-      >>> dict(layout_mesh(Layout()).shape)
-      {'data': 1, 'stage': 1, 'sequence': 1, 'tensor': 1}
-    """
-    import jax
-    from jax.sharding import AxisType
-
-    needed = layout.num_devices
-    if devices is None:
-        devices = jax.devices()
-        if len(devices) < needed:
-            hint = ""
-            if devices[0].platform == "cpu":
-                hint = f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
-            raise UserError(f"the layout {layout} takes {needed} devices, and there are {len(devices)}{hint}")
-        devices = devices[:needed]
-    elif len(devices) != needed:
-        raise UserError(f"the layout {layout} takes {needed} devices, not the {len(devices)} given ones")
-    sizes = tuple(getattr(layout, name) for name in MESH_AXES)
-    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
-    return jax.make_mesh(sizes, MESH_AXES, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+        return math.prod(self.axis_sizes.values())

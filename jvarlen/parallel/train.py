@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, num_shards_of, replicate
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import MESH_AXES, Layout
 from jvarlen.parallel.zero import gathering_model, shard_specs, state_specs
@@ -179,14 +179,7 @@ def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
             "'data' only, with any ZeRO level"
         )
     num_shards_of(mesh, DATA_AXIS)
-    sizes = {name: getattr(layout, name, 1) for name in (*MESH_AXES, *mesh.axis_names)}
-    differing = [
-        f"{name!r} {mesh.shape.get(name, 1)} where the layout has {size}"
-        for name, size in sizes.items()
-        if mesh.shape.get(name, 1) != size
-    ]
-    if differing:
-        raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
+    mesh_of(mesh, layout)
     return auto_axes(mesh)
 
 

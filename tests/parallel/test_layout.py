@@ -7,15 +7,19 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
+import jvarlen.distributed.mesh
 import jvarlen.parallel.bill
 import jvarlen.parallel.layers
 import jvarlen.parallel.train
-from jvarlen.parallel.layout import MESH_AXES, Layout, layout_mesh
+from jvarlen import compile_buckets, load, make_plan
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.parallel.layout import MESH_AXES, Layout
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
@@ -126,7 +130,8 @@ def test_a_mesh_takes_exactly_the_devices_of_its_layout():
 
 
 def test_the_package_exports_what_its_modules_have():
-    modules = [jvarlen.parallel.bill, jvarlen.parallel.layers, jvarlen.parallel.layout, jvarlen.parallel.train]
+    parallel = jvarlen.parallel
+    modules = [jvarlen.distributed.mesh, parallel.bill, parallel.layers, parallel.layout, parallel.train]
     for name in jvarlen.parallel.__all__:
         assert any(getattr(module, name, None) is getattr(jvarlen.parallel, name) for module in modules)
     assert set(jvarlen.parallel.__all__) <= set(dir(jvarlen.parallel))
@@ -154,3 +159,22 @@ assert "jax" not in sys.modules
     assert "stage (True)" in stage
     assert "schedule ('2f2b') must be one of 'gpipe', '1f1b', 'eager_1f1b', 'interleaved', 'zero_bubble'" in schedule
     assert parallel == "sequence_parallel must be True or False, not 1"
+
+
+def test_a_layout_stands_for_its_mesh():
+    layout, samples = Layout(data=2), [np.arange(length) for length in (3, 1, 4, 2)]
+    plan = make_plan([3, 1, 4, 2], [(1, 4)], microbatches_per_step=2)
+    step = compile_buckets(count_tokens, np.int32(0), plan, layout=layout, progress=False)
+    num_tokens = np.int32(0)
+    for batch in load(plan, samples, layout=layout):
+        assert batch.tokens.sharding.mesh == step.mesh == layout_mesh(layout)
+        num_tokens, _ = step(num_tokens, batch)
+    assert int(num_tokens) == 10
+    other = {"mesh": layout_mesh(Layout(data=4)), "layout": layout}
+    for call in (lambda: load(plan, samples, **other), lambda: compile_buckets(count_tokens, 0, plan, **other)):
+        with pytest.raises(ValueError, match="not that of the layout data2: it has 'data' 4 where the layout has 2"):
+            call()
+
+
+def count_tokens(state, batch):
+    return state + batch.lengths.sum(), {}
