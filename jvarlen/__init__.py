@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from jvarlen.sorting.ordered_file import write_ordered
     from jvarlen.sorting.sample_sort import local_sort, sample_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
+    from jvarlen.training.float32_master import with_float32_master
     from jvarlen.training.learning_rate import planned_schedule, scale_by_batch_size
     from jvarlen.training.rates import lr_scale, lr_sequence
     from jvarlen.training.step import make_eval_step, make_train_step
@@ -109,6 +110,7 @@ _NAMES = {
     "sorting.ordered_file": ("write_ordered",),
     "sorting.sample_sort": ("local_sort", "sample_sort",),
     "sorting.sharded_rows": ("shard_local_rows",),
+    "training.float32_master": ("with_float32_master",),
     "training.learning_rate": ("planned_schedule", "scale_by_batch_size",),
     "training.rates": ("lr_scale", "lr_sequence",),
     "training.step": ("make_eval_step", "make_train_step",),
@@ -130,7 +132,7 @@ __all__ = [
     "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest",
     "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
     "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
-    "write_ordered",
+    "with_float32_master", "write_ordered",
 ]
 
 

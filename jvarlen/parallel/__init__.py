@@ -4,7 +4,7 @@
   `distributed`.)
 - `layers`: a model by layers, which is what most of the others cut up.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
-- `bill`: what a compiled step communicates.
+- `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `pipeline`: a model in stages over a mesh axis.
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout
+    from jvarlen.parallel.memory import memory_bill
     from jvarlen.parallel.train import gather_params, init_state, make_train_step
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "layered_loss_fn",
     "layout_mesh",
     "make_train_step",
+    "memory_bill",
 ]
 
 _NAMES_OF = {
@@ -41,6 +43,7 @@ _NAMES_OF = {
     "parallel.bill": ("communication_bill",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.layout": ("Layout",),
+    "parallel.memory": ("memory_bill",),
     "parallel.train": ("gather_params", "init_state", "make_train_step"),
 }
 _MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
-from jvarlen.parallel.layout import MESH_AXES, Layout
+from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.zero import gathering_model, shard_specs, state_specs
 from jvarlen.training import step as training_step
 from jvarlen.training.losses import LossFn
@@ -27,7 +27,7 @@ from jvarlen.training.step import StepFn, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-__all__ = ["gather_params", "init_state", "make_train_step"]
+__all__ = ["check_layout", "gather_params", "init_state", "make_train_step"]
 
 
 def init_state(
@@ -60,13 +60,8 @@ def init_state(
       ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
         or not by layers at ZeRO-3.
     """
+    check_layout(layout, params, model)
     mesh = _checked_mesh(mesh, layout)
-    if model is not None:
-        _check_model(model, layout)
-    if isinstance(model, LayeredModel) or isinstance(params, LayeredParams):
-        num_layers_of(params)
-    elif layout.zero == 3:
-        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
     shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
     shardings = _shardings(shapes, mesh, layout)
@@ -170,23 +165,38 @@ def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout) -> Any:
     return jax.tree.map(gather, state.params)
 
 
-def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
-    """The mesh with Auto axes; raises ValueError if the layout is not supported, or not that of the mesh."""
-    unsupported = [f"{name}{getattr(layout, name)}" for name in MESH_AXES[1:] if getattr(layout, name) > 1]
+def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
+    """Raises ValueError if a layout is not supported, or not for these parameters or this model (None: unknown)."""
+    _check_axes(layout)
+    if model is not None:
+        _check_model(model, layout)
+    if isinstance(model, LayeredModel) or isinstance(params, LayeredParams):
+        num_layers_of(params)
+    elif layout.zero == 3:
+        raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
+
+
+def _check_axes(layout: Layout) -> None:
+    unsupported = [f"{name}{size}" for name, size in layout.axis_sizes.items() if size > 1 and name != DATA_AXIS]
     if unsupported:
         raise UserError(
             f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axis "
             "'data' only, with any ZeRO level"
         )
-    num_shards_of(mesh, DATA_AXIS)
-    mesh_of(mesh, layout)
-    return auto_axes(mesh)
 
 
 def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
+
+
+def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
+    """The mesh with Auto axes; raises ValueError if the layout is not supported, or not that of the mesh."""
+    _check_axes(layout)
+    num_shards_of(mesh, DATA_AXIS)
+    mesh_of(mesh, layout)
+    return auto_axes(mesh)
 
 
 def _loss_fn(model: LayeredModel | LossFn, param_specs: LayeredParams | None = None) -> LossFn:

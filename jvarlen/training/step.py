@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
+from jvarlen.training.float32_master import OptimizerOfMaster
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, next_extra, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, divide_once, init_train_state
@@ -64,10 +65,10 @@ def make_train_step(
     Args:
       loss_fn: a function of the parameters and a microbatch, the batch without its leading axis; see above. Its two
         sums are scalars over the rows that it gets; the step adds those of other shards.
-      optimizer: any Optax optimizer. Its update gets the extra arguments that it names, or all if it accepts any:
-        `batch_size=batch.num_sequences` and `num_tokens`, both of the whole step; `value`, the loss of the step, and
-        `grad`, its gradient; `value_fn(params)` and `grad_fn(params)`, the loss of the same step and its gradient for
-        other parameters.
+      optimizer: any Optax optimizer, such as `with_float32_master` for parameters in bfloat16. Its update gets the
+        extra arguments that it names, or all if it accepts any: `batch_size=batch.num_sequences` and `num_tokens`, both
+        of the whole step; `value`, the loss of the step, and `grad`, its gradient; `value_fn(params)` and
+        `grad_fn(params)`, the loss of the same step and its gradient for other parameters.
       mesh: a step's microbatches are spread over `axis_name`, and gradients are reduced once a step. Other axes of the
         mesh are left to the compiler: parameters may be sharded over them. None: one device.
       axis_name: the data-parallel axis of the mesh; its size must divide M.
@@ -162,7 +163,10 @@ def update_state(
       norms: whether the metrics include the norms of gradient and updates.
     """
     metrics = metrics_of(sums, batch)
-    grads = _mean_grads(sums, state.params)
+    if isinstance(optimizer, OptimizerOfMaster):
+        grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight), sums.grads)
+    else:
+        grads = _mean_grads(sums, state.params)
     told = {
         "batch_size": _scalar_field(batch, "num_sequences"),
         "num_tokens": metrics.num_tokens,

@@ -16,6 +16,7 @@ from jax.sharding import AxisType
 import jvarlen.distributed.mesh
 import jvarlen.parallel.bill
 import jvarlen.parallel.layers
+import jvarlen.parallel.memory
 import jvarlen.parallel.train
 from jvarlen import compile_buckets, load, make_plan
 from jvarlen.distributed.mesh import layout_mesh
@@ -131,7 +132,14 @@ def test_a_mesh_takes_exactly_the_devices_of_its_layout():
 
 def test_the_package_exports_what_its_modules_have():
     parallel = jvarlen.parallel
-    modules = [jvarlen.distributed.mesh, parallel.bill, parallel.layers, parallel.layout, parallel.train]
+    modules = [
+        jvarlen.distributed.mesh,
+        parallel.bill,
+        parallel.layers,
+        parallel.layout,
+        parallel.memory,
+        parallel.train,
+    ]
     for name in jvarlen.parallel.__all__:
         assert any(getattr(module, name, None) is getattr(jvarlen.parallel, name) for module in modules)
     assert set(jvarlen.parallel.__all__) <= set(dir(jvarlen.parallel))

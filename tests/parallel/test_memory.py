@@ -1,0 +1,158 @@
+"""The bill of memory against the tables of the papers, the shards of real states and compiled programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Bucket, compile_buckets, init_train_state, make_train_step, with_float32_master
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel import LayeredParams, Layout, init_state, memory_bill
+from jvarlen.parallel import make_train_step as make_layout_step
+
+BIG = LayeredParams({}, {"k": jax.ShapeDtypeStruct((4, 4096, 4096), jnp.bfloat16)})
+P = 4 * 4096 * 4096
+MODEL = TransformerConfig(num_layers=4, width=128, num_heads=2)
+
+
+@pytest.mark.parametrize("n", [4, 64])
+def test_the_papers_table(n):
+    """Rajbhandari et al. 2020, figure 1: bytes a parameter with bfloat16 parameters and gradients, and Adam."""
+    optimizer = with_float32_master(optax.adam(1e-3))
+    bills = [memory_bill(Layout(data=n, zero=zero), BIG, optimizer) for zero in range(4)]
+    count = 4  # bytes of Adam's counter
+    assert [bill.state_bytes - count for bill in bills] == [
+        16 * P,
+        4 * P + 12 * P // n,
+        2 * P + 14 * P // n,
+        16 * P // n,
+    ]
+    assert [bill.accumulation for bill in bills] == [2 * P, 2 * P, 2 * P // n, 2 * P // n]
+    without_grads = [bill.params + bill.opt_state - count for bill in bills]
+    assert without_grads == [14 * P, 2 * P + 12 * P // n, 2 * P + 12 * P // n, 14 * P // n]
+    assert bills[3].gathered == 6 * P // 4  # a layer in bfloat16, and its gradient in float32
+
+
+@pytest.mark.parametrize("text", ["data4", "data4.zero1", "data4.zero2", "data4.zero3"])
+def test_the_bill_is_that_of_the_compiled_program(text):
+    layout, bucket = Layout.parse(text), Bucket(2, 32)
+    mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
+    params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
+    bill = memory_bill(layout, params, optimizer, bucket, model=model)
+    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+    on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    assert bill.params + bill.opt_state == on_first
+    train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
+    step = compile_buckets(train_step, state, [bucket], microbatches_per_step=8, mesh=mesh, progress=False)
+    (row,) = step.ledger
+    batch_bytes = 2 * (2 * 32 * 8 + 2 * 4)  # of two microbatches: tokens, weights, lengths
+    assert row.argument_bytes == on_first + batch_bytes
+    billed = bill.total - bill.params - bill.opt_state
+    assert 0.8 < row.temp_bytes / billed < 1.4
+
+
+def test_activations_are_those_of_the_backward_pass():
+    """Of a chain of squares each input, and of the first product the microbatch's part."""
+
+    def loss_fn(params, microbatch):
+        x = microbatch @ params
+        return jnp.sum(jnp.sin(x)), jnp.float32(1)
+
+    params = jax.ShapeDtypeStruct((8, 16), np.float32)
+    bill = memory_bill(
+        Layout(),
+        params,
+        optax.sgd(1.0),
+        Bucket(4, 8),
+        model=loss_fn,
+        batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32),
+    )
+    assert bill.activations == 4 * 16 * 4  # the cosine; the microbatch is an argument
+    assert memory_bill(Layout(), params, optax.sgd(1.0)).activations is None
+    assert bill.total == 3 * 8 * 16 * 4 + bill.activations
+
+
+def test_the_table_tells_each_part():
+    text = str(memory_bill(Layout(data=4, zero=2), {"w": np.zeros((64, 64), np.float32)}, optax.sgd(1.0)))
+    assert [line.split() for line in text.splitlines()[1:]] == [
+        ["params", "16,384"], ["grads", "4,096"], ["accumulation", "0"], ["opt_state", "0"], ["gathered", "16,384"],
+        ["total", "36,864"],
+    ]  # fmt: skip
+
+
+def test_what_a_layout_cannot_train_is_refused():
+    params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
+    with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
+        memory_bill(Layout(data=4, zero=3), params, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"stage2 of the layout data2\.stage2"):
+        memory_bill(Layout(data=2, stage=2), params, optax.sgd(1.0))
+    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
+        memory_bill(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
+
+
+def in_bfloat16(tree):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+
+
+def regression(params, microbatch):
+    x, y = microbatch
+    return jnp.sum(jnp.square(x @ params["w"].astype(jnp.float32) - y)), jnp.float32(len(x))
+
+
+def regression_step():
+    rng = np.random.default_rng(0)
+    w = rng.normal(size=(64, 32)).astype(np.float32)
+    x = rng.normal(size=(4, 16, 64)).astype(np.float32)
+    return w, (x, x @ rng.normal(size=(64, 32)).astype(np.float32))
+
+
+@pytest.mark.parametrize("zero", range(3))
+def test_a_master_takes_steps_that_bfloat16_cannot(zero):
+    """The parameters are the rounded masters, whatever the level, and masters change as float32 parameters do."""
+    w, batch = regression_step()
+    layout = Layout(data=4, zero=zero)
+    mesh = layout_mesh(layout)
+    optimizer = with_float32_master(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4)))
+    state = init_state(in_bfloat16({"w": w}), optimizer, mesh=mesh, layout=layout)
+    step = jax.jit(make_layout_step(regression, optimizer, mesh=mesh, layout=layout))
+    expected = {"w": jnp.asarray(in_bfloat16(w), jnp.float32)}
+    alone = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-4))
+    inner = alone.init(expected)
+    for _ in range(5):
+        rounded = in_bfloat16(expected)
+        grads = jax.grad(lambda params: sum(regression(params, (x, y))[0] for x, y in zip(*batch, strict=True)) / 64)
+        grads_of_rounded = jax.tree.map(
+            lambda leaf: leaf.astype(jnp.float32), grads(jax.tree.map(jnp.float32, rounded))
+        )
+        updates, inner = alone.update(grads_of_rounded, inner, expected)
+        expected = optax.apply_updates(expected, updates)
+        state, _ = step(state, batch)
+    assert state.params["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(state.params["w"], in_bfloat16(state.opt_state.master)["w"])
+    np.testing.assert_allclose(state.opt_state.master["w"], expected["w"], rtol=1e-4, atol=1e-6)
+    moved = np.abs(np.asarray(state.opt_state.master["w"] - in_bfloat16(w).astype(jnp.float32)))
+    assert moved.min() > 0  # of 2e-4 to 5e-4 each, where half a unit of bfloat16 near 1 is 4e-3
+    assert (np.asarray(state.params["w"]) == np.asarray(in_bfloat16(w))).mean() > 0.5
+
+
+def test_parameters_of_32_bits_have_no_master():
+    params = {"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}
+    optimizer = with_float32_master(optax.sgd(1e-3))
+    state = optimizer.init(params)
+    assert isinstance(state.master["wide"], optax.MaskedNode)
+    updates, state = optimizer.update({"wide": jnp.ones(3), "narrow": jnp.ones(3, jnp.bfloat16)}, state, params)
+    np.testing.assert_array_equal(updates["wide"], np.full(3, -1e-3, np.float32))
+    assert optax.apply_updates(params, updates)["narrow"].dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="needs the parameters"):
+        optimizer.update(params, state)
+
+
+def test_gradients_are_not_rounded_before_a_master():
+    """(1 + 1/256) / 2 is between two bfloat16 numbers."""
+    optimizer = with_float32_master(optax.sgd(1.0))
+    step = make_train_step(lambda w, x: (jnp.sum(x * w.astype(jnp.float32)), jnp.float32(1)), optimizer)
+    state = init_train_state(jnp.zeros((), jnp.bfloat16), optimizer)
+    state, _ = jax.jit(step)(state, jnp.array([[1.0], [1 / 256]]))
+    assert float(state.opt_state.master) == -(1 + 1 / 256) / 2
