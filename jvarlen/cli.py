@@ -61,8 +61,11 @@ def main(args: Sequence[str] | None = None) -> int:
             command.run()
             return 0
         from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
-        from jvarlen.runs.fit import fit
+        from jvarlen.runs.fit import dry_run, fit
 
+        if command.dry_run:
+            dry_run(command)
+            return 0
         if command.devices in (None, 1) and command.parallel is None and not command.has_processes:
             keep_memory_of_steps()
         return exit_code_of_interrupt() if fit(command).summary.interrupted else 0

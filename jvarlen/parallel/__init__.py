@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.memory import memory_bill
-    from jvarlen.parallel.train import gather_params, init_state, make_train_step
+    from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
 
 __all__ = [
     "Axes",
@@ -34,6 +34,7 @@ __all__ = [
     "init_state",
     "layered_loss_fn",
     "layout_mesh",
+    "make_eval_step",
     "make_train_step",
     "memory_bill",
 ]
@@ -44,7 +45,7 @@ _NAMES_OF = {
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.layout": ("Layout",),
     "parallel.memory": ("memory_bill",),
-    "parallel.train": ("gather_params", "init_state", "make_train_step"),
+    "parallel.train": ("gather_params", "init_state", "make_eval_step", "make_train_step"),
 }
 _MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}
 

@@ -59,12 +59,15 @@ class LayeredModel(NamedTuple):
         layer; and optionally a dict of further sums.
       specs: a `PartitionSpec` for every leaf of the parameters, without the layer axis, that tells what lies along the
         axis `"tensor"`; None if nothing does.
+      stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
+        they are `LayeredParams`.
     """
 
     embed: Callable[..., Any]
     layer: Callable[..., Any]
     loss: Callable[..., tuple[Any, ...]]
     specs: LayeredParams | None = None
+    stack: Callable[[Any], LayeredParams] | None = None
 
 
 def layered_loss_fn(model: LayeredModel) -> LossFn:
@@ -75,8 +78,8 @@ def layered_loss_fn(model: LayeredModel) -> LossFn:
 
     Returns:
       `loss_fn(params, microbatch, key=None) -> (loss_sum, weight_sum)` for `make_train_step`; `params` are
-      `LayeredParams`. If the state has a key, layer l gets `fold_in(key, l)` of the microbatch's key as `axes.key`,
-      `embed` the one of L, and `loss` the one of L + 1.
+      `LayeredParams`, or what `model.stack` takes. If the state has a key, layer l gets `fold_in(key, l)` of the
+      microbatch's key as `axes.key`, `embed` the one of L, and `loss` the one of L + 1.
 
     Raises:
       ValueError: when it is called: parameters that are not `LayeredParams` with one leading axis, or a layer whose
@@ -94,6 +97,7 @@ def layered_loss_fn(model: LayeredModel) -> LossFn:
     """
 
     def loss_fn(params: Any, microbatch: Any, key: Any = None) -> tuple[Any, ...]:
+        params = params if model.stack is None else model.stack(params)
         num_layers = num_layers_of(params)
 
         def axes_at(index: Any) -> Axes:

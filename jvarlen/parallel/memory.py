@@ -118,7 +118,7 @@ def memory_bill(
         opt_state=_bytes_of(
             (state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout.data
         ),
-        gathered=_gathered_bytes(params, layout),
+        gathered=_gathered_bytes(params, layout, model),
         activations=None if model is None or bucket is None else _activation_bytes(model, state, bucket, batch_spec),
     )
 
@@ -143,10 +143,12 @@ def _bytes_of(tree: Any, specs: Any = None, num_shards: int = 1) -> int:
     )
 
 
-def _gathered_bytes(params: Any, layout: Layout) -> int:
+def _gathered_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None) -> int:
     """Bytes of whole parameters and gradients that exist for a time only."""
     if layout.zero < 3:
         return _bytes_of(params)
+    if isinstance(model, LayeredModel) and model.stack is not None:
+        params = jax.eval_shape(model.stack, params)
     specs = shard_specs(params, layout.data)
 
     def of_shards(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, num_layers: int = 1) -> int:

@@ -23,11 +23,11 @@ from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.zero import gathering_model, shard_specs, state_specs
 from jvarlen.training import step as training_step
 from jvarlen.training.losses import LossFn
-from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-__all__ = ["check_layout", "gather_params", "init_state", "make_train_step"]
+__all__ = ["check_layout", "gather_params", "init_state", "make_eval_step", "make_train_step"]
 
 
 def init_state(
@@ -105,25 +105,9 @@ def make_train_step(
     _check_model(model, layout)
     if layout.zero == 0:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
-
-    def sums_with(*, with_grads: bool) -> Callable[[TrainState, Any], StepSums]:
-        def sums_of(state: TrainState, batch: Any) -> StepSums:
-            specs = shard_specs(state.params, layout.data)
-            param_specs = specs if layout.zero == 3 else None
-            sums = sum_step(
-                _loss_fn(model, param_specs),
-                mesh=mesh,
-                axis_name=DATA_AXIS,
-                with_grads=with_grads,
-                param_specs=param_specs,
-                grad_specs=specs,
-                accumulates_shards=layout.zero == 2,
-            )(state, batch)
-            return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
-
-        return sums_of
-
-    train_step_of_sums = step_of_sums(sums_with(with_grads=True), sums_with(with_grads=False), optimizer, norms=norms)
+    train_step_of_sums = step_of_sums(
+        _sums_of(model, mesh, layout), _sums_of(model, mesh, layout, with_grads=False), optimizer, norms=norms
+    )
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         shardings = _shardings(state, mesh, layout)
@@ -138,6 +122,32 @@ def make_train_step(
         ), metrics
 
     return train_step
+
+
+def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) -> StepFn:
+    """An evaluation step for a state of `init_state`. At ZeRO-3 it gathers parameters layer by layer.
+
+    Args:
+      model: as for `make_train_step`.
+      mesh: as for `make_train_step`.
+      layout: as for `make_train_step`.
+
+    Returns:
+      `eval_step(state, batch) -> (state, Metrics)`, as of `jvarlen.make_eval_step`.
+
+    Raises:
+      ValueError: as `make_train_step`.
+    """
+    mesh = _checked_mesh(mesh, layout)
+    _check_model(model, layout)
+    if layout.zero < 3:
+        return training_step.make_eval_step(_loss_fn(model), mesh=mesh, axis_name=DATA_AXIS)
+    sums_of = _sums_of(model, mesh, layout, with_grads=False)
+
+    def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        return state, metrics_of(sums_of(state, batch), batch)
+
+    return eval_step
 
 
 def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout) -> Any:
@@ -170,7 +180,9 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
     _check_axes(layout)
     if model is not None:
         _check_model(model, layout)
-    if isinstance(model, LayeredModel) or isinstance(params, LayeredParams):
+    if isinstance(model, LayeredModel):
+        num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
+    elif isinstance(params, LayeredParams):
         num_layers_of(params)
     elif layout.zero == 3:
         raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
@@ -199,11 +211,35 @@ def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
     return auto_axes(mesh)
 
 
-def _loss_fn(model: LayeredModel | LossFn, param_specs: LayeredParams | None = None) -> LossFn:
-    """The loss of a model, of which each shard has all parameters, or those that the specs tell."""
+def _sums_of(
+    model: LayeredModel | LossFn, mesh: Mesh, layout: Layout, *, with_grads: bool = True
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        specs = shard_specs(state.params, layout.data)
+        sums = sum_step(
+            _loss_fn(model, state.params, layout),
+            mesh=mesh,
+            axis_name=DATA_AXIS,
+            with_grads=with_grads,
+            param_specs=specs if layout.zero == 3 else None,
+            grad_specs=specs,
+            accumulates_shards=layout.zero == 2,
+        )(state, batch)
+        return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
+
+    return sums_of
+
+
+def _loss_fn(model: LayeredModel | LossFn, params: Any = None, layout: Layout | None = None) -> LossFn:
+    """The loss of a model; at ZeRO-3 of the shards of these parameters."""
     if not isinstance(model, LayeredModel):
         return model
-    return layered_loss_fn(model if param_specs is None else gathering_model(model, param_specs))
+    if layout is None or layout.zero < 3:
+        return layered_loss_fn(model)
+    stacked = params if model.stack is None else jax.eval_shape(model.stack, params)
+    return layered_loss_fn(gathering_model(model, shard_specs(stacked, layout.data)))
 
 
 def _shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:

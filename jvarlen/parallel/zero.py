@@ -118,7 +118,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
 
     Args:
       model: its functions take whole parameters.
-      specs: how the parameters lie, as of `shard_specs`.
+      specs: how the parameters lie, as of `shard_specs`, of `LayeredParams`.
 
     Returns:
       A model for `layered_loss_fn`.
@@ -138,10 +138,10 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
 
         return gather_and_call
 
-    return LayeredModel(
-        gathering(model.embed, specs.ends),
-        gathering(model.layer, specs_of_layer, in_loop=True),
-        gathering(model.loss, specs.ends, again=False),  # its backward pass follows at once
+    return model._replace(
+        embed=gathering(model.embed, specs.ends),
+        layer=gathering(model.layer, specs_of_layer, in_loop=True),
+        loss=gathering(model.loss, specs.ends, again=False),  # its backward pass follows at once
     )
 
 

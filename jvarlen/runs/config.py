@@ -217,8 +217,10 @@ class FitConfig(DataConfig, DeviceConfig):
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """How a step spreads over all devices, such as data4.zero2: data-parallel shards, and a ZeRO level from 0 to 2.
+    """How a step spreads over all devices, such as data4.zero2: data-parallel shards, and a ZeRO level from 0 to 3.
     The numbers are the same. None: data parallelism."""
+    dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
+    """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
     """How samples become steps."""
     model: TransformerConfig = dataclasses.field(default_factory=TransformerConfig)
@@ -234,8 +236,7 @@ class FitConfig(DataConfig, DeviceConfig):
         check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last")
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
-        if self.layout is not None and self.layout.zero == 3:
-            raise UserError(f"parallel ({self.parallel}): zero3 needs a model by layers, and runs take any: use zero2")
+        _ = self.layout  # which raises ValueError for a text that is none
         if self.keep_best and self.eval_every is None:
             raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:

@@ -14,24 +14,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Int64
 
-from jvarlen import parallel
 from jvarlen._common.checks import UserError
-from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
-from jvarlen.compiling.compilation_cache import use_compilation_cache
+from jvarlen._common.interrupts import remembered_interrupts
 from jvarlen.compiling.compile import compile_buckets
-from jvarlen.compiling.compile_options import When
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
-from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
-from jvarlen.distributed.mesh import batch_shardings, replicate
+from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.processes import (
     agree,
     gather_texts,
@@ -42,26 +36,22 @@ from jvarlen.distributed.processes import (
 )
 from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
-from jvarlen.planning.lengths import DataSource, Overlong
+from jvarlen.parallel.layers import LayeredModel
+from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.reports.report import length_histogram
-from jvarlen.runs.config import FitConfig, saved_settings, shared_settings
-from jvarlen.runs.data import TrainingData, open_training_data
+from jvarlen.runs.config import FitConfig, saved_settings
+from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
-from jvarlen.runs.epochs import Course
 from jvarlen.runs.loop import TrainingLoop
-from jvarlen.runs.shape_choice import ShapeChooser
+from jvarlen.runs.prepare import Prepared, prepare, say, show_bills, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.runs.trackers import Tracker, open_trackers
 from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.losses import LossFn
-from jvarlen.training.step import make_eval_step, make_train_step
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["FitResult", "fit"]
-
-_DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
+__all__ = ["FitResult", "dry_run", "fit"]
 
 
 class FitResult(NamedTuple):
@@ -82,12 +72,12 @@ def fit(
     config: FitConfig,
     data: Split | None = None,
     *,
-    loss_fn: LossFn | None = None,
+    loss_fn: LossFn | LayeredModel | None = None,
     params: Any = None,
     optimizer: optax.GradientTransformation | None = None,
     collate: CollateFn | None = None,
     length_fn: Callable[[Any], int] | None = None,
-    eval_loss_fn: LossFn | None = None,
+    eval_loss_fn: LossFn | LayeredModel | None = None,
     extra: Any = None,
     batch_spec: BatchSpec | None = None,
     mesh: Mesh | None = None,
@@ -111,7 +101,7 @@ def fit(
       config: the settings.
       data: training and held-out samples, the same on all processes; None for the files of the settings, or the
         built-in corpus.
-      loss_fn: as for `make_train_step`.
+      loss_fn: a loss function, as for `make_train_step`, or a `jvarlen.parallel.LayeredModel`.
       params: pytree of arrays, the initial parameters; arrays that are already placed on `mesh` keep their sharding.
       optimizer: replaces `config.optimizer`; the log then has no learning rates.
       collate: as for `load`; None for samples of tokens.
@@ -148,7 +138,30 @@ def fit(
         batch_spec=batch_spec,
         length_fn=length_fn,
     )
-    # Before the block: where processes meet, JAX takes SIGTERM for itself.
+    if config.dry_run:
+        raise UserError("fit trains, and dry_run does not: call dry_run(config)")
+    config, mesh = _launched(config, data, mesh)
+    with remembered_interrupts(), contextlib.ExitStack() as held:
+        return _fit(config, task, data, mesh, trackers or {}, held)
+
+
+def dry_run(config: FitConfig) -> None:
+    """Prints the plan of a training, and what a step of its largest shape holds and sends on a device; trains nothing.
+
+    Args:
+      config: the settings, of the built-in model.
+
+    Raises:
+      ValueError: as `fit`, before its first step.
+    """
+    config, mesh = _launched(config, None, None)
+    with remembered_interrupts():
+        show_bills(prepare(config, Task(), None, mesh), mesh)
+
+
+def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple[FitConfig, Mesh | None]:
+    """The settings of this process, and the devices that it trains on."""
+    # Before interrupts are remembered: where processes meet, JAX takes SIGTERM for itself.
     num_devices = config.devices
     has_processes = config.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     if config.layout is not None and num_devices is None and not has_processes:
@@ -160,8 +173,7 @@ def fit(
     if config.plan.overlong is None:
         overlong: Overlong = "truncate" if data is None and not config.data else "error"
         config = dataclasses.replace(config, plan=dataclasses.replace(config.plan, overlong=overlong))
-    with remembered_interrupts(), contextlib.ExitStack() as held:
-        return _fit(config, task, data, mesh, trackers or {}, held)
+    return config, mesh
 
 
 def _fit(
@@ -172,22 +184,11 @@ def _fit(
     trackers: Mapping[str, Tracker],
     held: contextlib.ExitStack,
 ) -> FitResult:
-    _check_mesh(config, mesh)
-    if config.compile.cache_dir is not None:
-        use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
-    with together("open the data"):
-        opened = _open(config, task, given)
-    task = task.with_model(config.model, opened.data.vocab_size, config.seed)
-    max_steps = _DEMO_STEPS if _is_endless_demo(config, given) else config.max_steps
-    num_devices = 1 if mesh is None else mesh.devices.size
-    chooser = ShapeChooser(config, task, opened.data, _when(config), num_devices)
-    config = dataclasses.replace(config, plan=chooser.choose(opened.lengths, opened.eval_lengths, max_steps))
-    with together("plan the training"):
-        planned = _plan(config, task, opened, max_steps, chooser.reason)
-    course = planned.course
+    prepared = prepare(config, task, given, mesh)
+    config, task, course = prepared.config, prepared.task, prepared.course
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
-    run_dir = _open_run_dir(config, first_plan, planned.data, held)
+    run_dir = _open_run_dir(config, first_plan, prepared.data, held)
 
     state = task.init_state(course.optimizer, config.seed, mesh, config.layout)
     if mesh is not None and config.layout is None:
@@ -216,16 +217,17 @@ def _fit(
         )
     )
 
-    compiled = _compile(config, task, planned, state, place, mesh)
+    compiled = _compile(prepared, state, place, mesh)
     for step in (compiled.train_step, compiled.eval_step):
         held.callback(step.close)
+    compares = task.compares_lengths
     loop = TrainingLoop(
         config=config,
         course=course,
-        data=planned.data,
+        data=prepared.data,
         task=task,
-        lengths=planned.lengths if task.compares_lengths else None,
-        eval_lengths={name: of_set if task.compares_lengths else None for name, of_set in planned.eval_lengths.items()},
+        lengths=prepared.lengths if compares else None,
+        eval_lengths={name: lengths if compares else None for name, lengths in prepared.eval_lengths.items()},
         mesh=mesh,
         train_step=compiled.train_step,
         eval_step=compiled.eval_step,
@@ -239,16 +241,16 @@ def _fit(
     compiled.train_step.close()  # what an interrupted run did not need
     compiled.eval_step.close()
     ledger = compiled.train_step.ledger.with_plan(first_plan)
-    chooser.remember(ledger)
+    prepared.chooser.remember(ledger)
     evaluated_in: EvaluatedIn = "loss"
     if task.is_language_model:
-        evaluated_in = "bits per byte" if planned.data.is_bytes else "bits per token"
+        evaluated_in = "bits per byte" if prepared.data.is_bytes else "bits per token"
     summary = _summary_of(trained, compiled, ledger, evaluated_in)
     with together("write the summary"):
         if is_main_process():
             write_summary(run_dir, summary, ledger)
-            _say("Ledger", ledger.table())
-            _say("Summary", str(summary))
+            say("Ledger", ledger.table())
+            say("Summary", str(summary))
             print(run_dir, flush=True)
     return FitResult(summary, run_dir, trained.state)
 
@@ -267,23 +269,16 @@ class _Compiled(NamedTuple):
     is_behind: bool
 
 
-def _compile(
-    config: FitConfig, task: Task, planned: _Planned, state: TrainState, place: Place, mesh: Mesh | None
-) -> _Compiled:
+def _compile(prepared: Prepared, state: TrainState, place: Place, mesh: Mesh | None) -> _Compiled:
     """Compiles the steps for the buckets that are used from a place on."""
-    course, data = planned.course, planned.data
-    assert task.loss_fn is not None
-    options = dataclasses.replace(config.compile, when=_when(config), time_steps=config.compile.time_steps is not False)
-    batch_spec = task.batch_spec_for(
-        {"training": course.plan_of_epoch(place.epoch), **course.eval_plans},
-        {"training": data.train, **data.evaluation},
-        packed=config.plan.pack,
-    )
+    config, task, course = prepared.config, prepared.task, prepared.course
+    time_steps = config.compile.time_steps is not False
+    options = dataclasses.replace(config.compile, when=when_compiled(config), time_steps=time_steps)
     compile_for = functools.partial(
         compile_buckets,
         microbatches_per_step=config.plan.microbatches_per_step,
         mesh=mesh,
-        batch_spec=batch_spec,
+        batch_spec=prepared.batch_spec(place.epoch),
         progress=config.progress and not options.is_behind,
         options=options,
     )
@@ -291,14 +286,10 @@ def _compile(
     steps_left = course.steps_left(place)
     buckets = course.buckets_left(place) or course.buckets
     if options.is_behind:
-        _say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
-    if mesh is None or config.layout is None:
-        step_fn = make_train_step(task.loss_fn, course.optimizer, mesh=mesh)
-    else:
-        step_fn = parallel.make_train_step(task.loss_fn, course.optimizer, mesh=mesh, layout=config.layout)
-    train_step = compile_for(step_fn, state, buckets)
+        say("Compiling", f"{len(buckets)} shapes, in the order in which steps need them, while earlier steps run")
+    train_step = compile_for(task.train_step(course.optimizer, mesh, config.layout), state, buckets)
     train_step.release_after({bucket: steps_left[bucket] for bucket in buckets})
-    eval_step = compile_for(make_eval_step(task.eval_loss_fn or task.loss_fn, mesh=mesh), state, course.eval_buckets)
+    eval_step = compile_for(task.eval_step(mesh, config.layout), state, course.eval_buckets)
     return _Compiled(train_step, eval_step, time.perf_counter() - start, options.is_behind)
 
 
@@ -349,7 +340,7 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
             loop.checkpoints.wait()
             saved = f"{place.num_steps_done:,} steps are saved"
             is_own = not loop.task.is_language_model
-            _say("Interrupted", saved, f"{'fit with resume=' if is_own else 'jvarlen train --resume '}{loop.run_dir}")
+            say("Interrupted", saved, f"{'fit with resume=' if is_own else 'jvarlen train --resume '}{loop.run_dir}")
     return _Trained(state, place, after, compilations.num_compilations, was_interrupted)
 
 
@@ -389,72 +380,10 @@ def _place(state: TrainState, mesh: Mesh) -> TrainState:
     return jax.tree.map(placed, state)
 
 
-def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
-    """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
-    settings = {name: repr(value) for name, value in shared_settings(config).items()}
-    if len(set(gather_texts("the settings", repr(settings)))) > 1:
-        of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
-        differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
-        raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if mesh is not None:
-        batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)
-
-
 def _raise_if_any_interrupted() -> None:
     """Raises KeyboardInterrupt on all processes if one was interrupted, so that none waits for it."""
     if is_any_interrupted():
         raise KeyboardInterrupt
-
-
-def _when(config: FitConfig) -> When:
-    """When shapes are compiled: while steps run, which is faster, or before, where several processes train."""
-    return config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
-
-
-class _Opened(NamedTuple):
-    """The data, and the lengths of the samples to train on and of each set to evaluate on."""
-
-    data: TrainingData
-    lengths: Int64[np.ndarray, " N"]
-    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
-
-
-class _Planned(NamedTuple):
-    """The data, all steps, and the lengths of the samples to train on and of each set to evaluate on."""
-
-    data: TrainingData
-    course: Course
-    lengths: Int64[np.ndarray, " N"]
-    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
-
-
-def _is_endless_demo(config: FitConfig, given: Split | None) -> bool:
-    """Whether the built-in corpus is trained on and no number of steps is given."""
-    return given is None and not config.data and config.max_steps is None and config.num_epochs is None
-
-
-def _open(config: FitConfig, task: Task, given: Split | None) -> _Opened:
-    def lengths_of(dataset: DataSource, progress: bool) -> Int64[np.ndarray, " N"]:
-        if task.length_fn is None:
-            return known_lengths(dataset, progress=progress)
-        return measure_lengths(dataset, task.length_fn, progress=progress)
-
-    data = open_training_data(config, given)
-    lengths = lengths_of(data.train, config.progress)
-    held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
-    _say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
-
-    return _Opened(data, lengths, {name: lengths_of(dataset, False) for name, dataset in data.evaluation.items()})
-
-
-def _plan(config: FitConfig, task: Task, opened: _Opened, max_steps: int | None, reason: str) -> _Planned:
-    data, lengths, eval_lengths = opened
-    course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
-    rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
-    report = course.plan_of_epoch(0).report(rates, cost=config.plan.cost, compile_seconds=config.plan.compile_seconds)
-    _say("Plan", report, course.describe(), *([reason] if reason else []))
-    raise_if_interrupted()
-    return _Planned(data, course, lengths, eval_lengths)
 
 
 def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: contextlib.ExitStack) -> Path:
@@ -468,12 +397,7 @@ def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: conte
             run_dir = new_run_dir(config, plan, data.content_keys, held)
         elif is_main_process() and resume is not None:
             run_dir, changed = resumed_run_dir(config, resume, plan, data.content_keys, held)
-            _say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
+            say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))
     if jax.process_count() == 1:
         return run_dir
     return Path(gather_texts("the run directory", str(run_dir.resolve()))[0])
-
-
-def _say(title: str, *texts: str) -> None:
-    if is_main_process():
-        print(f"\n{title}", *texts, sep="\n", flush=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +27,20 @@ from jvarlen.distributed.processes import is_any_interrupted
 from jvarlen.distributed.watchdog import Ticks
 from jvarlen.loading.loader import BatchIterator, load
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.epochs import Course
-from jvarlen.runs.evaluation import Evaluation, evaluate
 from jvarlen.runs.profiling import StepMeter, StepProfiler
 from jvarlen.runs.step_display import StepDisplay
+from jvarlen.runs.summary import Evaluation
 from jvarlen.runs.task import Task
 from jvarlen.runs.trackers import Trackers
 from jvarlen.training.checkpoint import Checkpoints, Place
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["TrainingLoop"]
+__all__ = ["TrainingLoop", "evaluate"]
 
 _WAIT_S = 0.2  # for the compiler, between two looks at whether the run was interrupted
 _STEPS_BETWEEN_EXCHANGES = 16  # of several processes: each exchange waits for the steps in flight
@@ -281,3 +284,55 @@ def _is_interrupted_at(num_steps: int) -> bool:
     """Whether to stop after this step: processes decide together, and so only now and then."""
     every = 1 if jax.process_count() == 1 else _STEPS_BETWEEN_EXCHANGES
     return num_steps % every == 0 and is_any_interrupted()
+
+
+def evaluate(
+    eval_step: CompiledBuckets,
+    state: Any,
+    plans: Mapping[str, Plan],
+    datasets: Mapping[str, DataSource],
+    lengths: Mapping[str, Int64[np.ndarray, " H"] | None],
+    *,
+    must_stop: Callable[[int], bool],
+    mesh: Mesh | None = None,
+    max_steps: int | None = None,
+    **loading: Any,
+) -> dict[str, Evaluation] | None:
+    """Evaluates a state on all samples of each plan.
+
+    Args:
+      eval_step: returns the state and `Metrics`; compiled for the buckets of all plans.
+      state: the input of the step; it is not changed.
+      plans: the plan of each set, by name.
+      datasets: the samples of each set.
+      lengths: int64[H] of each set, the lengths that it was planned for; None compares no lengths.
+      must_stop: whether to stop before the next step, called with the number of steps taken.
+      mesh: the mesh for the batches.
+      max_steps: steps of each plan to take; None for all.
+      loading: more arguments of `load`, the same for all sets.
+
+    Returns:
+      An `Evaluation` of each set, over the steps taken; None if it was stopped.
+    """
+    evaluations: dict[str, Evaluation] = {}
+    num_steps = 0
+    for name, plan in plans.items():
+        steps = []
+        reading = load(plan, datasets[name], mesh=mesh, lengths=lengths[name], **loading)
+        with contextlib.closing(reading) as batches:
+            for batch in itertools.islice(batches, max_steps):
+                if must_stop(num_steps):
+                    return None
+                steps.append(eval_step(state, batch)[1])
+                num_steps += 1
+        on_host: list[Metrics] = jax.device_get(steps)
+        weight = math.fsum(metrics.weight_sum for metrics in on_host)
+        sums: dict[str, float] = {}
+        for metrics in on_host:
+            for of_sum, value in metrics.sums.items():
+                if np.ndim(value) == 0:
+                    sums[of_sum] = sums.get(of_sum, 0.0) + float(value)
+        divisor = weight or 1.0
+        loss = math.fsum(metrics.loss_sum for metrics in on_host) / divisor
+        evaluations[name] = Evaluation(loss, weight, {of_sum: total / divisor for of_sum, total in sums.items()})
+    return evaluations

@@ -36,7 +36,6 @@ from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import is_run_dir
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig
 from jvarlen.runs.task import BatchSpec, Task
-from jvarlen.training.step import make_train_step
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
 
@@ -115,7 +114,7 @@ class ShapeChooser:
     def _known_costs(self, lengths: Int64[np.ndarray, " N"]) -> RunCosts:
         plan = self._config.plan
         recipe, buckets = self._recipe(lengths)
-        model = model_key(recipe.state_spec, self._task.loss_fn, plan.microbatches_per_step, self._num_devices)
+        model = model_key(recipe.state_spec, self._task.whole_loss_fn, plan.microbatches_per_step, self._num_devices)
         known = None
         if self._cache_dir is not None:
             known = load_costs(costs_path(self._cache_dir, recipe.device_text, model), recipe.device_text, model)
@@ -130,7 +129,6 @@ class ShapeChooser:
     def _recipe(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Recipe, tuple[Bucket, ...]]:
         """A step of the model with a usual optimizer, and two shapes that samples have."""
         plan, task = self._config.plan, self._task
-        assert task.loss_fn is not None
         probe = dataclasses.replace(plan, strategy="quantile", max_shapes=2)
         buckets = probe.make_buckets(lengths)
         batch_spec: BatchSpec = token_batch_spec
@@ -139,7 +137,7 @@ class ShapeChooser:
             batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
         optimizer = task.optimizer or optax.adamw(1e-3)
         state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
-        step = make_train_step(task.loss_fn, optimizer)
+        step = task.train_step(optimizer)
         options = self._config.compile
         return make_recipe(step, state, plan.microbatches_per_step, None, batch_spec, options), buckets
 
@@ -207,6 +205,7 @@ class ShapeChooser:
         return model_key(
             None,
             None,
-            *(config.optimizer, config.max_steps, config.num_epochs, config.devices, config.compile.xla_options),
+            *(config.optimizer, config.max_steps, config.num_epochs, config.devices, config.parallel),
+            config.compile.xla_options,
             *(sorted(self._data.content_keys.items()), jax.__version__),
         )

@@ -1,22 +1,42 @@
-"""The summary of a run, and the files written at its end."""
+"""The figures of an evaluation and of a whole run, and the files written at its end."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jvarlen._common.files import write_atomically
 from jvarlen._common.text_table import text_table
+from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.report import read_metrics
 from jvarlen.reports.run_figures import plot_curves, plot_ledger
 
-__all__ = ["EvaluatedIn", "Summary", "write_summary"]
+__all__ = ["EvaluatedIn", "Evaluation", "Summary", "write_summary"]
 
 EvaluatedIn = Literal["bits per byte", "bits per token", "loss"]
+
+
+class Evaluation(NamedTuple):
+    """The result of evaluating one set of samples.
+
+    Attributes:
+      loss: Σ loss / Σ weight, in nats for a language model; 0 if nothing has weight.
+      weight: Σ weight; for a language model the tokens that are learned, truncated samples with their cut length.
+      sums: further scalar sums of the loss, over Σ weight.
+    """
+
+    loss: float
+    weight: float
+    sums: dict[str, float]
+
+    @property
+    def bits_per_token(self) -> float:
+        """The loss in bits per token; tokens are bytes if the model trains on bytes."""
+        return nats_to_bits(self.loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

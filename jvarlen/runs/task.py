@@ -7,22 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jvarlen import parallel
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import CollateFn, PlanSource
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.train import init_state
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.evaluation import Evaluation
+from jvarlen.runs.summary import Evaluation
 from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.step import StepFn, make_eval_step, make_train_step
 from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = ["BatchSpec", "Task"]
@@ -35,7 +38,8 @@ class Task:
     """The model that is trained, and the batches that it is trained on.
 
     Attributes:
-      loss_fn: as for `make_train_step`; None: the built-in language model, until `with_model`.
+      loss_fn: a loss function or a model by layers, as for `parallel.make_train_step`; None: the built-in language
+        model, until `with_model`.
       params: pytree of arrays; likewise.
       eval_loss_fn: for evaluations; None: `loss_fn`.
       extra: for losses that take it.
@@ -47,9 +51,9 @@ class Task:
       is_language_model: whether the loss is in nats a token.
     """
 
-    loss_fn: LossFn | None = None
+    loss_fn: LossFn | LayeredModel | None = None
     params: Any = None
-    eval_loss_fn: LossFn | None = None
+    eval_loss_fn: LossFn | LayeredModel | None = None
     extra: Any = None
     optimizer: optax.GradientTransformation | None = None
     collate: CollateFn | None = None
@@ -63,14 +67,14 @@ class Task:
         if self.loss_fn is None and (self.eval_loss_fn is not None or self.extra is not None):
             raise UserError("eval_loss_fn and extra go with a loss_fn of your own")
 
-    def with_model(self, model: TransformerConfig, vocab_size: int, seed: int) -> Task:
+    def with_model(self, model: TransformerConfig, vocab_size: int, seed: int, layout: Layout | None = None) -> Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
         model = dataclasses.replace(model, vocab_size=vocab_size)
-        return dataclasses.replace(
-            self, loss_fn=make_loss_fn(model), params=init_params(model, seed), is_language_model=True
-        )
+        by_layers = layout is not None and layout.zero == 3
+        loss_fn = layered(model)._replace(stack=stack_layers) if by_layers else make_loss_fn(model)
+        return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
 
     def measure(self, evaluation: Evaluation) -> float:
         """The metric of an evaluation, lower is better: bits per token, or the user's loss."""
@@ -113,16 +117,43 @@ class Task:
 
         return batch_spec
 
+    @property
+    def whole_loss_fn(self) -> LossFn:
+        """The loss of the whole model, on one device."""
+        return _whole(self.loss_fn)
+
     def init_state(
         self, optimizer: optax.GradientTransformation, seed: int, mesh: Mesh | None = None, layout: Layout | None = None
     ) -> TrainState:
         """The state before the first step; it has keys if a loss takes one. With a layout it is placed on its mesh."""
-        losses = (self.loss_fn, self.eval_loss_fn)
-        takes_key = any(takes_argument(loss_fn, "key") for loss_fn in losses if loss_fn is not None)
-        of_state: dict[str, Any] = {"extra": self.extra, "seed": seed if takes_key else None}
+        losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
+        takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
+        params, extra = jax.tree.map(jnp.asarray, (self.params, self.extra))  # checkpoints hold no arrays of NumPy
+        of_state: dict[str, Any] = {"extra": extra, "seed": seed if takes_key else None}
         if mesh is None or layout is None:
-            return init_train_state(self.params, optimizer, **of_state)
-        return init_state(self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
+            return init_train_state(params, optimizer, **of_state)
+        return parallel.init_state(params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
+
+    def train_step(
+        self, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, layout: Layout | None = None
+    ) -> StepFn:
+        """The step to compile."""
+        if mesh is None or layout is None:
+            return make_train_step(self.whole_loss_fn, optimizer, mesh=mesh)
+        assert self.loss_fn is not None
+        return parallel.make_train_step(self.loss_fn, optimizer, mesh=mesh, layout=layout)
+
+    def eval_step(self, mesh: Mesh | None = None, layout: Layout | None = None) -> StepFn:
+        """The step of evaluations to compile."""
+        loss_fn = self.eval_loss_fn or self.loss_fn
+        if mesh is None or layout is None or not isinstance(loss_fn, LayeredModel):
+            return make_eval_step(_whole(loss_fn), mesh=mesh)
+        return parallel.make_eval_step(loss_fn, mesh=mesh, layout=layout)
+
+
+def _whole(loss_fn: LossFn | LayeredModel | None) -> LossFn:
+    assert loss_fn is not None  # there is one after `with_model`
+    return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
 
 
 def _index(buckets: Sequence[AnyBucket], bucket: AnyBucket) -> int:

@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from jvarlen import FitConfig, data_mesh, fit
+from jvarlen import FitConfig, cli, data_mesh, fit
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
+from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.report import read_metrics
 from jvarlen.runs.config import load_config
 from tests import run_fit
@@ -106,11 +109,55 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
     assert all(leaf.addressable_shards[0].data.size == leaf.size // 2 for leaf in moments)
     saved = load_config(stopped.run_dir / "config.json")
     assert saved.parallel == "zero2.data2"
-    resumed = fit(dataclasses.replace(saved, resume=stopped.run_dir, parallel="data4.zero1"), data)
+    resumed = fit(dataclasses.replace(saved, resume=stopped.run_dir, parallel="data4.zero3"), data)
     assert resumed.summary.num_steps == run_fit.NUM_STEPS
     assert resumed.summary.compilations_after_first_step == 0
     assert_same_course(records(stopped.run_dir), records(alone.run_dir))
     np.testing.assert_allclose(resumed.summary.held_out_after, alone.summary.held_out_after, rtol=1e-5)
+    weights = [leaf for leaf in jax.tree.leaves(resumed.state.params) if leaf.size >= 1024]
+    assert all(leaf.addressable_shards[0].data.size == leaf.size // 4 for leaf in weights)
+    assert jax.tree.structure(resumed.state) == jax.tree.structure(alone.state)
+
+
+@pytest.mark.slow
+def test_a_model_by_layers_of_ones_own_trains_in_shards(tmp_path, compilation_cache):
+    config = run_fit.make_config(tmp_path, compilation_cache)
+    kernels = np.random.default_rng(0).normal(size=(2, 32, 32)).astype(np.float32) / 8
+    ends = {"table": np.random.default_rng(1).normal(size=(256, 32)).astype(np.float32) / 8}
+    model = LayeredModel(
+        embed=lambda ends, batch, axes: ends["table"][batch.tokens],
+        layer=lambda kernel, x, batch, axes: x + jnp.tanh(x @ kernel),
+        loss=lambda ends, x, batch, axes: (
+            jnp.sum(optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, batch.tokens) * batch.weights),
+            jnp.sum(batch.weights),
+        ),
+    )
+    own = {"loss_fn": model, "params": LayeredParams(ends, kernels), "data": run_fit.make_data()}
+    config = dataclasses.replace(config, max_steps=4, eval_every=None)
+    whole, sharded = (fit(dataclasses.replace(config, parallel=text), **own) for text in (None, "data4.zero3"))
+    assert_same_course(records(sharded.run_dir), records(whole.run_dir))
+    np.testing.assert_allclose(sharded.summary.held_out_after, whole.summary.held_out_after, rtol=1e-5)
+    assert sharded.state.params.layers.addressable_shards[0].data.size == kernels.size // 4
+    with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
+        fit(dataclasses.replace(config, parallel="data4.zero3"), **own | {"loss_fn": layered_loss_fn(model)})
+
+
+def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
+    settings = [
+        "--parallel", "data2.zero2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
+        "--plan.max-shapes", "2", "--plan.max-length", "32", "--model.num-layers", "1", "--model.width", "16",
+        "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+    ]  # fmt: skip
+    assert cli.main(["train", *settings]) == 0
+    _, memory = capsys.readouterr().out.split("Memory of a step of 2×32 on data2.zero2\n")
+    memory, communication = memory.split("Communication of this step\n")
+    parts = {name: int(number.replace(",", "")) for name, number in map(str.split, memory.strip().splitlines()[1:])}
+    assert parts["total"] == sum(parts.values()) - parts["total"]
+    assert parts["gathered"] == parts["params"] > parts["grads"] > parts["params"] // 2
+    assert {line.split()[0] for line in communication.splitlines()} >= {"reduce-scatter", "all-gather", "all-reduce"}
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match="call dry_run"):
+        fit(FitConfig(dry_run=True))
 
 
 @pytest.mark.slow
@@ -130,7 +177,6 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ("data2.zero3", "zero3 needs a model by layers"),
         ("data2.tensor2", "tensor2 of the layout data2.tensor2 cannot be trained on"),
         ("data2.zeroo1", "zeroo1"),
     ],

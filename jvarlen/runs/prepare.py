@@ -1,0 +1,157 @@
+"""What is known of a training before its first step: data, shapes, plan, and what a step holds and sends."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int64
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.compiling.compilation_cache import use_compilation_cache
+from jvarlen.compiling.compile import compile_buckets
+from jvarlen.compiling.compile_options import When
+from jvarlen.data.measure import known_lengths, measure_lengths
+from jvarlen.data.split import Split
+from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.distributed.processes import gather_texts, is_main_process, together
+from jvarlen.parallel.bill import communication_bill
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.memory import memory_bill
+from jvarlen.parallel.train import check_layout
+from jvarlen.planning.lengths import DataSource
+from jvarlen.reports.report import length_histogram
+from jvarlen.runs.config import FitConfig, shared_settings
+from jvarlen.runs.data import TrainingData, open_training_data
+from jvarlen.runs.epochs import Course
+from jvarlen.runs.shape_choice import ShapeChooser
+from jvarlen.runs.task import BatchSpec, Task
+
+__all__ = ["Prepared", "prepare", "say", "show_bills", "when_compiled"]
+
+_DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
+
+
+class Prepared(NamedTuple):
+    """What is known of a training before its first step.
+
+    Attributes:
+      config: the settings, with the chosen shapes.
+      task: with its model.
+      data: the samples.
+      course: all steps.
+      lengths: int64[N] of the samples to train on.
+      eval_lengths: int64[H] of each set to evaluate on, by name.
+      chooser: of the shapes.
+    """
+
+    config: FitConfig
+    task: Task
+    data: TrainingData
+    course: Course
+    lengths: Int64[np.ndarray, " N"]
+    eval_lengths: dict[str, Int64[np.ndarray, " H"]]
+    chooser: ShapeChooser
+
+    def batch_spec(self, epoch: int = 0) -> BatchSpec:
+        """The shapes of the batches of an epoch and of evaluations."""
+        return self.task.batch_spec_for(
+            {"training": self.course.plan_of_epoch(epoch), **self.course.eval_plans},
+            {"training": self.data.train, **self.data.evaluation},
+            packed=self.config.plan.pack,
+        )
+
+
+def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | None) -> Prepared:
+    """Opens the data, chooses the shapes and plans the training; prints the lengths and the plan.
+
+    Args:
+      config: the settings.
+      task: what is trained.
+      given: samples of the caller; None for those of the settings.
+      mesh: the devices; None for one.
+    """
+    _check_mesh(config, mesh)
+    if config.layout is not None and task.loss_fn is not None:
+        check_layout(config.layout, task.params, task.loss_fn)
+    if config.compile.cache_dir is not None:
+        use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
+    with together("open the data"):
+        data = open_training_data(config, given)
+        lengths = _lengths_of(data.train, task, config.progress)
+        held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
+        say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
+        eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
+    task = task.with_model(config.model, data.vocab_size, config.seed, config.layout)
+    max_steps = config.max_steps
+    if given is None and not config.data and max_steps is None and config.num_epochs is None:
+        max_steps = _DEMO_STEPS
+    num_devices = 1 if mesh is None else mesh.devices.size
+    chooser = ShapeChooser(config, task, data, when_compiled(config), num_devices)
+    config = dataclasses.replace(config, plan=chooser.choose(lengths, eval_lengths, max_steps))
+    with together("plan the training"):
+        course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
+        rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
+        plan, costs = course.plan_of_epoch(0), config.plan
+        report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
+        say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
+        raise_if_interrupted()
+    return Prepared(config, task, data, course, lengths, eval_lengths, chooser)
+
+
+def show_bills(prepared: Prepared, mesh: Mesh | None) -> None:
+    """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
+    config, task, course = prepared.config, prepared.task, prepared.course
+    bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
+    layout = config.layout or Layout(data=1 if mesh is None else mesh.devices.size)
+    batch_spec = prepared.batch_spec()
+    memory = memory_bill(
+        layout, task.params, course.optimizer, bucket, model=task.loss_fn, extra=task.extra, batch_spec=batch_spec
+    )
+    shape = "×".join(map(str, bucket))
+    say(f"Memory of a step of {shape} on {layout}", str(memory))
+    if mesh is None:
+        return
+    compiled = compile_buckets(
+        task.train_step(course.optimizer, mesh, config.layout),
+        task.init_state(course.optimizer, config.seed, mesh, config.layout),
+        [bucket],
+        microbatches_per_step=config.plan.microbatches_per_step,
+        mesh=mesh,
+        batch_spec=batch_spec,
+        progress=config.progress,
+        options=dataclasses.replace(config.compile, when="ahead"),
+    )
+    say("Communication of this step", str(communication_bill(compiled, bucket)))
+
+
+def say(title: str, *texts: str) -> None:
+    """Prints a part of what a run tells, on the main process."""
+    if is_main_process():
+        print(f"\n{title}", *texts, sep="\n", flush=True)
+
+
+def when_compiled(config: FitConfig) -> When:
+    """When shapes are compiled: while steps run, which is faster, or before, where several processes train."""
+    return config.compile.when or ("behind" if jax.process_count() == 1 else "ahead")
+
+
+def _lengths_of(dataset: DataSource, task: Task, progress: bool) -> Int64[np.ndarray, " N"]:
+    if task.length_fn is None:
+        return known_lengths(dataset, progress=progress)
+    return measure_lengths(dataset, task.length_fn, progress=progress)
+
+
+def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
+    """Raises ValueError for shards that do not divide a step, and for processes that were set differently."""
+    settings = {name: repr(value) for name, value in shared_settings(config).items()}
+    if len(set(gather_texts("the settings", repr(settings)))) > 1:
+        of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
+        differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
+        raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
+    if mesh is not None:
+        batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)
