@@ -121,7 +121,8 @@ def num_layers_of(params: Any) -> int:
     if len(set(axes.values())) != 1 or () in axes.values():
         listed = [f"{name or 'layers'} {describe(leaf)}" for name, leaf in leaves_by_name(params.layers).items()]
         raise UserError(
-            f"parameters of layers must be arrays with one leading axis, that of the layers: {list_first(listed)}"
+            "parameters of layers must be arrays with one leading axis, that of the layers: "
+            f"{list_first(listed) if listed else 'there are none'}"
         )
     return next(iter(axes.values()))[0]
 
