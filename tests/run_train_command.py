@@ -38,8 +38,8 @@ def run():
     if failing == "reading" and rank == "1":
         # Lengths are read first, once each; then the first steps.
         data = data._replace(train=Failing(data.train, len(data.train) + 10))
-    fit = importlib.import_module("jvarlen.runs.fit")  # the module: in the package that is the name of its function
-    fit.open_training_data = lambda config, given: open_training_data(config, data)
+    prepare = importlib.import_module("jvarlen.runs.prepare")
+    prepare.open_training_data = lambda config, given: open_training_data(config, data)
     own = folder / rank  # a path of the same name on another host
     own.mkdir()
     os.chdir(own)

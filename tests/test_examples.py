@@ -124,6 +124,24 @@ def test_own_models_have_one_loss_on_all_splits_and_learn(run, path):
     assert losses[-1] < 0.5 < losses[0] < 1.4  # log 4, sources being all alike
 
 
+def test_layered_pure_jax_learns_with_the_losses_of_one_device(run):
+    printed = run(EXAMPLES / "layered_pure_jax.py")
+    assert "a device holds (3, 32, 16) of (3, 32, 64)" in printed
+    assert numbers(r"(\d+) steps, with the losses of one device", printed)[0] > 30
+    first, last = re.findall(r"ten steps: loss ([\d.]+), (\d+)% correct", printed)
+    assert float(last[0]) < 2.5 < 3.5 < float(first[0]) < 5  # log 64 is 4.2
+    assert int(last[1]) > 50 > 20 > int(first[1])
+
+
+def test_layered_nnx_learns_with_dropout_and_the_losses_of_one_device(run):
+    printed = run(EXAMPLES / "layered_nnx.py")
+    assert "a device holds (3, 32, 16) of (3, 32, 64)" in printed
+    num_steps, first, last = numbers(r"(\d+) steps, with the losses of one device: ([\d.]+) -> ([\d.]+)", printed)
+    assert num_steps > 20
+    assert last < 1.5 < 4 < first < 5.5  # log 64 is 4.2; log 2 is 0.7
+    assert numbers(r"without dropout: ([\d.]+)", printed)[0] < last
+
+
 @pytest.mark.multiprocess
 def test_multi_process_shares_the_samples_and_agrees_on_plan_and_losses(run):
     printed = run(EXAMPLES / "multi_process.py")

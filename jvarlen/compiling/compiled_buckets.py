@@ -148,8 +148,10 @@ class CompiledBuckets:
         executable = self._executables.get(bucket)
         if not self._is_state_checked:
             self._check_state(state)
-        if identity(state) != self._returned and self._recipe.donate and not self._programs.keeps_state:
-            state = without_aliases(state, self._programs.constants.values())
+        if identity(state) != self._returned:
+            _check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
+            if self._recipe.donate and not self._programs.keeps_state:
+                state = without_aliases(state, self._programs.constants.values())
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -484,17 +486,7 @@ class CompiledBuckets:
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
-        gone = [
-            f"{name}{path}"
-            for name, tree in (("state", state), ("batch", batch))
-            for path, leaf in leaves_by_name(tree).items()
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
-        ]
-        if gone:
-            raise UserError(
-                f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its "
-                "results there. Use the state that the step returned, or compile_buckets(…, donate=False)"
-            ) from error
+        _check_deleted(state, batch, error)
         device = self._recipe.device
         difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
             state, self._recipe.state_spec, device
@@ -508,6 +500,26 @@ class CompiledBuckets:
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
+
+
+def _check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:
+    """Raises an error that names the arrays that were deleted, if there are any."""
+    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
+        return
+    gone = [
+        f"{name}{path}"
+        for name, tree in (("state", state), ("batch", batch))
+        for path, leaf in leaves_by_name(tree).items()
+        if _is_deleted(leaf)
+    ]
+    raise UserError(
+        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
+        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+    ) from error
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _canonical(batch: Any) -> Any:

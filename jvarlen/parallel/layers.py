@@ -70,11 +70,12 @@ class LayeredModel(NamedTuple):
     stack: Callable[[Any], LayeredParams] | None = None
 
 
-def layered_loss_fn(model: LayeredModel) -> LossFn:
+def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
     """The loss of the whole model on one device, by a scan over the layers.
 
     Args:
       model: the model.
+      takes_key: False: `axes.key` is None whatever the state has, as for evaluations without dropout.
 
     Returns:
       `loss_fn(params, microbatch, key=None) -> (loss_sum, weight_sum)` for `make_train_step`; `params` are
@@ -114,7 +115,10 @@ def layered_loss_fn(model: LayeredModel) -> LossFn:
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
         return model.loss(params.ends, x, microbatch, axes_at(num_layers + 1))
 
-    return loss_fn
+    def loss_without_key(params: Any, microbatch: Any) -> tuple[Any, ...]:
+        return loss_fn(params, microbatch)
+
+    return loss_fn if takes_key else loss_without_key
 
 
 def num_layers_of(params: Any) -> int:
@@ -125,7 +129,8 @@ def num_layers_of(params: Any) -> int:
     if len(set(axes.values())) != 1 or () in axes.values():
         listed = [f"{name or 'layers'} {describe(leaf)}" for name, leaf in leaves_by_name(params.layers).items()]
         raise UserError(
-            f"parameters of layers must be arrays with one leading axis, that of the layers: {list_first(listed)}"
+            "parameters of layers must be arrays with one leading axis, that of the layers: "
+            f"{list_first(listed) if listed else 'there are none'}"
         )
     return next(iter(axes.values()))[0]
 

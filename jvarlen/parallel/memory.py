@@ -17,7 +17,7 @@ from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import check_layout
 from jvarlen.parallel.zero import shard_specs, state_specs
-from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
 from jvarlen.training.train_state import TrainState, init_train_state
 
@@ -64,7 +64,7 @@ def memory_bill(
     layout: Layout,
     params: Any,
     optimizer: optax.GradientTransformation | optax.MultiSteps,
-    bucket: AnyBucket | None = None,
+    bucket: tuple[int, ...] | None = None,
     *,
     model: LayeredModel | LossFn | None = None,
     extra: Any = None,
@@ -159,10 +159,10 @@ def _gathered_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | 
     return sum(jax.tree.leaves((ends, layer)))
 
 
-def _activation_bytes(model: LayeredModel | LossFn, state: TrainState, bucket: AnyBucket, batch_spec: Any) -> int:
+def _activation_bytes(model: LayeredModel | LossFn, state: TrainState, bucket: tuple[int, ...], batch_spec: Any) -> int:
     """Bytes of what the backward pass of a microbatch needs and is not an argument: parameters, or the microbatch."""
     loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
-    batch = batch_spec(bucket, 1)
+    batch = batch_spec(check_buckets([bucket])[0], 1)
     microbatch = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
     )

@@ -61,6 +61,10 @@ def init_state(
         or not by layers at ZeRO-3.
     """
     check_layout(layout, params, model)
+    if extra is not None and isinstance(model, LayeredModel):
+        raise UserError(
+            "a model by layers takes no extra: its functions have no place for it, and return no next value"
+        )
     mesh = _checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
     shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
@@ -127,6 +131,8 @@ def make_train_step(
 def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) -> StepFn:
     """An evaluation step for a state of `init_state`. At ZeRO-3 it gathers parameters layer by layer.
 
+    A model by layers gets no key, so that nothing is dropped out.
+
     Args:
       model: as for `make_train_step`.
       mesh: as for `make_train_step`.
@@ -141,11 +147,12 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
     if layout.zero < 3:
-        return training_step.make_eval_step(_loss_fn(model), mesh=mesh, axis_name=DATA_AXIS)
+        loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
+        return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
     sums_of = _sums_of(model, mesh, layout, with_grads=False)
 
     def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        return state, metrics_of(sums_of(state, batch), batch)
+        return state, metrics_of(sums_of(state._replace(key=None), batch), batch)
 
     return eval_step
 

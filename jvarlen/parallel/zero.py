@@ -78,8 +78,9 @@ def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
       num_shards: N.
 
     Returns:
-      A `TrainState` of `PartitionSpec`. From level 1 on, an array of the optimizer lies as the parameter does that has
-      its shape and whose path ends its own, such as `[0].mu['embed']` and `['embed']`; others are whole.
+      A `TrainState` of `PartitionSpec`. From level 1 on, an array of the optimizer lies as the parameter whose path is
+      the end of its own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own or the end of it; others
+      are whole.
     """
     whole = jax.tree.map(lambda _: _WHOLE, state)
     if zero == 0:
@@ -96,8 +97,9 @@ def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
     def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         for begin in range(len(path) + 1):  # the longest end first
             shape, spec = shapes_and_specs.get(path[begin:], (None, _WHOLE))
-            if shape == np.shape(leaf):
-                return spec
+            num_leading = np.ndim(leaf) - len(shape or ())  # such as the history of L-BFGS
+            if shape and shape == np.shape(leaf)[num_leading:]:
+                return PartitionSpec(*(None,) * num_leading, *spec) if spec else _WHOLE
         return _WHOLE
 
     return whole._replace(

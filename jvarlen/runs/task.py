@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -128,11 +127,10 @@ class Task:
         """The state before the first step; it has keys if a loss takes one. With a layout it is placed on its mesh."""
         losses = [] if self.is_language_model else [self.loss_fn, self.eval_loss_fn]
         takes_key = any(takes_argument(_whole(loss_fn), "key") for loss_fn in losses if loss_fn is not None)
-        params, extra = jax.tree.map(jnp.asarray, (self.params, self.extra))  # checkpoints hold no arrays of NumPy
-        of_state: dict[str, Any] = {"extra": extra, "seed": seed if takes_key else None}
+        of_state: dict[str, Any] = {"extra": self.extra, "seed": seed if takes_key else None}
         if mesh is None or layout is None:
-            return init_train_state(params, optimizer, **of_state)
-        return parallel.init_state(params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
+            return init_train_state(self.params, optimizer, **of_state)
+        return parallel.init_state(self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
 
     def train_step(
         self, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, layout: Layout | None = None
@@ -147,13 +145,13 @@ class Task:
         """The step of evaluations to compile."""
         loss_fn = self.eval_loss_fn or self.loss_fn
         if mesh is None or layout is None or not isinstance(loss_fn, LayeredModel):
-            return make_eval_step(_whole(loss_fn), mesh=mesh)
+            return make_eval_step(_whole(loss_fn, takes_key=False), mesh=mesh)
         return parallel.make_eval_step(loss_fn, mesh=mesh, layout=layout)
 
 
-def _whole(loss_fn: LossFn | LayeredModel | None) -> LossFn:
+def _whole(loss_fn: LossFn | LayeredModel | None, *, takes_key: bool = True) -> LossFn:
     assert loss_fn is not None  # there is one after `with_model`
-    return layered_loss_fn(loss_fn) if isinstance(loss_fn, LayeredModel) else loss_fn
+    return layered_loss_fn(loss_fn, takes_key=takes_key) if isinstance(loss_fn, LayeredModel) else loss_fn
 
 
 def _index(buckets: Sequence[AnyBucket], bucket: AnyBucket) -> int:

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import dacite
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -135,7 +136,7 @@ class Checkpoints:
                 _remove_parts(self._directory)
                 part.mkdir()
                 _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
-            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_without_keys(state)))
+            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(state)))
         except OSError as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -261,7 +262,7 @@ class Checkpoints:
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_keys(state))
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(state))
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
             return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
@@ -376,9 +377,15 @@ def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and is_key(leaf)
 
 
-def _without_keys(state: Any) -> Any:
-    """The state with the words of typed keys in their place, which is what is written."""
-    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, state)
+def _written(state: Any) -> Any:
+    """What is written of a state: the words of typed keys in their place, and JAX's arrays in place of NumPy's."""
+
+    def written(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
+            return jnp.array(leaf)
+        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+    return jax.tree.map(written, state)
 
 
 def _with_keys(restored: Any, state: Any) -> Any:

@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, PartitionSpec
 
-from jvarlen._common.checks import UserError
-from jvarlen._common.pytree import leaves_by_name
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.distributed.grad_buckets import (
     BucketBytes,
@@ -245,6 +245,7 @@ def sum_microbatch(
     loss = bind_loss(loss_fn, state)
     grads = None
     if with_grads:
+        _check_differentiable(state.params)
         (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, key)
     else:
         loss_sum, outputs = loss(state.params, microbatch, key)
@@ -264,6 +265,15 @@ def sum_microbatch(
         extra=() if outputs.extra is None else _changes(state.extra, outputs.extra, weight),
         grads=grads,
     )
+
+
+def _check_differentiable(params: Any) -> None:
+    named = leaves_by_name(params).items()
+    if others := [f"{name} {describe(leaf)}" for name, leaf in named if not jnp.issubdtype(leaf.dtype, jnp.inexact)]:
+        raise UserError(
+            f"parameters must be floats, not {list_first(others)}: what is not trained goes into the loss itself, or "
+            "into extra"
+        )
 
 
 def _microbatch_sums(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Callable[[Any], StepSums]:

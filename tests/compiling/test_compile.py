@@ -183,14 +183,22 @@ def test_the_state_is_donated(compiled):
     assert state.is_deleted()
 
 
-def test_a_state_that_was_donated_is_named():
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_a_state_that_was_donated_is_named(num_devices):
+    """On several devices of a CPU, JAX ends the process if it gets one."""
+    mesh = None if num_devices is None else data_mesh(num_devices)
+    state = {"w": jnp.ones(3) if mesh is None else replicate(jnp.ones(3), mesh)}
     compiled = compile_buckets(
-        lambda state, batch: (jax.tree.map(jnp.negative, state), None), {"w": jnp.ones(3)}, BUCKETS[:1], progress=False
+        lambda state, batch: (jax.tree.map(jnp.negative, state), None),
+        state,
+        BUCKETS[:1],
+        microbatches_per_step=2,
+        mesh=mesh,
+        progress=False,
     )
-    state = {"w": jnp.ones(3)}
-    compiled(state, make_batch(4, 8, 1))
+    compiled(state, make_batch(4, 8))
     with pytest.raises(ValueError, match=r"state\['w'\] of the arguments was donated: .* Use the state that the step"):
-        compiled(state, make_batch(4, 8, 1))
+        compiled(state, make_batch(4, 8))
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])

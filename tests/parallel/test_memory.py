@@ -40,7 +40,7 @@ def test_the_bill_is_that_of_the_compiled_program(text):
     layout, bucket = Layout.parse(text), Bucket(2, 32)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
-    bill = memory_bill(layout, params, optimizer, bucket, model=model)
+    bill = memory_bill(layout, params, optimizer, (2, 32), model=model)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert bill.params + bill.opt_state == on_first

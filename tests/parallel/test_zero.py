@@ -27,13 +27,14 @@ from jvarlen import (
     pack_samples,
     scale_by_batch_size,
 )
-from jvarlen.compiling.hlo import count_collectives
+from jvarlen.compiling.hlo import count_collectives, list_collectives
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import gather_params, init_state
+from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
 from jvarlen.parallel.zero import shard_specs
 from tests import processes, run_zero
@@ -443,14 +444,42 @@ def test_what_cannot_be_spread_is_refused_by_name():
         jax.eval_shape(step, state, simple_batch(3, np.float32))
 
 
-def test_the_evaluation_step_takes_sharded_parameters():
-    layout, params = Layout(data=4, zero=3), simple_params(np.float32)
-    mesh = layout_mesh(layout)
-    state = init_state(params, optax.adam(1e-2), mesh=mesh, layout=layout)
-    batch = simple_batch(dtype=np.float32)
-    _, metrics = jax.jit(make_eval_step(layered_loss_fn(SIMPLE), mesh=mesh))(state, batch)
+@pytest.mark.parametrize("text", ["data2", "data4.zero3"])
+def test_evaluation_steps_gather_layer_by_layer_and_drop_nothing_out(text):
+    layout, params = Layout.parse(text), simple_params(np.float32)
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    keys = []
+    model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
+    state, batch = init_state(params, optax.adam(1e-2), seed=0, **on), simple_batch(dtype=np.float32)
     _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
-    assert_equal_trees(metrics, expected, 1e-5)
+    step = jax.jit(make_layout_eval_step(model, **on)).lower(state, batch).compile()
+    assert_equal_trees(step(state, batch)[1], expected, 1e-5)
+    assert {*keys} == {None}
+    in_loop = any(
+        each.kind == "all-gather" and each.times > len(batch) // layout.data
+        for each in list_collectives(step.as_text())
+    )
+    assert in_loop == (layout.zero == 3)
+
+
+def test_optimizers_that_keep_a_history_keep_it_in_shards():
+    layout = Layout(data=4, zero=1)
+    params = {"w": np.ones((64, 64), np.float32)}
+    state = init_state(params, optax.lbfgs(memory_size=3), mesh=layout_mesh(layout), layout=layout)
+    on_fullest, whole = state_bytes(state.opt_state)
+    assert whole > 8 * params["w"].nbytes
+    assert on_fullest < 0.26 * whole
+
+
+def test_what_cannot_be_trained_is_named():
+    params = simple_params(np.float32)
+    on = {"mesh": layout_mesh(Layout(data=2)), "layout": Layout(data=2)}
+    with pytest.raises(ValueError, match="a model by layers takes no extra"):
+        init_state(params, optax.sgd(1.0), model=SIMPLE, extra={"mean": np.zeros(3)}, **on)
+    params.ends["count"] = np.zeros(3, np.int32)
+    state = init_state(params, optax.sgd(1.0), **on)
+    with pytest.raises(ValueError, match=r"parameters must be floats, not .*'count'\] int32\[3\]"):
+        jax.eval_shape(make_layout_step(SIMPLE, optax.sgd(1.0), **on), state, simple_batch(dtype=np.float32))
 
 
 @pytest.mark.multiprocess

@@ -47,6 +47,16 @@ def test_the_latest_state_and_place_come_back(tmp_path):
     assert isinstance(state, TrainState)
 
 
+def test_a_state_of_numpy_arrays_is_saved_and_restored(tmp_path):
+    state = STATE._replace(params={"w": np.arange(3, dtype=np.float32), "b": np.float32(2)})
+    with open_checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, place(3))
+        blank = STATE._replace(params={"w": np.zeros(3, np.float32), "b": np.float32(0)})
+        restored, _ = checkpoints.restore_latest(blank)
+    np.testing.assert_array_equal(restored.params["w"], state.params["w"])
+    assert restored.params["b"] == 2
+
+
 def test_parameters_are_read_alone_while_the_run_goes_on(tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
         read_params(tmp_path)
