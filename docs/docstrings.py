@@ -19,7 +19,7 @@ from docutils import nodes
 from sphinx.addnodes import desc_annotation
 from sphinx.application import Sphinx
 
-_PACKAGES = ("jvarlen", "jvarlen.models", "jvarlen.testing", "torch_ref")
+_PACKAGES = ("jvarlen", "jvarlen.models", "jvarlen.testing", "torch_ref", "torch_ref.parallel")
 _ARRAY = re.compile(r"(\w+)\[(?:np\.|jax\.)?(?:ndarray|Array), ' ?([^']*)'\]")
 _CODE_OR_BAR = re.compile(r"(?<![`:\w])`([^`]+)`(?![`_])|\|")
 

@@ -7,8 +7,18 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import distributed
 
-__all__ = ["INT64_MAX", "MAX_LISTED", "check_integer", "check_number", "integer_array", "list_offenders", "to_tensor"]
+__all__ = [
+    "INT64_MAX",
+    "MAX_LISTED",
+    "check_integer",
+    "check_number",
+    "check_process_group",
+    "integer_array",
+    "list_offenders",
+    "to_tensor",
+]
 
 INT64_MAX = 2**63 - 1
 MAX_LISTED = 5
@@ -57,6 +67,18 @@ def check_number(name: str, value: Any, *, above: float | None = None) -> float:
         bound = "at least 0" if above is None else f"above {above:g}"
         raise ValueError(f"{name} must be a finite number {bound}, got {value!r}")
     return float(value)
+
+
+def check_process_group(caller: str) -> None:
+    """Raise ValueError unless `torch.distributed` has a default process group.
+
+    Args:
+        caller: the function that needs it, for the message.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ValueError(
+            f"{caller} needs a process group: call torch.distributed.init_process_group first, in all processes"
+        )
 
 
 def integer_array(name: str, values: Any) -> NDArray[Any]:

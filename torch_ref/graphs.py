@@ -17,6 +17,7 @@ from torch_ref.train import LossFn
 __all__ = [
     "Backend",
     "GraphCount",
+    "compile_alone",
     "compile_loss",
     "count_graphs",
     "fitting_mode",
@@ -63,14 +64,24 @@ def compile_loss(
     def bucket_loss(microbatch: Batch) -> tuple[Tensor, Tensor]:
         return loss_fn(model, microbatch)
 
+    return compile_alone(bucket_loss, backend, mode)
+
+
+def compile_alone(function: Callable[..., Any], backend: Backend, mode: str) -> Callable[..., Any]:
+    """Return a function, without default arguments, that torch compiles in one graph a shape, with graphs of its own.
+
+    Args:
+        function: of Python; may be a closure.
+        backend: as for `torch.compile`.
+        mode: as for `torch.compile`.
+    """
+    assert isinstance(function, types.FunctionType)
     # Torch keeps graphs, and counts them against its limit, by code object. With one of its own each set of buckets
     # has the limit for itself, and no graph of another model is in the way.
     own = types.FunctionType(
-        bucket_loss.__code__.replace(), bucket_loss.__globals__, bucket_loss.__name__, closure=bucket_loss.__closure__
+        function.__code__.replace(), function.__globals__, function.__name__, closure=function.__closure__
     )
-    compiled: Callable[[Batch], tuple[Tensor, Tensor]] = torch.compile(
-        own, fullgraph=True, dynamic=False, backend=backend, mode=mode
-    )
+    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, mode=mode)
     return compiled
 
 

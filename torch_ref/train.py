@@ -1,7 +1,7 @@
 """The train step: one update, the same for any split of the step."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 
 from torch_ref.loader import Batch
 
-__all__ = ["LossFn", "loss_sums", "take_microbatch", "to_device", "train_step"]
+__all__ = [
+    "LossFn",
+    "backward_of_sums",
+    "loss_sums",
+    "take_microbatch",
+    "to_device",
+    "train_step",
+    "update",
+]
 
 LossFn = Callable[[nn.Module, Batch], tuple[Tensor, Tensor]]
 
@@ -70,7 +78,14 @@ def to_device(batch: Batch, device: torch.device | str) -> Batch:
     return batch._replace(**fields)
 
 
-def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, loss_fn: LossFn = loss_sums) -> dict[str, Any]:
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Batch,
+    *,
+    loss_fn: LossFn = loss_sums,
+    max_norm: float | None = None,
+) -> dict[str, Any]:
     """Update the model with one step's gradient, that of (sum of losses) / (sum of weights) over the whole step.
 
     Gradients of the sums add up over the microbatches and then, once, over the replicas; they are divided once. So any
@@ -82,10 +97,11 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, loss_fn:
             whose mean over them is undone; or, where `torch.distributed` is initialised and the model is not wrapped,
             the default group, where every parameter is reduced by itself. Where rows of a replica may not reach all
             parameters, `DistributedDataParallel` needs `find_unused_parameters`.
-        optimizer: of the model's parameters; its gradients are overwritten. To clip them, give it a hook with
-            `register_step_pre_hook`: gradients are those of the whole step there.
+        optimizer: of the model's parameters; its gradients are overwritten. Gradients are those of the whole step in
+            hooks of `register_step_pre_hook`.
         batch: this replica's share of the step, `tokens` int64[m, B, T], on the model's device (see `to_device`).
         loss_fn: gives a microbatch's two sums, like `loss_sums`; it calls the model that it is handed, once.
+        max_norm: global norm to which gradients are clipped; None for no clipping.
 
     Returns:
         `loss`: mean nats a token, a scalar without gradient; `weight`: the sum of weights; `num_sequences`: real
@@ -96,26 +112,80 @@ def train_step(model: nn.Module, optimizer: Optimizer, batch: Batch, *, loss_fn:
         Accelerating Data Parallel Training".
     """
     optimizer.zero_grad(set_to_none=True)
+    num_averaged = 1
+    if isinstance(model, DistributedDataParallel):
+        total = backward_of_sums(model, batch, loss_fn, lambda last: nullcontext() if last else model.no_sync())
+        distributed.all_reduce(total, group=model.process_group)
+        num_averaged = distributed.get_world_size(model.process_group)
+    else:
+        total = backward_of_sums(model, batch, loss_fn)
+        if distributed.is_available() and distributed.is_initialized():
+            total = _reduce(model, total)
+    return update(model, optimizer, batch, total, num_averaged=num_averaged, max_norm=max_norm)
+
+
+def backward_of_sums(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFn,
+    around: Callable[[bool], AbstractContextManager[Any]] = lambda last: nullcontext(),
+) -> Tensor:
+    """Add the gradient of a batch's sum of losses to the gradients of the model.
+
+    Args:
+        model: is handed to `loss_fn`.
+        batch: `tokens` int64[m, B, T].
+        loss_fn: as for `train_step`.
+        around: gives the context of a microbatch's forward and backward pass; it is told whether it is the last one.
+
+    Returns:
+        (sum of losses, sum of weights) of the batch: [2], in the loss's dtype and without gradient.
+    """
     sums: list[Tensor] = []
     for index in range(len(batch.tokens)):
-        last = index == len(batch.tokens) - 1
-        with model.no_sync() if isinstance(model, DistributedDataParallel) and not last else nullcontext():
+        with around(index == len(batch.tokens) - 1):
             loss_sum, weight_sum = loss_fn(model, take_microbatch(batch, index))
             torch.autograd.backward(loss_sum)
         sums.append(torch.stack([loss_sum.detach(), weight_sum.to(loss_sum.dtype)]))
-    total = torch.stack(sums).sum(dim=0)
-    num_averaged = 1
-    if isinstance(model, DistributedDataParallel):
-        distributed.all_reduce(total, group=model.process_group)
-        num_averaged = distributed.get_world_size(model.process_group)
-    elif distributed.is_available() and distributed.is_initialized():
-        total = _reduce(model, total)
+    return torch.stack(sums).sum(dim=0)
+
+
+def update(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Batch,
+    total: Tensor,
+    *,
+    num_averaged: int = 1,
+    max_norm: float | None = None,
+) -> dict[str, Any]:
+    """Divide the gradients by the sum of weights, clip them, and let the optimizer take its step.
+
+    Args:
+        model: its gradients are those of the sum of losses over the whole step, or shards of them as `DTensor`s.
+        optimizer: as for `train_step`.
+        batch: as for `train_step`.
+        total: [2], the two sums over the whole step.
+        num_averaged: what the gradients have been divided by already.
+        max_norm: as for `train_step`.
+
+    Returns:
+        What `train_step` returns.
+    """
     loss, weight = total
     # Sums are 0 where weights are: dividing by 1 then keeps them 0.
     divisor = torch.where(weight > 0, weight, torch.ones_like(weight))
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.div_(divisor / num_averaged)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for gradient in gradients:
+        gradient.div_(divisor / num_averaged)
+    if max_norm is not None:
+        norm = nn.utils.get_total_norm(gradients)
+        if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
+            norm = norm.full_tensor()
+        # Without the 1e-6 that torch's own clipping adds to the norm.
+        scale = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
+        for gradient in gradients:
+            gradient.mul_(scale)
     optimizer.step()
     return {"loss": loss / divisor, "weight": weight, "num_sequences": batch.num_sequences}
 

@@ -1,0 +1,195 @@
+"""A script that trains in several processes of PyTorch, in every way of some tasks, and writes what came out.
+
+Arguments: a folder with `inputs.npz`, how many processes there are, and the rank.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, distributed, fx, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_ref
+from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
+
+NUM_LAYERS, NUM_HEADS = 2, 2
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.6
+SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
+
+Results = dict[str, NDArray[Any]]
+
+
+class Task(NamedTuple):
+    """What is trained, in JAX as well.
+
+    Attributes:
+        num_processes: how many there are.
+        microbatches_per_step: over all of them.
+        ways: how torch trains, and which ZeRO level JAX has then.
+        packed: whether rows hold several samples.
+        width: of the model.
+        num_steps: how many there are.
+        buckets: as (rows, length).
+    """
+
+    num_processes: int
+    microbatches_per_step: int
+    ways: dict[str, int]
+    packed: bool = False
+    width: int = 32
+    num_steps: int = 12
+    buckets: tuple[tuple[int, int], ...] = ((3, 20), (2, 32))
+
+
+TASKS = {
+    "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}),
+    "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
+    "compiled": Task(2, 2, {"compiled": 0}, width=128, num_steps=4, buckets=((2, 32),)),
+    "four": Task(4, 8, {"ddp": 3, "zero3": 3}),
+}
+
+
+def make_plan(package: Any, lengths: NDArray[np.int64], task: Task) -> Any:
+    """Return the plan by a package, in shuffled order."""
+    samples = lengths
+    if task.packed:
+        samples = package.pack_samples(lengths, [length for _, length in task.buckets], order="shuffle", seed=2)
+    return package.make_plan(
+        samples, task.buckets, order="shuffle", seed=5, microbatches_per_step=task.microbatches_per_step
+    )
+
+
+def make_optimizer(way: str, model: nn.Module) -> Optimizer:
+    """Return AdamW, for one way with its state sharded by the optimizer itself."""
+    options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    if way == "redundancy":
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # here: tests import this file, and it warns
+
+        return ZeroRedundancyOptimizer(model.parameters(), AdamW, **options)
+    return AdamW(model.parameters(), **options)
+
+
+def recording(reduced: list[str]) -> Callable[..., nn.Module]:
+    """Return a wrapper whose hook notes which gradients are reduced together."""
+
+    def wrap(model: nn.Module, **options: Any) -> nn.Module:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        replicated = DistributedDataParallel(model, **options)
+
+        def note(group: Any, bucket: distributed.GradBucket) -> torch.futures.Future[Tensor]:
+            reduced.append(" ".join(names[id(parameter)] for parameter in bucket.parameters()))
+            return allreduce_hook(group, bucket)
+
+        replicated.register_comm_hook(None, note)
+        return replicated
+
+    return wrap
+
+
+def make_step(way: str, model: nn.Module, optimizer: Optimizer, reduced: list[str], graphs: list[int]) -> Any:
+    """Return the train step of a way, which notes buckets or graphs in the lists."""
+    if way.startswith("zero"):
+        return make_fsdp_step(model, optimizer, zero=int(way.removeprefix("zero")), max_norm=MAX_NORM)
+    if way == "redundancy":
+        with mock.patch("torch_ref.parallel.ddp.DistributedDataParallel", recording(reduced)):
+            return make_ddp_step(model, optimizer, bucket_cap_mb=SMALL_CAP_MB, max_norm=MAX_NORM)
+    if way == "ddp":
+        return make_ddp_step(model, optimizer, max_norm=MAX_NORM)
+
+    def noting(graph: fx.GraphModule, _: list[Tensor]) -> Any:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    return make_ddp_step(model, optimizer, bucket_cap_mb=COMPILED_CAP_MB, max_norm=MAX_NORM, backend=noting)
+
+
+class Collectives(TorchDispatchMode):
+    """A block in which calls of torch's own operations for collectives are counted."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count and call."""
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def num_bytes(tensors: Any) -> NDArray[np.int64]:
+    """Return the bytes that this process holds."""
+    return np.array(sum((each.to_local() if isinstance(each, DTensor) else each).nbytes for each in tensors))
+
+
+def train(way: str, model: nn.Module, batches: list[torch_ref.Batch]) -> Results:
+    """Train in a way; return losses, bytes, what was communicated, and on rank 0 whole weights."""
+    reduced: list[str] = []
+    graphs: list[int] = []
+    if way.startswith("zero"):
+        shard_model(model)
+    optimizer = make_optimizer(way, model)
+    step = make_step(way, model, optimizer, reduced, graphs)
+    losses, num_graphs = [], []
+    for batch in batches:
+        reduced.clear()
+        collectives = Collectives()
+        with collectives if way.startswith("zero") else nullcontext():
+            losses.append(float(step(batch)["loss"]))
+        num_graphs.append(len(graphs))
+    own = getattr(optimizer, "optim", optimizer)  # of one that shards its state, the part of this process
+    weights = {f"weight {name}": value.numpy() for name, value in gather_params(model).items()}
+    return weights | {
+        "losses": np.array(losses),
+        "param_bytes": num_bytes(model.parameters()),
+        "state_bytes": num_bytes(value for values in own.state.values() for value in values.values()),
+        "num_reduce_scatters": np.array(collectives.counts["_reduce_scatter_base_"]),
+        "num_all_gathers": np.array(collectives.counts["_allgather_base_"]),
+        "buckets": np.array(reduced),
+        "collectives": np.array([f"{name} {count}" for name, count in collectives.counts.items()]),
+        "num_graphs": np.array(num_graphs),
+    }
+
+
+def main() -> None:
+    """Read, connect, train, and write what came out."""
+    folder, num_processes, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    with np.load(folder / "inputs.npz") as file:
+        inputs = dict(file)
+    offsets = inputs.pop("offsets")
+    samples = np.split(inputs.pop("tokens"), offsets[1:-1])
+    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=num_processes)
+    for name, task in TASKS.items():
+        if task.num_processes != num_processes:
+            continue
+        plan = make_plan(torch_ref, np.diff(offsets), task)
+        batches = list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_processes))[: task.num_steps]
+        initial = {key.removeprefix(f"{name} "): value for key, value in inputs.items() if key.startswith(f"{name} ")}
+        for way in task.ways:
+            model = torch_ref.Transformer(embed_dim=task.width, num_layers=NUM_LAYERS, num_heads=NUM_HEADS).double()
+            torch_ref.load_params(model, initial)
+            with sdpa_kernel(SDPBackend.MATH):
+                result = train(way, model, batches)
+            result["digest"] = np.array(plan.digest)
+            result["weights_of_steps"] = np.array([float(batch.weights.sum()) for batch in batches])
+            np.savez(folder / f"{name} {way} {rank}.npz", **result)  # type: ignore[arg-type]
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

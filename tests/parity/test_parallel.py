@@ -1,0 +1,341 @@
+"""Data parallelism and ZeRO in JAX and in several processes of PyTorch: the same losses and weights."""
+
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FSDPModule
+
+import jvarlen
+import torch_ref
+from jvarlen.distributed.grad_buckets import assign_grad_buckets
+from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
+from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from tests.conftest import random_dataset
+from torch_ref import parallel
+
+from . import run_parallel
+from .run_parallel import (
+    BETAS,
+    COMPILED_CAP_MB,
+    EPS,
+    MAX_NORM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    RATE,
+    SMALL_CAP_MB,
+    TASKS,
+    WEIGHT_DECAY,
+    Results,
+    make_plan,
+)
+
+DATASET = random_dataset(119, 32)  # so that in some step one process has dummies alone
+LENGTHS = np.diff(DATASET.offsets)
+WAYS = [(name, way) for name, task in TASKS.items() for way in task.ways]
+
+
+def model_config(name: str) -> TransformerConfig:
+    return TransformerConfig(num_layers=NUM_LAYERS, width=TASKS[name].width, num_heads=NUM_HEADS)
+
+
+@functools.cache
+def initial_params(config: TransformerConfig) -> Any:
+    return jax.tree.map(np.float64, init_params(config, seed=0))
+
+
+def make_model(name: str, device: str = "cpu") -> torch_ref.Transformer:
+    with torch.device(device):
+        return torch_ref.Transformer(embed_dim=TASKS[name].width, num_layers=NUM_LAYERS, num_heads=NUM_HEADS).double()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where processes find inputs, and wrote results."""
+    folder = tmp_path_factory.mktemp("parallel")
+    weights = {
+        f"{name} {key}": value
+        for name in TASKS
+        for key, value in flat_params(initial_params(model_config(name))).items()
+    }
+    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
+    for num_processes in sorted({task.num_processes for task in TASKS.values()}):
+        run_processes(folder, num_processes)
+    return folder
+
+
+def run_processes(folder: Path, num_processes: int) -> None:
+    (folder / "meeting").unlink(missing_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+    processes = [
+        subprocess.Popen(
+            [sys.executable, run_parallel.__file__, str(folder), str(num_processes), str(rank)],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_processes)
+    ]
+    try:
+        errors = [process.communicate(timeout=180)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * num_processes, "\n".join(errors)
+
+
+def results_of(folder: Path, name: str, way: str) -> list[Results]:
+    """Return what each process wrote."""
+    results = []
+    for rank in range(TASKS[name].num_processes):
+        with np.load(folder / f"{name} {way} {rank}.npz") as file:
+            results.append(dict(file))
+    return results
+
+
+@functools.cache
+def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Results]:
+    """Return losses, norms of gradients, and final weights by torch's names."""
+    task = TASKS[name]
+    layout = Layout.parse(f"data{task.num_processes}.zero{zero}")
+    mesh = layout_mesh(layout)
+    adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    plan = make_plan(jvarlen, LENGTHS, task)
+    collate = jvarlen.pack_to_bucket if task.packed else jvarlen.pad_to_bucket
+    losses, norms = [], []
+    with jax.enable_x64(True):
+        state = init_state(stack_layers(initial_params(model_config(name))), optimizer, mesh=mesh, layout=layout)
+        step = make_train_step(layered(model_config(name)), optimizer, mesh=mesh, layout=layout, norms=True)
+        step = jax.jit(step, donate_argnums=0)
+        batches = jvarlen.load(plan, DATASET, mesh=mesh, collate=collate)
+        for batch in itertools.islice(batches, task.num_steps):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+            norms.append(float(metrics.grad_norm))
+        params = flat_params(unstack_layers(gather_params(state, mesh=mesh, layout=layout)))
+    model = make_model(name)
+    torch_ref.load_params(model, params)
+    return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_jax_and_torch_train_the_same(folder: Path, name: str, way: str) -> None:
+    """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
+    losses, norms, weights = trained_in_jax(name, TASKS[name].ways[way])
+    assert norms.min() < MAX_NORM < norms.max() or name == "compiled"
+    assert losses[-1] < losses[0] - 0.3
+    first, *others = results_of(folder, name, way)
+    assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, TASKS[name]).digest
+    np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
+    for key, weight in weights.items():
+        np.testing.assert_allclose(first[f"weight {key}"], weight, rtol=0, atol=1e-12, err_msg=key)
+    for other in others:
+        np.testing.assert_array_equal(other["losses"], first["losses"])
+        assert not any(key.startswith("weight ") for key in other)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["padded", "packed", "four"])
+def test_in_some_step_a_process_has_dummies_alone(folder: Path, name: str) -> None:
+    """What the test above rests on."""
+    weights = np.array([result["weights_of_steps"] for result in results_of(folder, name, "ddp")])
+    assert (weights == 0).any()
+    assert (weights.sum(axis=0) > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in WAYS if way.startswith("zero")])
+def test_each_process_holds_its_share(folder: Path, name: str, way: str) -> None:
+    """Of parameters and of optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
+    results, (whole, *_) = results_of(folder, name, way), results_of(folder, name, "ddp")
+    for key in ("param_bytes", "state_bytes"):
+        shares = np.array([result[key] for result in results]) / whole[key]
+        np.testing.assert_allclose(shares, 1 / len(results), rtol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_optimizer_that_shards_itself_holds_about_its_share(folder: Path) -> None:
+    """By whole parameters; those are on all processes."""
+    results, (whole, *_) = results_of(folder, "padded", "redundancy"), results_of(folder, "padded", "ddp")
+    assert {int(result["param_bytes"]) for result in results} == {int(whole["param_bytes"])}
+    assert max(int(result["state_bytes"]) for result in results) < 0.6 * whole["state_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("name", "way", "num_gathered", "num_reduced"),
+    [("padded", "zero1", 1, 1), ("padded", "zero2", 1, 2), ("padded", "zero3", 4, 2), ("packed", "zero3", 2, 1)],
+)
+def test_levels_communicate_as_often_as_they_must(
+    folder: Path, name: str, way: str, num_gathered: int, num_reduced: int
+) -> None:
+    """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed."""
+    for result in results_of(folder, name, way):
+        assert int(result["num_all_gathers"]) == num_gathered * (NUM_LAYERS + 1)
+        assert int(result["num_reduce_scatters"]) == num_reduced * (NUM_LAYERS + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_gradients_are_reduced_in_the_buckets_of_jax(folder: Path) -> None:
+    """Where the cap is given, it is that of the first bucket as well."""
+    model = make_model("padded", "meta")
+    cap = int(SMALL_CAP_MB * 2**20)
+    expected = named(model, assign_grad_buckets(shapes_of(model), cap, cap))
+    assert len(expected) > 3
+    for result in results_of(folder, "padded", "redundancy"):
+        # torch lists parameters of a bucket in the order of the backward pass as well.
+        assert [tuple(bucket.split()) for bucket in result["buckets"].tolist()] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(folder: Path) -> None:
+    model = make_model("compiled", "meta")
+    tokens = torch.zeros(TASKS["compiled"].buckets[0], dtype=torch.int64, device="meta")
+    told = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
+    assert len(told) > 3
+    for result in results_of(folder, "compiled", "compiled"):
+        assert result["num_graphs"].tolist() == [len(told)] * TASKS["compiled"].num_steps
+
+
+def shapes_of(model: nn.Module) -> list[jax.ShapeDtypeStruct]:
+    return [jax.ShapeDtypeStruct(tuple(value.shape), np.float64) for value in model.parameters()]
+
+
+def named(model: nn.Module, buckets: Any) -> list[tuple[str, ...]]:
+    names = [name for name, _ in model.named_parameters()]
+    return [tuple(names[place] for place in bucket) for bucket in buckets]
+
+
+@pytest.mark.parametrize(("cap", "first_cap"), [(1, 1), (20_000, 4_000), (70_000, 70_000), (2**30, 2**20)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_graphs_are_cut_at_the_buckets_of_jax(cap: int, first_cap: int, packed: bool) -> None:
+    """Of a model that uses each parameter once, in the order of its modules, and one in an operation."""
+    with jax.enable_x64(True):
+        model = make_model("padded", "meta")
+        expected = named(model, assign_grad_buckets(shapes_of(model), cap, first_cap))
+    tokens = torch.zeros(2, 8, dtype=torch.int64, device="meta")
+    segments = {"segment_ids": tokens, "positions": tokens} if packed else {}
+    assert list(parallel.graph_buckets(model, tokens, cap=cap, first_cap=first_cap, **segments)) == expected
+
+
+def test_graphs_count_a_shared_parameter_each_time() -> None:
+    """Where jvarlen, whose parameters have one gradient each, does not."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(10, 4)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.table(tokens)
+            return hidden @ self.table.weight.T
+
+    tokens = torch.zeros(2, 3, dtype=torch.int64)
+    assert parallel.graph_buckets(Tied(), tokens, cap=160, first_cap=100) == (("table.weight",), ("table.weight",))
+
+
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_without_a_process_group_it_says_so() -> None:
+    model, optimizer = model_and_optimizer()
+    for name, call in {
+        "make_ddp_step": lambda: parallel.make_ddp_step(model, optimizer),
+        "make_fsdp_step": lambda: parallel.make_fsdp_step(model, optimizer),
+        "shard_model": lambda: parallel.shard_model(model),
+        "gather_params": lambda: parallel.gather_params(model),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} needs a process group: call .*init_process_group"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be a finite number above 0, got 0"),
+        ({"bucket_cap_mb": 0.5, "backend": "eager"}, "bucket_cap_mb must be at least 1 where torch compiles, got 0.5"),
+        ({"max_norm": 0.0}, "max_norm must be a finite number above 0, got 0.0"),
+    ],
+)
+@pytest.mark.usefixtures("one_process")
+def test_arguments_of_ddp_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parallel.make_ddp_step(*model_and_optimizer(), **arguments)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_arguments_of_fsdp_are_checked() -> None:
+    model, optimizer = model_and_optimizer()
+    with pytest.raises(ValueError, match="the model is not sharded: call shard_model, then make the optimizer"):
+        parallel.make_fsdp_step(model, optimizer)
+    parallel.shard_model(model)
+    with pytest.raises(ValueError, match="the model is sharded already"):
+        parallel.shard_model(model)
+    with pytest.raises(ValueError, match="2 of the optimizer's 2 parameters are not the model's: make it after"):
+        parallel.make_fsdp_step(model, optimizer)
+    fitting = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="zero must be an integer from 1 to 3, got 0"):
+        parallel.make_fsdp_step(model, fitting, zero=0)
+    with pytest.raises(ValueError, match="max_norm must be a finite number above 0, got -1"):
+        parallel.make_fsdp_step(model, fitting, max_norm=-1)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_layers_may_hold_layers() -> None:
+    """Each is sharded by itself; the weights can be gathered."""
+
+    class Stack(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+    model = Stack(Stack(nn.Linear(3, 3)), nn.Linear(3, 3))
+    whole = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parallel.shard_model(model)
+    sharded = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert sharded == ["", "layers.0", "layers.0.layers.0", "layers.1"]
+    torch.testing.assert_close(parallel.gather_params(model), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("cap", "first_cap"), [(0, 1), (10, 0), (10, 11)])
+def test_caps_of_graphs_are_checked(cap: int, first_cap: int) -> None:
+    with pytest.raises(ValueError, match="cap must be an integer from 1 to"):
+        parallel.graph_buckets(nn.Linear(2, 2), torch.zeros(1, 2), cap=cap, first_cap=first_cap)
+
+
+def test_processes_must_divide_the_microbatches_of_a_step() -> None:
+    plan = make_plan(torch_ref, LENGTHS, TASKS["padded"])
+    with pytest.raises(ValueError, match="num_replicas=3 must divide the plan's microbatches_per_step=4"):
+        torch_ref.load(plan, [], rank=0, num_replicas=3)
