@@ -15,7 +15,7 @@ from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.train import check_layout
+from jvarlen.parallel.train import Accumulate, check_layout
 from jvarlen.parallel.zero import shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
@@ -69,6 +69,7 @@ def memory_bill(
     model: LayeredModel | LossFn | None = None,
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
+    accumulate: Accumulate = "shards",
 ) -> MemoryBill:
     """What a step of a bucket holds on a device, for a layout that need not fit this machine.
 
@@ -83,6 +84,7 @@ def memory_bill(
       model: as for `make_train_step`; None counts no activations.
       extra: as for `init_state`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
+      accumulate: as for `make_train_step`.
 
     Returns:
       The bill.
@@ -108,7 +110,8 @@ def memory_bill(
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
     specs_of_state = state_specs(state, layout.zero, layout.data)
-    specs = shard_specs(params, layout.data) if layout.zero >= 2 else jax.tree.map(lambda _: PartitionSpec(), params)
+    in_shards = layout.zero >= 2 and accumulate == "shards"
+    specs = shard_specs(params, layout.data) if in_shards else jax.tree.map(lambda _: PartitionSpec(), params)
     wide = jax.tree.map(_accumulated, params)
     grads = _bytes_of(params, specs, layout.data)
     return MemoryBill(

@@ -9,25 +9,27 @@ Optax optimizer gives what it gives on one device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.zero import gathering_model, shard_specs, state_specs
+from jvarlen.parallel.zero import Tapped, gathering_model, shard_specs, state_specs, tapped_loss_fn
 from jvarlen.training import step as training_step
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-__all__ = ["check_layout", "gather_params", "init_state", "make_eval_step", "make_train_step"]
+__all__ = ["Accumulate", "check_layout", "gather_params", "init_state", "make_eval_step", "make_train_step"]
+
+Accumulate = Literal["shards", "whole"]
 
 
 def init_state(
@@ -82,6 +84,7 @@ def make_train_step(
     mesh: Mesh,
     layout: Layout,
     norms: bool = False,
+    accumulate: Accumulate = "shards",
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -92,6 +95,8 @@ def make_train_step(
       mesh: has the sizes of the layout, such as that of `layout_mesh`.
       layout: what is sharded.
       norms: whether the metrics include the global norms of gradient and updates.
+      accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in each,
+        or `"whole"` gradients, reduced once, which sends less and holds more.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
@@ -109,8 +114,12 @@ def make_train_step(
     _check_model(model, layout)
     if layout.zero == 0:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
+    check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
-        _sums_of(model, mesh, layout), _sums_of(model, mesh, layout, with_grads=False), optimizer, norms=norms
+        _sums_of(model, mesh, layout, accumulate),
+        _sums_of(model, mesh, layout, with_grads=False),
+        optimizer,
+        norms=norms,
     )
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -219,34 +228,38 @@ def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
 
 
 def _sums_of(
-    model: LayeredModel | LossFn, mesh: Mesh, layout: Layout, *, with_grads: bool = True
+    model: LayeredModel | LossFn,
+    mesh: Mesh,
+    layout: Layout,
+    accumulate: Accumulate = "shards",
+    *,
+    with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         specs = shard_specs(state.params, layout.data)
-        sums = sum_step(
-            _loss_fn(model, state.params, layout),
-            mesh=mesh,
-            axis_name=DATA_AXIS,
-            with_grads=with_grads,
-            param_specs=specs if layout.zero == 3 else None,
-            grad_specs=specs,
-            accumulates_shards=layout.zero == 2,
-        )(state, batch)
+        options: dict[str, Any] = {"accumulates_shards": layout.zero == 2 and accumulate == "shards"}
+        if layout.zero < 3 or not isinstance(model, LayeredModel):
+            loss_fn = _loss_fn(model)
+        else:
+            options["param_specs"] = specs
+            stacked = state.params if model.stack is None else jax.eval_shape(model.stack, state.params)
+            specs_of_stacked = shard_specs(stacked, layout.data)
+            if accumulate == "whole" and with_grads:
+                loss_fn, options["tap"] = tapped_loss_fn(model, specs_of_stacked), Tapped
+            else:
+                loss_fn = layered_loss_fn(gathering_model(model, specs_of_stacked))
+        sums = sum_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS, with_grads=with_grads, grad_specs=specs, **options)(
+            state, batch
+        )
         return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
 
     return sums_of
 
 
-def _loss_fn(model: LayeredModel | LossFn, params: Any = None, layout: Layout | None = None) -> LossFn:
-    """The loss of a model; at ZeRO-3 of the shards of these parameters."""
-    if not isinstance(model, LayeredModel):
-        return model
-    if layout is None or layout.zero < 3:
-        return layered_loss_fn(model)
-    stacked = params if model.stack is None else jax.eval_shape(model.stack, params)
-    return layered_loss_fn(gathering_model(model, shard_specs(stacked, layout.data)))
+def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
+    return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
 def _shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from jvarlen.distributed.mesh import DATA_AXIS
-from jvarlen.parallel.layers import LayeredModel, LayeredParams
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["MIN_SHARDED", "gathering_model", "shard_specs", "state_specs"]
+__all__ = ["MIN_SHARDED", "Tapped", "gathering_model", "shard_specs", "state_specs", "tapped_loss_fn"]
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
 
@@ -112,11 +113,18 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
+class Tapped(NamedTuple):
+    """Parameters in shards, and zeros of their whole shapes: where a loss puts gradients that are not reduced."""
+
+    shards: Any
+    taps: Any
+
+
 def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
     """A model whose functions take shards of their parameters, inside `shard_map` over the data axis.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
-    whole. Their gradients are reduced to the same shards.
+    whole. Their gradients are reduced to the same shards; of `Tapped` parameters, they become those of the taps.
 
     Args:
       model: its functions take whole parameters.
@@ -128,15 +136,19 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
     specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers, is_leaf=_is_spec)
 
     def gathering(call: Callable[..., Any], specs: Any, *, again: bool = True, in_loop: bool = False) -> Any:
-        def gather_and_call(shards: Any, *args: Any) -> Any:
+        def gather_and_call(params: Any, *args: Any) -> Any:
             *arrays, axes = args
 
-            def on_shards(shards: Any, *arrays: Any) -> Any:
-                return call(jax.tree.map(_gather, shards, specs), *arrays, axes)
+            def on_shards(params: Any, *arrays: Any) -> Any:
+                if isinstance(params, Tapped):
+                    params = jax.tree.map(_gather, params.shards, specs, params.taps)
+                else:
+                    params = jax.tree.map(_gather, params, specs)
+                return call(params, *arrays, axes)
 
             if again:  # forward and backward of a loop are different loops, and have no common subexpressions
                 on_shards = jax.checkpoint(on_shards, policy=_is_saved, prevent_cse=not in_loop)
-            return on_shards(shards, *arrays)
+            return on_shards(params, *arrays)
 
         return gather_and_call
 
@@ -147,22 +159,45 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
     )
 
 
+def tapped_loss_fn(model: LayeredModel, specs: LayeredParams) -> LossFn:
+    """The loss of a model that gathers, as a function of `Tapped` parameters.
+
+    Args:
+      model: as for `gathering_model`.
+      specs: likewise.
+    """
+    stack = model.stack or (lambda params: params)
+
+    def stack_both(params: Tapped) -> LayeredParams:
+        shards, taps = map(stack, params)
+        return LayeredParams(Tapped(shards.ends, taps.ends), Tapped(shards.layers, taps.layers))
+
+    return layered_loss_fn(gathering_model(model, specs)._replace(stack=stack_both))
+
+
 def _is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
     return primitive.name not in _NOT_SAVED
 
 
-def _gather(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    return _gather_dim(shard, spec.index(DATA_AXIS)) if DATA_AXIS in spec else shard
+def _gather(shard: jax.Array, spec: PartitionSpec, tap: jax.Array | None = None) -> jax.Array:
+    dim = spec.index(DATA_AXIS) if DATA_AXIS in spec else None
+    if tap is not None:
+        return _gather_dim_tapped(shard, tap, dim)
+    return shard if dim is None else _gather_dim(shard, dim)
+
+
+def _all_gather(shard: jax.Array, dim: int | None) -> jax.Array:
+    return shard if dim is None else jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather_dim(shard: jax.Array, dim: int) -> jax.Array:
-    return jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True)
+    return _all_gather(shard, dim)
 
 
 def _gather_dim_forward(shard: jax.Array, dim: int) -> tuple[jax.Array, None]:
     # Not by `_gather_dim`: the policy of what is saved must see the primitive.
-    return jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True), None
+    return _all_gather(shard, dim), None
 
 
 def _gather_dim_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
@@ -173,3 +208,19 @@ def _gather_dim_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]
 
 
 _gather_dim.defvjp(_gather_dim_forward, _gather_dim_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _gather_dim_tapped(shard: jax.Array, tap: jax.Array, dim: int | None) -> jax.Array:
+    return _all_gather(shard, dim)
+
+
+def _gather_dim_tapped_forward(shard: jax.Array, tap: jax.Array, dim: int | None) -> tuple[jax.Array, None]:
+    return _all_gather(shard, dim), None
+
+
+def _gather_dim_tapped_backward(dim: int | None, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
+    return None, grad
+
+
+_gather_dim_tapped.defvjp(_gather_dim_tapped_forward, _gather_dim_tapped_backward)

@@ -60,6 +60,7 @@ def sum_step(
     axis_name: str = "data",
     with_grads: bool = True,
     param_specs: Any = None,
+    tap: Callable[[Any, Any], Any] | None = None,
     grad_specs: Any = None,
     accumulates_shards: bool = False,
 ) -> Callable[[TrainState, Any], StepSums]:
@@ -72,6 +73,8 @@ def sum_step(
       with_grads: whether gradients are summed as well.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
         loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
+      tap: with `param_specs`, `tap(shards, whole)` makes the parameters of a loss that does not reduce: its gradient is
+        that with respect to `whole`, zeros in the shapes of whole parameters. None: the loss reduces.
       grad_specs: likewise for gradients, the same specs if there are `param_specs`: gradients are reduced to these
         shards. None: to whole ones.
       accumulates_shards: whether gradients are reduced to shards in each microbatch, so that no more than one
@@ -100,9 +103,14 @@ def sum_step(
             return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
         check_shards_divide(num_microbatches, mesh, axis_name)
         sizes = bucket_bytes_here() if with_grads else None
+        whole_params = state.params
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
-            one = _microbatch_sums(loss_fn, state, with_grads)
+            if tap is not None and with_grads:
+                zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), whole_params)
+                one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
+            else:
+                one = _microbatch_sums(loss_fn, state, with_grads)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
             are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, axis_name))
             _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
@@ -115,7 +123,7 @@ def sum_step(
 
             if accumulates_shards:
                 return _reduce(_accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
-            if param_specs is not None:  # gathering reduces what is sharded
+            if param_specs is not None and tap is None:  # gathering reduces what is sharded
                 return _reduce(_accumulate(one, microbatches), (), together, dims, axis_name)
             sums = _accumulate(one, microbatches, last_apart=sizes is not None)
             return _reduce(sums, buckets, together, dims, axis_name)
@@ -136,6 +144,16 @@ def sum_step(
         return shards(state._replace(opt_state=None), (microbatches, keys))
 
     return sums_of
+
+
+def _tapped(loss_fn: LossFn, tap: Callable[[Any, Any], Any], shards: Any) -> LossFn:
+    """The loss as a function of zeros of the whole parameters."""
+
+    @functools.wraps(loss_fn)
+    def loss_of_zeros(whole: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return loss_fn(tap(shards, whole), *args, **kwargs)
+
+    return loss_of_zeros
 
 
 def _sharded_dims(specs: Any, grads: Any, axis_name: str) -> tuple[int | None, ...]:

@@ -22,14 +22,14 @@ NUM_BYTES = 4 * NUM_LAYERS * WIDTH * WIDTH  # of the parameters
 BUCKET = (2, WIDTH)
 
 
-def bill_of(zero, num_shards, num_microbatches, **options):
+def bill_of(zero, num_shards, num_microbatches, accumulate="shards", **options):
     """Of a step with so many microbatches a shard."""
     layout = Layout(data=num_shards, zero=zero)
     mesh = layout_mesh(layout)
     optimizer = optax.adamw(1e-2)
     params = LayeredParams((), jnp.zeros((NUM_LAYERS, WIDTH, WIDTH)))
     compiled = compile_buckets(
-        make_train_step(MODEL, optimizer, mesh=mesh, layout=layout),
+        make_train_step(MODEL, optimizer, mesh=mesh, layout=layout, accumulate=accumulate),
         init_state(params, optimizer, mesh=mesh, layout=layout, model=MODEL),
         [BUCKET],
         microbatches_per_step=num_shards * num_microbatches,
@@ -52,6 +52,13 @@ def test_a_level_sends_its_multiple_of_data_parallelism(zero, num_microbatches, 
     of_params = 2 * 3 * NUM_BYTES // 4  # of a ring of four
     of_sums = bill.wire_bytes - times_of_data_parallelism * of_params
     assert 0 < of_sums <= 64  # loss and weight
+
+
+@pytest.mark.parametrize(("zero", "times_of_data_parallelism"), [(2, 1.0), (3, 3.5)])
+def test_whole_gradients_are_reduced_once(zero, times_of_data_parallelism):
+    """1 at level 2, and (2A + 1) / 2 at level 3, for A = 3."""
+    bill = bill_of(zero, 4, 3, accumulate="whole")
+    assert 0 < bill.wire_bytes - times_of_data_parallelism * 2 * 3 * NUM_BYTES // 4 <= 64
 
 
 def test_the_rows_of_a_bill():

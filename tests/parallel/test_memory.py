@@ -32,6 +32,9 @@ def test_the_papers_table(n):
     assert [bill.accumulation for bill in bills] == [2 * P, 2 * P, 2 * P // n, 2 * P // n]
     without_grads = [bill.params + bill.opt_state - count for bill in bills]
     assert without_grads == [14 * P, 2 * P + 12 * P // n, 2 * P + 12 * P // n, 14 * P // n]
+    whole = [memory_bill(Layout(data=n, zero=zero), BIG, optimizer, accumulate="whole") for zero in (1, 2, 3)]
+    assert whole[0] == whole[1] == bills[1]
+    assert whole[2] == bills[3]._replace(grads=2 * P, accumulation=2 * P)
     assert bills[3].gathered == 6 * P // 4  # a layer in bfloat16, and its gradient in float32
 
 

@@ -77,10 +77,14 @@ def take_steps(step, state, batches, num_steps):
 
 
 def on_layout(model, params, optimizer, text, **options):
+    """Of a layout, and what is accumulated: `data2.zero3 whole`."""
+    text, *accumulate = text.split()
     layout = Layout.parse(text)
     mesh = layout_mesh(layout)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model, **options)
-    return make_layout_step(model, optimizer, mesh=mesh, layout=layout), state, {"mesh": mesh, "layout": layout}
+    accumulated = dict(zip(["accumulate"], accumulate, strict=False))
+    step = make_layout_step(model, optimizer, mesh=mesh, layout=layout, **accumulated)
+    return step, state, {"mesh": mesh, "layout": layout}
 
 
 def shardings_of(state):
@@ -140,6 +144,7 @@ def trained_whole(num_microbatches, packed, by_layers):
         ("data4.zero2", 8, True, False),
         ("data8.zero2", 8, False, False),
         ("data2.zero3", 8, True, True),
+        ("data2.zero3 whole", 8, True, True),
         ("data3.zero3", 6, False, True),
         ("data4.zero3", 4, False, True),
         ("data8.zero3", 8, False, True),
