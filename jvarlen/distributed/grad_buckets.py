@@ -141,8 +141,9 @@ def reduce_in_buckets(
       grads: a pytree of arrays.
       buckets: places in `jax.tree.leaves(grads)`, those of a bucket of one dtype.
       axis_name: of the mesh.
-      dims: for each gradient, the dimension along which each device keeps its shard of the sum; None: all of it. The
-        size of the axis divides it, and it is given for all of a bucket or for none. Empty: all stay whole.
+      dims: for each gradient, the dimension along which each device keeps its shard of the sum, padded with zeros if
+        the size of the axis does not divide it; None: all of it. It is given for all of a bucket or for none. Empty:
+        all stay whole.
     """
     leaves, structure = jax.tree.flatten(grads)
     for bucket in buckets:
@@ -166,7 +167,7 @@ def _sum(members: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
 def _sum_to_shards(members: Sequence[jax.Array], along: Sequence[Any], axis_name: str) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
-    moved = [jnp.moveaxis(member, dim, 0) for member, dim in zip(members, along, strict=True)]
+    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in zip(members, along, strict=True)]
     row = jax.lax.psum_scatter(_concatenate([member.reshape(num_shards, -1) for member in moved]), axis_name)
     parts = _split(row, [member.size // num_shards for member in moved])
     shards = [
@@ -174,6 +175,12 @@ def _sum_to_shards(members: Sequence[jax.Array], along: Sequence[Any], axis_name
         for part, member in zip(parts, moved, strict=True)
     ]
     return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
+
+
+def _padded(member: jax.Array, num_shards: int) -> jax.Array:
+    """With zeros at the end, so that the shards divide its first dimension."""
+    missing = -member.shape[0] % num_shards
+    return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
 
 
 def _concatenate(rows: Sequence[jax.Array]) -> jax.Array:

@@ -16,7 +16,7 @@ from jvarlen.batches.batches import token_batch_spec
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import Accumulate, check_layout
-from jvarlen.parallel.zero import shard_specs, state_specs
+from jvarlen.parallel.zero import padded_shape, shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
 from jvarlen.training.train_state import TrainState, init_train_state
@@ -110,8 +110,9 @@ def memory_bill(
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
     specs_of_state = state_specs(state, layout.zero, layout.data)
-    in_shards = layout.zero >= 2 and accumulate == "shards"
-    specs = shard_specs(params, layout.data) if in_shards else jax.tree.map(lambda _: PartitionSpec(), params)
+    specs = jax.tree.map(lambda _: PartitionSpec(), params)
+    if layout.zero >= 2 and accumulate == "shards":
+        specs = shard_specs(params, layout.data, padded=layout.zero == 2)
     wide = jax.tree.map(_accumulated, params)
     grads = _bytes_of(params, specs, layout.data)
     return MemoryBill(
@@ -135,14 +136,12 @@ def _bytes_of(tree: Any, specs: Any = None, num_shards: int = 1) -> int:
     """Bytes of arrays, of which the specs tell which are in shards."""
     leaves = jax.tree.leaves(tree)
     if specs is None:
-        is_sharded = [False] * len(leaves)
+        in_specs = [PartitionSpec()] * len(leaves)
     else:
-        is_sharded = [
-            any(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-        ]
+        in_specs = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
     return sum(
-        math.prod(leaf.shape) * leaf.dtype.itemsize // (num_shards if sharded else 1)
-        for leaf, sharded in zip(leaves, is_sharded, strict=True)
+        math.prod(padded_shape(leaf.shape, spec, num_shards)) * leaf.dtype.itemsize // (num_shards if any(spec) else 1)
+        for leaf, spec in zip(leaves, in_specs, strict=True)
     )
 
 
@@ -152,7 +151,7 @@ def _gathered_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | 
         return _bytes_of(params)
     if isinstance(model, LayeredModel) and model.stack is not None:
         params = jax.eval_shape(model.stack, params)
-    specs = shard_specs(params, layout.data)
+    specs = shard_specs(params, layout.data, padded=False)
 
     def of_shards(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, num_layers: int = 1) -> int:
         return _bytes_of((leaf, _accumulated(leaf))) // num_layers if any(spec) else 0

@@ -20,7 +20,17 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.zero import Tapped, gathering_model, shard_specs, state_specs, tapped_loss_fn
+from jvarlen.parallel.zero import (
+    Tapped,
+    crop,
+    gathering_model,
+    pad,
+    padded,
+    shard_specs,
+    state_specs,
+    tapped_loss_fn,
+    unpadded,
+)
 from jvarlen.training import step as training_step
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
@@ -56,7 +66,8 @@ def init_state(
 
     Returns:
       `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
-      divides; those without one, or with fewer than 1,024 elements, are whole on every device.
+      divides. Where N divides none, parameters are whole, and arrays of the optimizer are padded with zeros, which it
+      never sees. Arrays with fewer than 1,024 elements are whole on every device.
 
     Raises:
       ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
@@ -72,7 +83,11 @@ def init_state(
     shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
     shardings = _shardings(shapes, mesh, layout)
     params = jax.tree.map(_place, params, shardings.params)
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+
+    def init(params: Any) -> Any:
+        return padded(init_train_state(params, optimizer), layout.zero, layout.data).opt_state
+
+    opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
     return TrainState(params, opt_state, *replicate((whole.extra, whole.key, whole.step), mesh))
 
@@ -124,9 +139,10 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         shardings = _shardings(state, mesh, layout)
-        following, metrics = train_step_of_sums(state, batch)
+        following, metrics = train_step_of_sums(unpadded(state, layout.zero, layout.data), batch)
+        following = padded(following, layout.zero, layout.data)
         # Added on shards, then gathered in the type of the parameters: updates may be wider.
-        params = _constrain(following.params, _on(mesh, shard_specs(state.params, layout.data)))
+        params = _on_shards(following.params, mesh, shard_specs(state.params, layout.data))
         return following._replace(
             params=_constrain(params, shardings.params),
             opt_state=_constrain(following.opt_state, shardings.opt_state),
@@ -238,22 +254,25 @@ def _sums_of(
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        specs = shard_specs(state.params, layout.data)
-        options: dict[str, Any] = {"accumulates_shards": layout.zero == 2 and accumulate == "shards"}
-        if layout.zero < 3 or not isinstance(model, LayeredModel):
-            loss_fn = _loss_fn(model)
-        else:
-            options["param_specs"] = specs
+        options: dict[str, Any] = {}
+        if layout.zero == 3 and isinstance(model, LayeredModel):
             stacked = state.params if model.stack is None else jax.eval_shape(model.stack, state.params)
-            specs_of_stacked = shard_specs(stacked, layout.data)
+            in_shards = shard_specs(stacked, layout.data, padded=False)
             if accumulate == "whole" and with_grads:
-                loss_fn, options["tap"] = tapped_loss_fn(model, specs_of_stacked), Tapped
+                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards), Tapped
             else:
-                loss_fn = layered_loss_fn(gathering_model(model, specs_of_stacked))
+                loss_fn = layered_loss_fn(gathering_model(model, in_shards))
+            specs = options["param_specs"] = shard_specs(state.params, layout.data, padded=False)
+        else:
+            loss_fn, specs = _loss_fn(model), shard_specs(state.params, layout.data)
+            options["accumulates_shards"] = layout.zero == 2 and accumulate == "shards"
         sums = sum_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS, with_grads=with_grads, grad_specs=specs, **options)(
             state, batch
         )
-        return sums._replace(grads=_constrain(sums.grads, _on(mesh, specs))) if with_grads else sums
+        if not with_grads:
+            return sums
+        grads = _constrain(sums.grads, _on(mesh, specs))
+        return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, state.params))
 
     return sums_of
 
@@ -270,6 +289,16 @@ def _on(mesh: Mesh, specs: Any) -> Any:
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
     )
+
+
+def _on_shards(params: Any, mesh: Mesh, specs: Any) -> Any:
+    """Arrays that are computed in shards; those that these pad are cropped again."""
+
+    def on_shards(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+        wide = jax.lax.with_sharding_constraint(pad(leaf, spec, mesh.shape[DATA_AXIS]), NamedSharding(mesh, spec))
+        return crop(wide, leaf.shape)
+
+    return jax.tree.map(on_shards, params, specs)
 
 
 def _constrain(tree: Any, shardings: Any) -> Any:

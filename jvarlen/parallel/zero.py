@@ -1,7 +1,7 @@
 """ZeRO: what of a state is sharded over the data axis, and layers that gather their parameters.
 
-Shards lie along one dimension of an array that their number divides, so nothing is padded and the optimizer sees whole
-arrays. Letters: N shards, L layers.
+Shards lie along one dimension of an array. Parameters are sharded only where the number of shards divides one; arrays
+of the optimizer, and gradients, are padded where it divides none. Letters: N shards, L layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,19 @@ from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["MIN_SHARDED", "Tapped", "gathering_model", "shard_specs", "state_specs", "tapped_loss_fn"]
+__all__ = [
+    "MIN_SHARDED",
+    "Tapped",
+    "crop",
+    "gathering_model",
+    "pad",
+    "padded",
+    "padded_shape",
+    "shard_specs",
+    "state_specs",
+    "tapped_loss_fn",
+    "unpadded",
+]
 
 MIN_SHARDED = 1024  # elements; of smaller arrays, collectives cost more than the bytes are worth
 
@@ -41,40 +53,78 @@ _NOT_SAVED = {
 }
 
 
-def shard_specs(params: Any, num_shards: int) -> Any:
+def shard_specs(params: Any, num_shards: int, *, padded: bool = True) -> Any:
     """How parameters, their gradients and their optimizer state lie over the data axis where they are sharded.
 
     Args:
       params: pytree of arrays or shapes.
       num_shards: N.
+      padded: whether dimensions that N does not divide may be sharded, as of gradients and optimizer state.
 
     Returns:
-      A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones. Arrays
-      with no such dimension, or with fewer than 1,024 elements, are whole. Of `LayeredParams`, both count within a
-      layer.
+      A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones; or else,
+      if `padded`, the largest that has at least N elements. Arrays with no such dimension, or with fewer than 1,024
+      elements, are whole. Of `LayeredParams`, both count within a layer.
     """
+    spec = functools.partial(_spec, num_shards=num_shards, padded=padded)
     if isinstance(params, LayeredParams):
-        return LayeredParams(
-            jax.tree.map(functools.partial(_spec, num_shards=num_shards), params.ends),
-            jax.tree.map(functools.partial(_spec, num_shards=num_shards, begin=1), params.layers),
-        )
-    return jax.tree.map(functools.partial(_spec, num_shards=num_shards), params)
+        layers = jax.tree.map(functools.partial(spec, begin=1), params.layers)
+        return LayeredParams(jax.tree.map(spec, params.ends), layers)
+    return jax.tree.map(spec, params)
 
 
-def _spec(leaf: Any, *, num_shards: int, begin: int = 0) -> PartitionSpec:
+def _spec(leaf: Any, *, num_shards: int, padded: bool, begin: int = 0) -> PartitionSpec:
     shape = np.shape(leaf)
     dims = [dim for dim in range(begin, len(shape)) if shape[dim] % num_shards == 0]
+    if not dims and padded:
+        dims = [dim for dim in range(begin, len(shape)) if shape[dim] >= num_shards]
     if not dims or math.prod(shape[begin:]) < MIN_SHARDED:
         return _WHOLE
     largest = max(dims, key=lambda dim: (shape[dim], -dim))
     return PartitionSpec(*(None,) * largest, DATA_AXIS)
 
 
+def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
+    """The shape of an array whose sharded dimension is padded to a multiple of N."""
+    if DATA_AXIS not in spec:
+        return shape
+    dim = spec.index(DATA_AXIS)
+    return (*shape[:dim], -(-shape[dim] // num_shards) * num_shards, *shape[dim + 1 :])
+
+
+class _OfParam(NamedTuple):
+    """How an array of the optimizer lies, and its shape without padding."""
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+
+
+def _by_params(state: TrainState, num_shards: int) -> Any:
+    """For each array of the optimizer, padded or not, an `_OfParam`."""
+    specs = jax.tree.leaves(shard_specs(state.params, num_shards), is_leaf=_is_spec)
+    params = {
+        path: (np.shape(leaf), spec)
+        for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs, strict=True)
+    }
+
+    # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
+    def of_param(path: tuple[Any, ...], leaf: Any) -> _OfParam:
+        found = np.shape(leaf)
+        for begin in range(len(path) + 1):  # the longest end first
+            shape, spec = params.get(path[begin:], ((), _WHOLE))
+            leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
+            if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, num_shards)):
+                return _OfParam(PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
+        return _OfParam(_WHOLE, found)
+
+    return jax.tree.map_with_path(of_param, state.opt_state)
+
+
 def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
     """How a state lies over the data axis.
 
     Args:
-      state: arrays or shapes.
+      state: arrays or shapes; those of the optimizer may be padded.
       zero: the ZeRO level, 0 to 3.
       num_shards: N.
 
@@ -86,27 +136,60 @@ def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
     whole = jax.tree.map(lambda _: _WHOLE, state)
     if zero == 0:
         return whole
-    specs = shard_specs(state.params, num_shards)
-    shapes_and_specs = {
-        path: (np.shape(leaf), spec)
-        for (path, leaf), spec in zip(
-            jax.tree.leaves_with_path(state.params), jax.tree.leaves(specs, is_leaf=_is_spec), strict=True
-        )
-    }
-
-    # By path, not by Optax's own search: that calls `init` with placeholders, which some optimizers do not take.
-    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        for begin in range(len(path) + 1):  # the longest end first
-            shape, spec = shapes_and_specs.get(path[begin:], (None, _WHOLE))
-            num_leading = np.ndim(leaf) - len(shape or ())  # such as the history of L-BFGS
-            if shape and shape == np.shape(leaf)[num_leading:]:
-                return PartitionSpec(*(None,) * num_leading, *spec) if spec else _WHOLE
-        return _WHOLE
-
+    of_params = _by_params(state, num_shards)
     return whole._replace(
-        params=specs if zero == 3 else whole.params,
-        opt_state=jax.tree.map_with_path(spec_of, state.opt_state),
+        params=shard_specs(state.params, num_shards, padded=False) if zero == 3 else whole.params,
+        opt_state=jax.tree.map(lambda of_param: of_param.spec, of_params, is_leaf=_is_of_param),
     )
+
+
+def unpadded(state: TrainState, zero: int, num_shards: int) -> TrainState:
+    """A state whose optimizer has arrays in the shapes of their parameters.
+
+    Args:
+      state: arrays or shapes.
+      zero: the ZeRO level.
+      num_shards: N.
+    """
+    return _with_arrays(state, zero, num_shards, lambda leaf, of_param: crop(leaf, of_param.shape))
+
+
+def padded(state: TrainState, zero: int, num_shards: int) -> TrainState:
+    """The inverse of `unpadded`, with zeros."""
+    return _with_arrays(state, zero, num_shards, lambda leaf, of_param: pad(leaf, of_param.spec, num_shards))
+
+
+def _with_arrays(state: TrainState, zero: int, num_shards: int, change: Callable[[Any, _OfParam], Any]) -> TrainState:
+    if zero == 0:
+        return state
+    of_params = _by_params(state, num_shards)
+    changed = jax.tree.map(
+        lambda of_param, leaf: change(leaf, of_param), of_params, state.opt_state, is_leaf=_is_of_param
+    )
+    return state._replace(opt_state=changed)
+
+
+def pad(leaf: Any, spec: PartitionSpec, num_shards: int) -> Any:
+    """An array, or its shape, with zeros at the end of the dimension that is sharded."""
+    shape = padded_shape(np.shape(leaf), spec, num_shards)
+    if shape == np.shape(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    return jnp.pad(leaf, [(0, to - size) for size, to in zip(np.shape(leaf), shape, strict=True)])
+
+
+def crop(leaf: Any, shape: tuple[int, ...]) -> Any:
+    """An array, or its shape, without what was padded."""
+    if shape == np.shape(leaf):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+    return leaf[tuple(map(slice, shape))]
+
+
+def _is_of_param(leaf: Any) -> bool:
+    return isinstance(leaf, _OfParam)
 
 
 def _is_spec(leaf: Any) -> bool:

@@ -36,7 +36,7 @@ from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import gather_params, init_state
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step
-from jvarlen.parallel.zero import shard_specs
+from jvarlen.parallel.zero import shard_specs, unpadded
 from tests import processes, run_zero
 from tests.conftest import random_dataset
 
@@ -215,7 +215,8 @@ def test_any_optimizer_sees_whole_arrays(name, text):
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-9)
         assert losses[-1] < losses[0]
         assert_equal_trees(gather_params(state, **on), expected.params, 1e-9)
-        assert_equal_trees(state.opt_state, expected.opt_state, 1e-9)
+        whole_state = jax.jit(unpadded, static_argnums=(1, 2))(state, on["layout"].zero, on["layout"].data)
+        assert_equal_trees(whole_state.opt_state, expected.opt_state, 1e-9)
         assert shardings_of(state) == placed
 
 
@@ -279,15 +280,16 @@ def test_shards_lie_along_the_largest_dimension_that_divides():
         "tall": rows,
         "square": rows,
         "odd": rows,
-        "prime": whole,
+        "prime": rows,
         "small": whole,
         "scalar": whole,
         "deep": PartitionSpec(None, None, "data"),
     }
-    assert shard_specs(params, 3) == dict.fromkeys(params, whole) | {
-        "wide": columns,
-        "tall": rows,
-    }
+    assert shard_specs(params, 4, padded=False)["prime"] == whole
+    assert shard_specs(params, 3, padded=False) == dict.fromkeys(params, whole) | {"wide": columns, "tall": rows}
+    assert shard_specs(params, 300) == dict.fromkeys(params, whole)  # nothing has so many elements
+    assert shard_specs(params, 100)["wide"] == whole
+    assert shard_specs(params, 90)["wide"] == columns
     stacked = LayeredParams(np.zeros((1024, 3)), {"w": np.zeros((2048, 32, 32)), "scale": np.zeros((64, 1000))})
     specs = LayeredParams(rows, {"w": PartitionSpec(None, "data"), "scale": whole})
     assert shard_specs(stacked, 4) == specs  # never along the layers, and a layer's own size counts
@@ -338,17 +340,18 @@ def reduced_elements(text, kind):
 def test_gradients_are_reduced_to_shards_once_or_in_each_microbatch(zero, in_loops):
     counts, text = collectives_of(f"data4.zero{zero}")
     assert counts["all-reduce"] == (1, 0)
-    assert counts["reduce-scatter"] == ((0, 1) if in_loops else (1, 0))
-    assert counts["all-gather"] == (1, 0)
-    assert list(reduced_elements(text, "reduce-scatter")) == [3 * 64 * 64 // 4]
-    assert list(reduced_elements(text, "all-gather")) == [3 * 64 * 64]  # of layers; the ends are whole
-    assert max(reduced_elements(text, "all-reduce")) == 15 * 75  # the largest array that is whole
+    assert counts["reduce-scatter"] == ((0, 2) if in_loops else (2, 0))
+    assert counts["all-gather"] == (2, 0)
+    odd, layers = 15 * 76, 3 * 64 * 64  # 75 padded to 76
+    assert sorted(reduced_elements(text, "reduce-scatter")) == [odd // 4, layers // 4]
+    assert sorted(reduced_elements(text, "all-gather")) == [odd, layers]
+    assert max(reduced_elements(text, "all-reduce")) == 64 * 15  # the largest array that is whole
 
 
 def test_the_third_level_gathers_each_layer_forward_and_backward():
     counts, text = collectives_of("data4.zero3")
-    assert counts["all-gather"] == (0, 2)
-    assert list(reduced_elements(text, "all-gather")) == [64 * 64] * 2  # one layer at a time
+    assert counts["all-gather"] == (1, 2)
+    assert sorted(reduced_elements(text, "all-gather")) == [15 * 76, 64 * 64, 64 * 64]  # one layer at a time
     assert counts["reduce-scatter"] == (0, 1)
     assert list(reduced_elements(text, "reduce-scatter")) == [64 * 64 // 4]
     assert counts["all-reduce"].in_loops == 0
@@ -414,7 +417,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
         assert_equal_trees(state.params, expected.params, 1e-12)
         in_loops = compiled.collectives(bucket).get("reduce-scatter", (0, 0))[1]
-        assert in_loops == (0 if zero == 1 else 1)
+        assert in_loops == (0, 2, 1)[zero - 1]
 
 
 def test_what_cannot_be_spread_is_refused_by_name():
@@ -465,6 +468,34 @@ def test_evaluation_steps_gather_layer_by_layer_and_drop_nothing_out(text):
         for each in list_collectives(step.as_text())
     )
     assert in_loop == (layout.zero == 3)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero):
+    """An optimizer that counts elements, and divides by their number: padding would show."""
+
+    def counting():
+        def update(grads, state, params=None):
+            count = sum(leaf.size for leaf in jax.tree.leaves(grads))
+            moments = jax.tree.map(lambda moment, grad: 0.9 * moment + grad + 1.0, state["moments"], grads)
+            total = sum(jnp.sum(moment) for moment in jax.tree.leaves(moments))
+            return jax.tree.map(lambda moment: -1e-4 * moment * total / count, moments), {"moments": moments}
+
+        return optax.GradientTransformation(lambda params: {"moments": jax.tree.map(jnp.zeros_like, params)}, update)
+
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), counting()))
+        expected, losses = take_steps(whole, init_train_state(simple_params(), counting()), [simple_batch(7)], 4)
+        step, state, on = on_layout(SIMPLE, simple_params(), counting(), f"data7.zero{zero}")
+        moments = state.opt_state["moments"]
+        assert moments.ends["odd"].shape == (15, 77)
+        assert moments.layers["k"].addressable_shards[0].data.shape == (3, 10, 64)
+        state, found_losses = take_steps(jax.jit(step, donate_argnums=0), state, [simple_batch(7)], 4)
+        np.testing.assert_allclose(found_losses, losses, rtol=1e-12)
+        assert_equal_trees(gather_params(state, **on), expected.params, 1e-12)
+        padding = np.asarray(state.opt_state["moments"].layers["k"])[:, 64:]
+        assert padding.shape == (3, 6, 64)
+        assert not padding.any()
 
 
 def test_optimizers_that_keep_a_history_keep_it_in_shards():
