@@ -154,8 +154,8 @@ def in_namespace(
       num_timed: steps that are timed, those of all cases in turn.
 
     Returns:
-      For each case, bytes of a step in all processes, "billed", "by gloo" as it is known to work, and "counted"; "state"
-      bytes of a process, and median "seconds" of a step on process 0, None if none were timed.
+      For each case, bytes that all processes send in a step, "billed", "by gloo" with what it exchanges besides, and
+      "counted"; "state" bytes of a process, and median "seconds" of a step on process 0, None if none were timed.
     """
     given = json.dumps([sizes, list(cases), num_counted, num_timed])
     program = f"{sys.executable} {Path(__file__).resolve()} '{given}' {num_processes}"
