@@ -1,19 +1,16 @@
 """Steps of a perceptron of equal layers at every ZeRO level: what they hold, send and take.
 
-As a program it is one of several processes of one CPU device each, started by `in_namespace`: it counts what their
-steps send over the loopback of a network namespace, which nobody else uses. Prints JSON on process 0.
+As a program it is one of several processes of one CPU device each, started by `namespace.run`: it counts what their
+steps send, and prints it as JSON on process 0.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,24 +34,13 @@ from jvarlen.parallel import (
 )
 from jvarlen.parallel.bill import CommunicationBill
 
-__all__ = [
-    "MODEL",
-    "Case",
-    "Compiled",
-    "Sizes",
-    "can_count",
-    "compile_step",
-    "in_namespace",
-    "medians_in_turn",
-    "stepping",
-]
+__all__ = ["Case", "Compiled", "Sizes", "compile_step", "medians_in_turn", "stepping"]
 
 MODEL = LayeredModel(
     embed=lambda ends, microbatch, axes: microbatch,
     layer=lambda own, x, microbatch, axes: jnp.tanh(x @ own),
     loss=lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(len(x))),
 )
-DEADLINE_S = 300
 
 
 class Sizes(NamedTuple):
@@ -134,22 +120,12 @@ def stepping(compiled: Compiled) -> Callable[[], None]:
     return step
 
 
-def can_count() -> bool:
-    """Whether a network namespace can be made: on Linux, as root."""
-    if not sys.platform.startswith("linux") or not all(map(shutil.which, ("unshare", "ip"))):
-        return False
-    return subprocess.run(_in_namespace("true"), capture_output=True, check=False).returncode == 0
-
-
-def in_namespace(
-    sizes: Sizes, cases: Iterable[Case], num_processes: int, *, num_counted: int = 2, num_timed: int = 0
-) -> list[dict[str, Any]]:
+def count(sizes: Sizes, cases: Sequence[Case], num_counted: int, num_timed: int) -> list[dict[str, Any]]:
     """What steps of several processes send, and take.
 
     Args:
       sizes: of the model.
       cases: each is compiled, counted and timed.
-      num_processes: with one CPU device each.
       num_counted: steps of which bytes are counted.
       num_timed: steps that are timed, those of all cases in turn.
 
@@ -157,25 +133,6 @@ def in_namespace(
       For each case, bytes that all processes send in a step, "billed", "by gloo" with what it exchanges besides, and
       "counted"; "state" bytes of a process, and median "seconds" of a step on process 0, None if none were timed.
     """
-    given = json.dumps([sizes, list(cases), num_counted, num_timed])
-    program = f"{sys.executable} {Path(__file__).resolve()} '{given}' {num_processes}"
-    others = " ".join(f"{program} {rank} &" for rank in range(1, num_processes))
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1"
-    run = subprocess.run(
-        _in_namespace(f"{others} exec {program} 0"), env=env, stdout=subprocess.PIPE, check=True, timeout=DEADLINE_S
-    )
-    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])  # gloo prints as well
-    return found
-
-
-def _in_namespace(command: str) -> list[str]:
-    # All of its processes end with the first one, which is also killed if this process is.
-    return ["unshare", "--net", "--pid", "--fork", "--kill-child", "sh", "-c", f"ip link set lo up && {command}"]
-
-
-def count(sizes: Sizes, cases: Sequence[Case], num_counted: int, num_timed: int) -> list[dict[str, Any]]:
-    """What `in_namespace` returns, in one of its processes."""
     found = []
     steps = {}
     for case in cases:
