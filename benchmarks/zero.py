@@ -69,32 +69,46 @@ def on_devices(form: Form) -> list[str]:
     seconds = zero_jax.medians_in_turn(
         {case: zero_jax.stepping(each) for case, each in compiled.items()}, form.num_timed
     )
-    columns = "level|state|arguments"
-    rows = [
-        [f"zero{zero}", mib(compiled[Case(zero, 1)].state_bytes), mib(told[Case(zero, 1)].argument_bytes)]
-        for zero in LEVELS
-    ]
-    for num in (1, form.many_microbatches):
-        columns += (
-            f"|temporaries, A = {num}|sent, of zero0's, A = {num}|step, ms, A = {num}|step, of zero0's, A = {num}"
-        )
-        for row, zero in zip(rows, LEVELS, strict=True):
+    each_a = (1, form.many_microbatches)
+    memory, others = [], []
+    for zero in LEVELS:
+        billed = compiled[Case(zero, 1)].memory
+        of_state = billed.params + billed.opt_state
+        numbers = [compiled[Case(zero, 1)].state_bytes, of_state, told[Case(zero, 1)].argument_bytes]
+        numbers += [billed.total - of_state, *(told[Case(zero, num)].temp_bytes for num in each_a)]
+        memory.append([f"zero{zero}", *map(mib, numbers)])
+        others.append([f"zero{zero}"])
+        for num in each_a:
             case, first = Case(zero, num), Case(0, num)
-            row += [
-                mib(told[case].temp_bytes),
+            others[-1] += [
                 f"{compiled[case].bill.wire_bytes / compiled[first].bill.wire_bytes:.2f}",
                 digits(1e3 * seconds[case]),
                 digits(seconds[case] / seconds[first]),
             ]
     num_layers, width, num_rows = form.on_devices
     return [
+        "## State and temporaries",
+        "",
         f"{NUM_DEVICES} devices of one process, which share the cores; {num_layers} layers of {width} × {width}, "
         f"{mib(num_layers * form.on_devices.layer_bytes)} MiB of parameters; {num_rows} rows a microbatch, A "
-        "microbatches a shard. MiB of a device: state is counted in the shards of parameters and optimizer; arguments, "
-        "state and batch, and temporaries are those of the compiled program. Sent: by the bill. Medians of "
-        f"{form.num_timed} steps.",
+        "microbatches a shard. MiB of a device: state is counted in the shards of parameters and optimizer, and billed "
+        "by `memory_bill`; arguments, which are state and batch, and temporaries are those of the compiled program.",
         "",
-        *table(columns, rows),
+        *table(
+            "level|state|state, billed|arguments|temporaries, billed|"
+            + "|".join(f"temporaries, A = {num}" for num in each_a),
+            memory,
+        ),
+        "",
+        "## Bytes and time",
+        "",
+        "Of the same steps: bytes that a device sends, by `communication_bill`, and seconds, as medians of "
+        f"{form.num_timed} steps. Ratios are to zero0 with as many microbatches.",
+        "",
+        *table(
+            "level|" + "|".join(f"sent / zero0's, A = {num}|ms, A = {num}|/ zero0's, A = {num}" for num in each_a),
+            others,
+        ),
     ]
 
 
@@ -120,6 +134,8 @@ def by_layers(form: Form) -> list[str]:
         )
     _, width, num_rows = form.by_layers[0]
     return [
+        "## Whole layers of ZeRO-3",
+        "",
         f"In units of the weights of one layer, {width} × {width}, with {num_rows} rows a shard and A = 1 on "
         f"{NUM_DEVICES} devices. L layers have L / N of shards of gradients, and keep the inputs of each for the "
         "backward pass; what is left are layers that are whole.",
@@ -189,8 +205,7 @@ def main() -> None:
     if quick:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
     split_cpu(NUM_DEVICES)
-    lines = ["## State, temporaries, bytes and time", "", *on_devices(form)]
-    lines += ["", "## Whole layers of ZeRO-3", "", *by_layers(form), ""]
+    lines = [*on_devices(form), "", *by_layers(form), ""]
     if namespace.is_available():
         lines += on_processes(form, JAX_PLATFORMS="cpu")
     else:

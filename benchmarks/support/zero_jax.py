@@ -31,8 +31,10 @@ from jvarlen.parallel import (
     init_state,
     layout_mesh,
     make_train_step,
+    memory_bill,
 )
 from jvarlen.parallel.bill import CommunicationBill
+from jvarlen.parallel.memory import MemoryBill
 
 __all__ = ["Case", "Compiled", "Sizes", "compile_step", "medians_in_turn", "stepping"]
 
@@ -70,6 +72,7 @@ class Compiled(NamedTuple):
     state: Any
     batch: Any
     bill: CommunicationBill
+    memory: MemoryBill
     state_bytes: int
 
 
@@ -81,12 +84,17 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     params = LayeredParams((), np.random.default_rng(0).normal(0, 0.03, shape).astype(np.float32))
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=MODEL)
     bucket = (sizes.rows, sizes.width)
+
+    def batch_spec(bucket: tuple[int, ...], num_microbatches: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_microbatches, *bucket), jnp.float32)
+
+    memory = memory_bill(layout, params, optimizer, bucket, model=MODEL, batch_spec=batch_spec)
     step = jvarlen.compile_buckets(
         make_train_step(MODEL, optimizer, mesh=mesh, layout=layout),
         state,
         [bucket],
         microbatches_per_step=num_shards * case.num_microbatches,
-        batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), jnp.float32),
+        batch_spec=batch_spec,
         mesh=mesh,
         progress=False,
         options=jvarlen.CompileOptions(cache_dir=None),
@@ -94,7 +102,7 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     x = np.ones((num_shards * case.num_microbatches, *bucket), np.float32)
     batch = jax.make_array_from_callback(x.shape, batch_shardings(x, mesh), lambda index: x[index])
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    return Compiled(step, state, batch, communication_bill(step, bucket), held)
+    return Compiled(step, state, batch, communication_bill(step, bucket), memory, held)
 
 
 def medians_in_turn(calls: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
