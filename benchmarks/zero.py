@@ -35,17 +35,19 @@ class Form(NamedTuple):
     many_microbatches: int
     by_layers: Sequence[Sizes]
     on_processes: Sizes
-    counted: Sequence[tuple[int, Sequence[int]]]  # numbers of processes, and of microbatches a shard
+    counted: Sequence[
+        tuple[int, Sequence[int]]
+    ]  # numbers of processes, and of microbatches a shard; the first is timed
     num_timed: int
 
 
 FULL = Form(
-    on_devices=Sizes(num_layers=6, width=768, rows=128),
+    on_devices=Sizes(num_layers=6, width=768, rows=64),
     many_microbatches=8,
     by_layers=[Sizes(num_layers, 1024, 8) for num_layers in (4, 8, 16)],
-    on_processes=Sizes(num_layers=6, width=1024, rows=512),
-    counted=[(2, (1, 2)), (4, (1, 2))],
-    num_timed=20,
+    on_processes=Sizes(num_layers=6, width=1024, rows=256),
+    counted=[(2, (1,)), (2, (2,)), (4, (1, 2))],
+    num_timed=12,
 )
 QUICK = Form(
     on_devices=Sizes(num_layers=2, width=64, rows=4),
@@ -150,8 +152,8 @@ def on_processes(form: Form, **environment: str) -> list[str]:
     num_layers, width, num_rows = sizes
     counted, ways = [], []
     for num_processes, microbatches in form.counted:
-        cases = [Case(zero, num) for zero in LEVELS for num in microbatches]
-        given = (sizes, cases, 2, form.num_timed if num_processes == 2 else 0)
+        cases = [Case(zero, num) for num in microbatches for zero in LEVELS]
+        given = (sizes, cases, 2, 0 if ways else form.num_timed)
         program = Path(zero_jax.__file__)
         found = dict(zip(cases, namespace.run(program, given, num_processes, **environment), strict=True))
         counted += [
@@ -166,7 +168,7 @@ def on_processes(form: Form, **environment: str) -> list[str]:
             ]
             for case, one in found.items()
         ]
-        if num_processes == 2:
+        if not ways:
             ways += [(f"jvarlen, zero{zero}", found[Case(zero, 1)], found[Case(0, 1)]) for zero in LEVELS]
     theirs = namespace.run(Path(zero_torch.__file__), (*sizes, form.num_timed), 2)
     ways += [(f"PyTorch, {way}", theirs[way], theirs[zero_torch.WAYS[0]]) for way in zero_torch.WAYS]
