@@ -99,7 +99,7 @@ def test_a_module_by_its_old_name_has_what_it_had(old):
 def test_a_function_that_has_the_name_of_an_old_module_can_still_be_called():
     program = "import jvarlen.fit, jvarlen; jvarlen.fit(None)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT.parent)
-    assert "'NoneType' object has no attribute 'devices'" in run.stderr
+    assert "'NoneType' object has no attribute 'dry_run'" in run.stderr
 
 
 @pytest.mark.parametrize("directory", ["benchmarks", "examples"])

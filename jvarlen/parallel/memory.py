@@ -109,7 +109,7 @@ def memory_bill(
     check_layout(layout, params, model)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
-    specs_of_state = state_specs(state, layout.zero, layout.data)
+    specs_of_state = state_specs(state, layout)
     specs = jax.tree.map(lambda _: PartitionSpec(), params)
     if layout.zero >= 2 and accumulate == "shards":
         specs = shard_specs(params, layout.data, padded=layout.zero == 2)

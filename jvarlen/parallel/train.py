@@ -85,7 +85,7 @@ def init_state(
     params = jax.tree.map(_place, params, shardings.params)
 
     def init(params: Any) -> Any:
-        return padded(init_train_state(params, optimizer), layout.zero, layout.data).opt_state
+        return padded(init_train_state(params, optimizer), layout).opt_state
 
     opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
@@ -139,8 +139,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         shardings = _shardings(state, mesh, layout)
-        following, metrics = train_step_of_sums(unpadded(state, layout.zero, layout.data), batch)
-        following = padded(following, layout.zero, layout.data)
+        following, metrics = train_step_of_sums(unpadded(state, layout), batch)
+        following = padded(following, layout)
         # Added on shards, then gathered in the type of the parameters: updates may be wider.
         params = _on_shards(following.params, mesh, shard_specs(state.params, layout.data))
         return following._replace(
@@ -282,7 +282,7 @@ def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
 
 
 def _shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:
-    return _on(mesh, state_specs(state, layout.zero, layout.data))
+    return _on(mesh, state_specs(state, layout))
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
@@ -120,13 +121,12 @@ def _by_params(state: TrainState, num_shards: int) -> Any:
     return jax.tree.map_with_path(of_param, state.opt_state)
 
 
-def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
+def state_specs(state: TrainState, layout: Layout) -> TrainState:
     """How a state lies over the data axis.
 
     Args:
       state: arrays or shapes; those of the optimizer may be padded.
-      zero: the ZeRO level, 0 to 3.
-      num_shards: N.
+      layout: what is sharded.
 
     Returns:
       A `TrainState` of `PartitionSpec`. From level 1 on, an array of the optimizer lies as the parameter whose path is
@@ -134,35 +134,34 @@ def state_specs(state: TrainState, zero: int, num_shards: int) -> TrainState:
       are whole.
     """
     whole = jax.tree.map(lambda _: _WHOLE, state)
-    if zero == 0:
+    if layout.zero == 0:
         return whole
-    of_params = _by_params(state, num_shards)
+    of_params = _by_params(state, layout.data)
     return whole._replace(
-        params=shard_specs(state.params, num_shards, padded=False) if zero == 3 else whole.params,
+        params=shard_specs(state.params, layout.data, padded=False) if layout.zero == 3 else whole.params,
         opt_state=jax.tree.map(lambda of_param: of_param.spec, of_params, is_leaf=_is_of_param),
     )
 
 
-def unpadded(state: TrainState, zero: int, num_shards: int) -> TrainState:
+def unpadded(state: TrainState, layout: Layout) -> TrainState:
     """A state whose optimizer has arrays in the shapes of their parameters.
 
     Args:
       state: arrays or shapes.
-      zero: the ZeRO level.
-      num_shards: N.
+      layout: what is sharded.
     """
-    return _with_arrays(state, zero, num_shards, lambda leaf, of_param: crop(leaf, of_param.shape))
+    return _with_arrays(state, layout, lambda leaf, of_param: crop(leaf, of_param.shape))
 
 
-def padded(state: TrainState, zero: int, num_shards: int) -> TrainState:
+def padded(state: TrainState, layout: Layout) -> TrainState:
     """The inverse of `unpadded`, with zeros."""
-    return _with_arrays(state, zero, num_shards, lambda leaf, of_param: pad(leaf, of_param.spec, num_shards))
+    return _with_arrays(state, layout, lambda leaf, of_param: pad(leaf, of_param.spec, layout.data))
 
 
-def _with_arrays(state: TrainState, zero: int, num_shards: int, change: Callable[[Any, _OfParam], Any]) -> TrainState:
-    if zero == 0:
+def _with_arrays(state: TrainState, layout: Layout, change: Callable[[Any, _OfParam], Any]) -> TrainState:
+    if layout.zero == 0:
         return state
-    of_params = _by_params(state, num_shards)
+    of_params = _by_params(state, layout.data)
     changed = jax.tree.map(
         lambda of_param, leaf: change(leaf, of_param), of_params, state.opt_state, is_leaf=_is_of_param
     )

@@ -37,6 +37,7 @@ from jvarlen.distributed.processes import (
 from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.zero import unpadded
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, saved_settings
@@ -199,6 +200,7 @@ def _fit(
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             config=saved_settings(config),
+            unpadded=None if config.layout is None else functools.partial(unpadded, layout=config.layout),
         )
     )
     place = course.first_place()

@@ -28,7 +28,7 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -93,8 +93,10 @@ class Checkpoints:
         config: Mapping[str, Any],
         keep_last: int,
         keep_best: int,
+        unpadded: Callable[[Any], Any] | None = None,
     ):
         self._directory = directory
+        self._unpadded = unpadded
         self._checkpointer = checkpointer
         self._config = dict(config)
         self._keep_last, self._keep_best = keep_last, keep_best
@@ -130,7 +132,7 @@ class Checkpoints:
             return
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
-        about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": _describe(state)}
+        about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
         try:
             if is_main_process():
                 _remove_parts(self._directory)
@@ -253,17 +255,24 @@ class Checkpoints:
                     _remove_parts(self._directory)
             raise OSError(message) from error
 
+    def _describe(self, state: Any) -> dict[str, str]:
+        """Type and shape of every leaf without padding, by its path."""
+        if self._unpadded is not None:
+            state = jax.eval_shape(self._unpadded, state)
+        return {name: describe(leaf) for name, leaf in leaves_by_name(state).items()}
+
     def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
         agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
         path = self._directory / str(step)
         try:
             place, saved = _check(self._directory, step, self._metrics)
-            given = _describe(state)
+            given = self._describe(state)
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(state))
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
+            restore_args = jax.tree.map(_with_any_padding, restore_args)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
             return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
         except (ValueError, LookupError, TypeError, OSError) as error:
@@ -272,7 +281,12 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def open_checkpoints(
-    directory: Path, *, keep_last: int = 2, keep_best: int = 0, config: Mapping[str, Any] | None = None
+    directory: Path,
+    *,
+    keep_last: int = 2,
+    keep_best: int = 0,
+    config: Mapping[str, Any] | None = None,
+    unpadded: Callable[[Any], Any] | None = None,
 ) -> Iterator[Checkpoints]:
     """A block with the checkpoints of a directory; at its end everything saved is on disk.
 
@@ -283,6 +297,8 @@ def open_checkpoints(
       keep_last: how many of the newest checkpoints are kept, at least 1.
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
+      unpadded: `unpadded(state)` is the state without zeros that only pad its arrays to a number of shards. A
+        checkpoint is restored to any padding. None: nothing is padded.
 
     Yields:
       `Checkpoints`.
@@ -302,7 +318,7 @@ def open_checkpoints(
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best)
+    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best, unpadded)
     try:
         yield checkpoints
     except BaseException:
@@ -457,6 +473,6 @@ def _reason(error: BaseException) -> str:
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
 
 
-def _describe(state: Any) -> dict[str, str]:
-    """Type and shape of every leaf, by its path."""
-    return {name: describe(leaf) for name, leaf in leaves_by_name(state).items()}
+def _with_any_padding(args: ocp.RestoreArgs) -> ocp.RestoreArgs:
+    """Orbax adds the zeros that are missing, and cuts those that are too many."""
+    return dataclasses.replace(args, strict=False) if isinstance(args, ocp.ArrayRestoreArgs) else args
