@@ -29,7 +29,7 @@ class OptimizerOfMaster(optax.GradientTransformationExtraArgs):
     """What `with_float32_master` returns. Train steps give it gradients that were not rounded to the parameters'."""
 
 
-def with_float32_master(optimizer: optax.GradientTransformation) -> OptimizerOfMaster:
+def with_float32_master(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """An optimizer of float32 copies, for parameters in bfloat16 or float16.
 
     An update smaller than half a unit in the last place of a bfloat16 parameter would be lost. So the optimizer updates
