@@ -17,7 +17,6 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, KINDS, WEIGHT, Tables, place_of_actions, tables_of
 
 __all__ = [
-    "Mode",
     "Schedule",
     "Timeline",
     "eager_1f1b",
@@ -28,7 +27,7 @@ __all__ = [
     "zero_bubble",
 ]
 
-Mode = Literal["lockstep", "phases", "mpmd"]
+_Mode = Literal["lockstep", "phases", "mpmd"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,7 +60,7 @@ class Schedule:
         """The kinds of its actions: `"FB"` or `"FBW"`."""
         return KINDS[: 1 + int(self.actions[..., 0].max())]
 
-    def simulate(self, costs: Mapping[str, Any], mode: Mode = "lockstep") -> Timeline:
+    def simulate(self, costs: Mapping[str, Any], mode: str = "lockstep") -> Timeline:
         """When each action starts and ends. Transfers take no time.
 
         Args:
@@ -85,7 +84,7 @@ class Schedule:
           >>> [one_f_one_b(4, 8).simulate({"F": 15, "B": 30}, mode).makespan for mode in ("lockstep", "phases")]
           [600.0, 795.0]
         """
-        check_choices(mode=(mode, Mode))
+        check_choices(mode=(mode, _Mode))
         kind, slice_index = self.actions[..., 0], self.actions[..., 3]
         stage = np.arange(self.num_stages)[:, None]
         durations = self._checked_costs(costs)[kind, stage, slice_index]
@@ -173,7 +172,7 @@ class Timeline:
     """
 
     schedule: Schedule
-    mode: Mode
+    mode: str
     starts: Float64[np.ndarray, "S A"]
     ends: Float64[np.ndarray, "S A"]
     makespan: float
