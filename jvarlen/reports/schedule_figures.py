@@ -51,8 +51,9 @@ def draw_timelines(*timelines: Timeline) -> str:
 
 
 def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
-    from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_rgba
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
 
     schedule = timeline.schedule
     name = f"{schedule.name}, {timeline.mode}"
@@ -69,13 +70,9 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
             stage, a = np.nonzero((schedule.actions[..., 0] == code) & (schedule.actions[..., 2] == chunk))
             left, right = timeline.starts[stage, a], timeline.ends[stage, a]
             x, y = np.stack([left, right, right, left]), stage + np.array([[-0.4], [-0.4], [0.4], [0.4]])
-            bars = PolyCollection(
-                list(np.stack([x, y], axis=-1).swapaxes(0, 1)),
-                facecolor=to_rgba(colour, opacity),
-                edgecolor=colour,
-                linewidth=0.7,
-            )
-            axis.add_collection(bars)
+            bars = Path.make_compound_path_from_polys(np.stack([x, y], axis=-1).swapaxes(0, 1))
+            look: dict[str, Any] = {"facecolor": to_rgba(colour, opacity), "edgecolor": colour, "linewidth": 0.7}
+            axis.add_patch(PathPatch(bars, **look))
     for (s, a), last in np.ndenumerate(lasts):
         _, microbatch, _, slice_index = schedule.actions[s, a].tolist()
         label = f"{microbatch}.{slice_index}" if schedule.num_slices > 1 else f"{microbatch}"

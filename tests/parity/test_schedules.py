@@ -50,7 +50,7 @@ def torch_order(make, num_stages: int, num_microbatches: int, num_chunks: int) -
 
 
 def torch_calls(make, num_stages: int, num_microbatches: int, s: int) -> list[tuple[str, int, int]]:
-    """What a schedule calls on a stage: its `pipeline_order` is not what it does on the last stage."""
+    """What a schedule calls on a stage; its `pipeline_order` counts microbatches of the last stage from 1."""
     calls: list[tuple[str, int, int]] = []
     stage = MagicMock(num_stages=num_stages, stage_index=s, is_last=False)
     for name in ("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"):
