@@ -105,9 +105,7 @@ def tables_of(
         """The slots of the actions of kind `owner`, for all actions on the same thing."""
         return slots.ravel()[place[owner, stage, microbatch, chunk, slice_index]]
 
-    is_sent = np.zeros(ticks.size, bool)
-    is_sent[received_from[received_from >= 0]] = True
-    is_sent = is_sent.reshape(ticks.shape)
+    is_sent = np.isin(np.arange(ticks.size).reshape(ticks.shape), received_from)
     return Tables(
         kind=table(kind, every),
         microbatch=table(microbatch, every),

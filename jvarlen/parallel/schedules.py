@@ -89,7 +89,7 @@ class Schedule:
         stage = np.arange(self.num_stages)[:, None]
         durations = self._checked_costs(costs)[kind, stage, slice_index]
         if mode == "mpmd":
-            starts = _earliest_starts(self._received_from(), durations)
+            starts = _earliest_starts(_received_from(self.actions), durations)
             makespan = float((starts + durations).max())
         else:
             slowest = np.zeros((int(self.ticks.max()) + 1, len(self.kinds)))
@@ -125,10 +125,7 @@ class Schedule:
           >>> tables.num_inputs, tables.num_activations, tables.num_gradients
           (1, 2, 1)
         """
-        return tables_of(self.actions, self.ticks, self._received_from())
-
-    def _received_from(self) -> Int64[np.ndarray, "S A"]:
-        return _received_from(self.actions)
+        return tables_of(self.actions, self.ticks, _received_from(self.actions))
 
     def _checked_costs(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "kinds S K"]:
         if sorted(costs) != sorted(self.kinds):
