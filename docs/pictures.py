@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of "How a plan is made" and "Collectives".
+"""Draws the SVG pictures of "How a plan is made", "Collectives" and "Pipeline schedules".
 
 `python docs/pictures.py` writes them all. Pictures of the example are drawn here, and are byte-identical everywhere.
 Pictures of the built-in corpus depend on the Python version, because the corpus is its standard library. Letters: N
@@ -15,13 +15,15 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import jvarlen
+from jvarlen import parallel
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.plan_figures import draw_plan
+from jvarlen.reports.schedule_figures import draw_timelines
 
-__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "to_file"]
+__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "draw_schedules", "to_file"]
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -58,6 +60,26 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
     for name in ("lengths", "positions"):
         yield f"corpus-{name}", library[name]
     yield "corpus-padding", _padding_picture(lengths, settings)
+
+
+def draw_schedules() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of each picture of pipeline schedules."""
+    costs, split = {"F": 1, "B": 2}, {"F": 1, "B": 1, "W": 1}
+    lockstep = [make(4, 8).simulate(costs) for make in (parallel.gpipe, parallel.one_f_one_b, parallel.eager_1f1b)]
+    yield "schedules-lockstep", draw_timelines(*lockstep, parallel.zero_bubble(4, 8).simulate(split))
+    halves = {kind: cost / 2 for kind, cost in costs.items()}  # a chunk is half of a stage
+    mpmd = [parallel.one_f_one_b(4, 8).simulate(costs, "mpmd"), parallel.interleaved(4, 8, 2).simulate(halves, "mpmd")]
+    yield "schedules-mpmd", draw_timelines(*mpmd)
+
+    def seconds(num_tokens: np.ndarray, num_earlier: np.ndarray) -> np.ndarray:
+        return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128
+
+    sliced = []
+    for slices in ([2048], [512] * 4, parallel.choose_slices(2048, 4, 1, seconds, unit=128)):
+        forward = parallel.slice_seconds(slices, 2048, seconds)[None]
+        schedule = parallel.token_slices(4, 1, len(slices))
+        sliced.append(schedule.simulate({"F": forward, "B": 2 * forward}, "mpmd"))
+    yield "schedules-slices", draw_timelines(*sliced)
 
 
 def to_file(svg: str) -> str:
@@ -225,7 +247,7 @@ def _text(
 def main() -> None:
     """Writes all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for name, svg in [*draw_example(), *draw_corpus()]:
+    for name, svg in [*draw_example(), *draw_schedules(), *draw_corpus()]:
         (FOLDER / f"{name}.svg").write_text(to_file(svg) + "\n")
 
 

@@ -203,6 +203,15 @@ def test_pictures_of_the_example_are_what_the_library_draws(pictures):
         assert saved == pictures.to_file(svg) + "\n", f"{name} is out of date: run `python docs/pictures.py`"
 
 
+def test_pictures_of_schedules_show_what_the_library_draws(pictures):
+    """Their texts; shapes depend on the version of Matplotlib."""
+    for name, svg in pictures.draw_schedules():
+        drawn, saved = (
+            re.findall(r"<text[^>]*>([^<]+)<", text) for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())
+        )
+        assert drawn == saved != [], f"{name} is out of date: run `python docs/pictures.py`"
+
+
 @pytest.mark.slow
 def test_pictures_of_the_corpus_show_what_the_library_draws(pictures):
     """Their numbers depend on the standard library of the Python that drew them."""
@@ -211,7 +220,8 @@ def test_pictures_of_the_corpus_show_what_the_library_draws(pictures):
         return re.findall(r">([a-z_% ]*[a-z]{2}[a-z_% ]*)<", svg)
 
     drawn = dict(pictures.draw_corpus())
-    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*drawn, *dict(pictures.draw_example())}
+    others = {**dict(pictures.draw_example()), **dict(pictures.draw_schedules())}
+    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*drawn, *others}
     for name, svg in drawn.items():
         assert words(svg) == words((DOCS / "pictures" / f"{name}.svg").read_text()) != []
 

@@ -115,6 +115,12 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
     assert names["chunks"].sum() == names["total"][:6].sum()
 
 
+def test_the_guide_to_schedules_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("schedules.md", capsys)
+    assert names["chosen"].sum() == 2048
+    assert names["svg"].startswith("<svg")
+
+
 @pytest.mark.slow
 def test_the_guide_to_resuming_prints_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -6,9 +6,10 @@
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
-- `pipeline`: a model in stages over a mesh axis.
+- `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
+  of ticks, for a program. `slices`: where to cut a sequence. `pipeline`: a model in stages over a mesh axis.
 
-The names below are imported when they are first used: a layout is read without JAX.
+The names below are imported when they are first used: layouts and schedules are made without JAX.
 """
 
 from __future__ import annotations
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.memory import memory_bill
+    from jvarlen.parallel.schedules import (
+        Schedule,
+        Timeline,
+        eager_1f1b,
+        gpipe,
+        interleaved,
+        one_f_one_b,
+        token_slices,
+        zero_bubble,
+    )
+    from jvarlen.parallel.slices import choose_slices, slice_seconds
     from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
 
 __all__ = [
@@ -29,14 +41,24 @@ __all__ = [
     "LayeredModel",
     "LayeredParams",
     "Layout",
+    "Schedule",
+    "Timeline",
+    "choose_slices",
     "communication_bill",
+    "eager_1f1b",
     "gather_params",
+    "gpipe",
     "init_state",
+    "interleaved",
     "layered_loss_fn",
     "layout_mesh",
     "make_eval_step",
     "make_train_step",
     "memory_bill",
+    "one_f_one_b",
+    "slice_seconds",
+    "token_slices",
+    "zero_bubble",
 ]
 
 _NAMES_OF = {
@@ -45,6 +67,17 @@ _NAMES_OF = {
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.layout": ("Layout",),
     "parallel.memory": ("memory_bill",),
+    "parallel.schedules": (
+        "Schedule",
+        "Timeline",
+        "eager_1f1b",
+        "gpipe",
+        "interleaved",
+        "one_f_one_b",
+        "token_slices",
+        "zero_bubble",
+    ),
+    "parallel.slices": ("choose_slices", "slice_seconds"),
     "parallel.train": ("gather_params", "init_state", "make_eval_step", "make_train_step"),
 }
 _MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}

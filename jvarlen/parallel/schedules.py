@@ -1,0 +1,450 @@
+"""Pipeline schedules as data: which stage works on what and when, and what it holds. NumPy only.
+
+Letters: S stages, M microbatches of a data shard, V chunks of the model on each stage, K slices of tokens in each
+microbatch, A actions of a stage, T ticks. Chunk c of stage s is part c · S + s of the model's S · V parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float64, Int32, Int64
+
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, KINDS, WEIGHT, Tables, place_of_actions, tables_of
+
+__all__ = [
+    "Schedule",
+    "Timeline",
+    "eager_1f1b",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "token_slices",
+    "zero_bubble",
+]
+
+_Mode = Literal["lockstep", "phases", "mpmd"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """The actions of every stage in one step. The functions of this module make them.
+
+    Attributes:
+      name: of the function that made it.
+      num_stages: S.
+      num_microbatches: M.
+      num_chunks: V.
+      num_slices: K.
+      actions: int32[S, A, 4], the actions of each stage in order: kind, microbatch, chunk and slice. Kinds are 0 for a
+        forward pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes
+        only the gradient of the stage's input.
+      ticks: int32[S, A], the tick of each action in lockstep. A result is received in the tick after its action, or
+        later.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    num_slices: int
+    actions: Int32[np.ndarray, "S A 4"]
+    ticks: Int32[np.ndarray, "S A"]
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of its actions: `"FB"` or `"FBW"`."""
+        return KINDS[: 1 + int(self.actions[..., 0].max())]
+
+    def simulate(self, costs: Mapping[str, Any], mode: str = "lockstep") -> Timeline:
+        """When each action starts and ends. Transfers take no time.
+
+        Args:
+          costs: seconds, or any unit, of each kind of `kinds`: a number, an array [S] for each stage, or an array
+            that broadcasts to [S, K], such as [1, K] for each slice. An action works on one chunk and one slice.
+          mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
+            program moves all stages in ticks. Transfers are at the end of a tick, which lasts as long as its slowest
+            action. `"phases"`: as lockstep, but with a transfer after each kind. A tick lasts as long as its slowest F,
+            its slowest B and its slowest W together.
+
+        Returns:
+          The timeline.
+
+        Raises:
+          ValueError: costs of other kinds, of a wrong shape, or not finite and at least 0; an unknown mode.
+
+        Example:
+          >>> timeline = one_f_one_b(4, 8).simulate({"F": 15, "B": 30}, "mpmd")
+          >>> timeline.makespan, timeline.peak_activations.tolist()
+          (495.0, [4, 3, 2, 1])
+          >>> [one_f_one_b(4, 8).simulate({"F": 15, "B": 30}, mode).makespan for mode in ("lockstep", "phases")]
+          [600.0, 795.0]
+        """
+        check_choices(mode=(mode, _Mode))
+        kind, slice_index = self.actions[..., 0], self.actions[..., 3]
+        stage = np.arange(self.num_stages)[:, None]
+        durations = self._checked_costs(costs)[kind, stage, slice_index]
+        if mode == "mpmd":
+            starts = _earliest_starts(_received_from(self.actions), durations)
+            makespan = float((starts + durations).max())
+        else:
+            slowest = np.zeros((int(self.ticks.max()) + 1, len(self.kinds)))
+            np.maximum.at(slowest, (self.ticks, kind), durations)
+            before = np.zeros_like(slowest)  # seconds in the tick before its phase of each kind
+            if mode == "phases":
+                before[:, 1:] = np.cumsum(slowest, axis=1)[:, :-1]
+            lasts = (before + slowest).max(axis=1)
+            starts = (np.cumsum(lasts) - lasts)[self.ticks] + before[self.ticks, kind]
+            makespan = float(lasts.sum())
+        capacity = self.num_stages * makespan
+        return Timeline(
+            schedule=self,
+            mode=mode,
+            starts=starts,
+            ends=starts + durations,
+            makespan=makespan,
+            bubble=float((capacity - durations.sum()) / capacity) if capacity else 0.0,
+            peak_activations=self._peak_activations(len(self.kinds) - 1),
+            peak_before_backward=self._peak_activations(BACKWARD),
+        )
+
+    def tables(self) -> Tables:
+        """The tables that a program reads when it moves all stages in ticks.
+
+        Returns:
+          Actions, transfers and buffer slots of every tick and stage.
+
+        Example:
+          >>> tables = gpipe(2, 2).tables()
+          >>> tables.kind.T.tolist()  # a row for each stage
+          [[0, 0, -1, -1, 1, 1], [-1, 0, 0, 1, 1, -1]]
+          >>> tables.num_inputs, tables.num_activations, tables.num_gradients
+          (1, 2, 1)
+        """
+        return tables_of(self.actions, self.ticks, _received_from(self.actions))
+
+    def _checked_costs(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "kinds S K"]:
+        if sorted(costs) != sorted(self.kinds):
+            raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
+        wanted = (self.num_stages, self.num_slices)
+        checked = []
+        for kind in self.kinds:
+            cost = np.asarray(costs[kind], np.float64)
+            cost = cost[:, None] if cost.ndim == 1 else cost
+            if cost.ndim > 2 or any(size not in (1, most) for size, most in zip(cost.shape, wanted, strict=False)):
+                shape = np.shape(costs[kind])
+                raise UserError(
+                    f"costs of {kind} have shape {shape}; it must be (), {wanted[:1]} or broadcast to {wanted}"
+                )
+            if not (np.isfinite(cost) & (cost >= 0)).all():
+                raise UserError(f"costs of {kind} must be finite and at least 0, not {costs[kind]!r}")
+            checked.append(np.broadcast_to(cost, wanted))
+        return np.stack(checked)
+
+    def _peak_activations(self, last: int) -> Int64[np.ndarray, " S"]:
+        """The most forward passes whose action of kind `last` has not ended: at the end of a forward pass."""
+        kind = self.actions[..., 0]
+        return (np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == last, axis=1)).max(axis=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Timeline:
+    """A simulated schedule. Its unit of time is that of the costs.
+
+    Attributes:
+      schedule: that was simulated.
+      mode: as for `Schedule.simulate`.
+      starts: float64[S, A], when each action starts.
+      ends: float64[S, A], when it ends.
+      makespan: the time of the whole step.
+      bubble: the share of S · makespan in which stages are idle.
+      peak_activations: int64[S], the most forward results that each stage holds, of one chunk and one slice of a
+        microbatch each. A result is held until the last action that needs it has ended: W in a schedule that has it,
+        otherwise B. It depends on the order alone, not on costs.
+      peak_before_backward: int64[S], likewise, but held until B has ended.
+    """
+
+    schedule: Schedule
+    mode: str
+    starts: Float64[np.ndarray, "S A"]
+    ends: Float64[np.ndarray, "S A"]
+    makespan: float
+    bubble: float
+    peak_activations: Int64[np.ndarray, " S"]
+    peak_before_backward: Int64[np.ndarray, " S"]
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+    """GPipe: all forward passes, then all backward passes. A stage holds M activations.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1.
+
+    Returns:
+      The schedule. Its bubble is (S − 1) / (M + S − 1), in lockstep too.
+
+    Raises:
+      ValueError: a number below 1.
+
+    Example:
+      >>> gpipe(4, 8).simulate({"F": 1, "B": 2}).makespan
+      33.0
+
+    References:
+      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
+    """
+    return _make("gpipe", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_microbatches))
+
+
+def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B: forward and backward passes in turn, as early as the pipeline allows.
+
+    Stage s holds min(M, S − s) activations. In lockstep it is slower than GPipe: while one stage is in a forward pass,
+    its neighbour is in a backward pass, so almost every tick lasts as long as a backward pass.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1.
+
+    Returns:
+      The schedule. Its bubble is (S − 1) / (M + S − 1) in mode `"mpmd"`.
+
+    Raises:
+      ValueError: a number below 1.
+
+    References:
+      Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
+    """
+    return _make("one_f_one_b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_stages - 1 - s))
+
+
+def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
+    """1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the next.
+
+    Forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not counting
+    ticks in which no stage acts. Stage s holds min(M, 2 (S − s) − 1) activations.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1.
+
+    Returns:
+      The schedule. In lockstep it takes (M + S − 1)(F + B).
+
+    Raises:
+      ValueError: a number below 1.
+
+    Example:
+      >>> eager_1f1b(4, 8).simulate({"F": 15, "B": 30}, "lockstep").makespan
+      495.0
+
+    References:
+      Lepikhin et al. 2020, "GShard", for one program of all stages; Narayanan et al. 2019, "PipeDream".
+    """
+    schedule = _make(
+        "eager_1f1b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, 2 * (num_stages - 1 - s))
+    )
+    kind, microbatch, s = *np.moveaxis(schedule.actions, -1, 0)[:2], np.arange(num_stages)[:, None]
+    ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
+    ticks = np.unique(ticks, return_inverse=True)[1]
+    return dataclasses.replace(schedule, ticks=_frozen(ticks.reshape(kind.shape)))
+
+
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """Interleaved 1F1B: each stage has V chunks of the model, and the bubble is V times smaller.
+
+    Stage s holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. In lockstep it is slower than
+    GPipe, for the reason of `one_f_one_b`.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, a multiple of S.
+      num_chunks: V, at least 1.
+
+    Returns:
+      The schedule, in the order of Megatron-LM and PyTorch. Its bubble is (S − 1) / (V M + S − 1) in mode `"mpmd"`.
+
+    Raises:
+      ValueError: a number below 1, or S does not divide M.
+
+    Example:
+      >>> timeline = interleaved(4, 8, 2).simulate({"F": 1, "B": 2}, "mpmd")
+      >>> timeline.bubble == 3 / 19, timeline.peak_activations.tolist()
+      (True, [11, 9, 7, 5])
+
+    References:
+      Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
+    """
+    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    if num_microbatches % num_stages:
+        raise UserError(
+            f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
+            f"({num_microbatches})"
+        )
+
+    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        return _warm_up(*each, (num_chunks - 1) * num_stages + 2 * (num_stages - 1 - s))
+
+    return _make("interleaved", num_stages, num_microbatches, order, num_chunks=num_chunks)
+
+
+def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
+    """ZB-H1: backward passes split in two, with weight gradients (W) where 1F1B is idle.
+
+    Stage s computes its weight gradients s backward passes late. It holds min(M, S) activations until W, and
+    min(M, S − s) until B.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1.
+
+    Returns:
+      The schedule. With F = B = W and M ≥ S, its bubble is (S − 1) / (3 M + S − 1), in lockstep too.
+
+    Raises:
+      ValueError: a number below 1.
+
+    Example:
+      >>> zero_bubble(4, 8).simulate({"F": 1, "B": 1, "W": 1}).makespan
+      27.0
+
+    References:
+      Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
+    """
+
+    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        actions = _warm_up(*each, num_stages - 1 - s)
+        weights = each[1].copy()
+        weights[:, 0] = WEIGHT
+        # Weight gradients i follow backward pass i + s, or the last one.
+        behind = np.flatnonzero(actions[:, 0] == BACKWARD)
+        after = behind[np.minimum(np.arange(num_microbatches) + s, num_microbatches - 1)]
+        return np.insert(actions, after + 1, weights, axis=0)
+
+    return _make("zero_bubble", num_stages, num_microbatches, order)
+
+
+def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Schedule:
+    """TeraPipe: GPipe over slices of tokens, for causal models. A stage holds M · K activations, of one slice each.
+
+    Forward passes of a microbatch are in the order of its slices: a slice attends to the keys and values of earlier
+    ones. Backward passes are in the reverse order: a slice needs the gradients of its keys and values from later ones.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: M, at least 1.
+      num_slices: K, at least 1; `choose_slices` tells their lengths.
+
+    Returns:
+      The schedule. For slices of one cost, its bubble is (S − 1) / (M K + S − 1), in lockstep too.
+
+    Raises:
+      ValueError: a number below 1.
+
+    References:
+      Li et al. 2021, "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models".
+    """
+    check_at_least_one(num_slices=num_slices)
+
+    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        return _warm_up(*each, num_microbatches * num_slices)
+
+    return _make("token_slices", num_stages, num_microbatches, order, num_slices=num_slices)
+
+
+def _make(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    order: Callable[[int, tuple[np.ndarray, np.ndarray]], np.ndarray],
+    *,
+    num_chunks: int = 1,
+    num_slices: int = 1,
+) -> Schedule:
+    """The schedule with `order(s, (forwards, backwards))` as the actions of stage s, each in the earliest tick."""
+    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches)
+    each = _passes(num_stages, num_microbatches, num_chunks, num_slices)
+    actions = np.stack([order(s, each) for s in range(num_stages)])
+    ticks = _earliest_starts(_received_from(actions), np.ones(actions.shape[:2]))
+    return Schedule(
+        name=name,
+        num_stages=num_stages,
+        num_microbatches=num_microbatches,
+        num_chunks=num_chunks,
+        num_slices=num_slices,
+        actions=_frozen(actions),
+        ticks=_frozen(ticks),
+    )
+
+
+def _passes(
+    num_stages: int, num_microbatches: int, num_chunks: int, num_slices: int
+) -> tuple[Int32[np.ndarray, "n 4"], Int32[np.ndarray, "n 4"]]:
+    """The forward passes and the backward passes of a stage, in order.
+
+    With chunks, groups of S microbatches go through all chunks before the next group does.
+    """
+    size = num_stages if num_chunks > 1 else num_microbatches
+    sizes = num_microbatches // size, num_chunks, size, num_slices
+    group, chunk, member, slice_index = np.indices(sizes, np.int32).reshape(4, -1)
+    microbatch = group * size + member
+    forwards = [np.full_like(chunk, FORWARD), microbatch, chunk, slice_index]
+    backwards = [np.full_like(chunk, BACKWARD), microbatch, num_chunks - 1 - chunk, num_slices - 1 - slice_index]
+    return np.stack(forwards, axis=1), np.stack(backwards, axis=1)
+
+
+def _warm_up(forwards: np.ndarray, backwards: np.ndarray, num_warmup: int) -> np.ndarray:
+    """So many forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    num = len(forwards)
+    num_warmup = min(num_warmup, num)
+    place_of_backwards = np.arange(num) * 2 + num_warmup + 1
+    place_of_forwards = np.maximum(np.arange(num), np.arange(num) * 2 - num_warmup)
+    both = np.concatenate([forwards, backwards])
+    return both[np.argsort(np.concatenate([place_of_forwards, place_of_backwards]), kind="stable")]
+
+
+def _received_from(actions: Int32[np.ndarray, "S A 4"]) -> Int64[np.ndarray, "S A"]:
+    """For each action, the place s · A + a of the action whose result it receives over a transfer, or −1."""
+    num_stages, num_actions = actions.shape[:2]
+    kind, microbatch, chunk, slice_index = np.moveaxis(actions, -1, 0)
+    place = place_of_actions(actions)
+    # One part of the model before for a forward pass, and one after for a backward pass; −1 on both sides of the model.
+    part = chunk * num_stages + np.arange(num_stages)[:, None] + np.where(kind == FORWARD, -1, 1)
+    num_parts = num_stages * (int(chunk.max()) + 1)
+    is_received = (kind != WEIGHT) & (part >= 0) & (part < num_parts)
+    part = np.where(is_received, part, 0)
+    source = place[kind, part % num_stages, microbatch, part // num_stages, slice_index]
+    return np.where(is_received, source, -1).reshape(num_stages, num_actions)
+
+
+def _earliest_starts(
+    received_from: Int64[np.ndarray, "S A"], durations: Float64[np.ndarray, "S A"]
+) -> Float64[np.ndarray, "S A"]:
+    """When each action starts, if it starts as soon as its stage is free and its input has been computed."""
+    num_stages, num_actions = durations.shape
+    starts = np.zeros((num_stages, num_actions))
+    ends = np.full(num_stages * num_actions, -1.0)  # below 0: not yet known
+    num_done, free = [0] * num_stages, [0.0] * num_stages
+    while min(num_done) < num_actions:
+        num_before = sum(num_done)
+        for s in range(num_stages):
+            for a in range(num_done[s], num_actions):
+                source = received_from[s, a]
+                if source >= 0 and ends[source] < 0:
+                    break
+                starts[s, a] = max(free[s], ends[source] if source >= 0 else 0.0)
+                free[s] = ends[s * num_actions + a] = starts[s, a] + durations[s, a]
+                num_done[s] += 1
+        assert sum(num_done) > num_before, "a schedule deadlocks"
+    return starts
+
+
+def _frozen(values: np.ndarray) -> np.ndarray:
+    array = values.astype(np.int32)
+    array.setflags(write=False)
+    return array

@@ -1,0 +1,271 @@
+"""Pipeline schedules: every action once, after what it needs; the figures of the papers; buffers that suffice."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import UserError
+from jvarlen.parallel import eager_1f1b, gpipe, interleaved, one_f_one_b, token_slices, zero_bubble
+
+MODES = ("lockstep", "phases", "mpmd")
+SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
+
+
+@st.composite
+def schedules(draw):
+    s, m, more = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    simple = st.sampled_from([gpipe, one_f_one_b, eager_1f1b, zero_bubble]).map(lambda make: make(s, m))
+    others = [lambda: interleaved(s, s * draw(st.integers(1, 3)), more), lambda: token_slices(s, m, more)]
+    return draw(simple) if draw(st.booleans()) else draw(st.sampled_from(others))()
+
+
+def named_actions(schedule):
+    """For each stage, (kind, part of the model, microbatch, slice) in order."""
+    return [
+        [("FBW"[kind], chunk * schedule.num_stages + s, m, k) for kind, m, chunk, k in of_stage.tolist()]
+        for s, of_stage in enumerate(schedule.actions)
+    ]
+
+
+def needed_by(action, num_parts, num_slices):
+    """What must have ended before an action starts."""
+    kind, part, m, k = action
+    if kind == "F":
+        return [("F", part - 1, m, k)] * (part > 0) + [("F", part, m, k - 1)] * (k > 0)
+    if kind == "W":
+        return [("B", part, m, k)]
+    after = [("B", part + 1, m, k)] * (part + 1 < num_parts) + [("B", part, m, k + 1)] * (k + 1 < num_slices)
+    return [("F", part, m, k), *after]
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(), st.integers(0, 2**32 - 1))
+def test_every_action_happens_once_and_after_what_it_needs(schedule, seed):
+    orders = named_actions(schedule)
+    num_parts = schedule.num_stages * schedule.num_chunks
+    every = {
+        (kind, part, m, k)
+        for kind in schedule.kinds
+        for part in range(num_parts)
+        for m in range(schedule.num_microbatches)
+        for k in range(schedule.num_slices)
+    }
+    assert sum(map(len, orders)) == len(every)
+    assert {action for of_stage in orders for action in of_stage} == every
+    shape = schedule.num_stages, schedule.num_slices
+    costs = {kind: np.random.default_rng(seed).integers(0, 9, shape) for kind in schedule.kinds}
+    for mode in MODES:
+        timeline = schedule.simulate(costs, mode)
+        start, end = (
+            {action: times[s, a] for s, of_stage in enumerate(orders) for a, action in enumerate(of_stage)}
+            for times in (timeline.starts, timeline.ends)
+        )
+        for action in every:
+            assert all(end[needed] <= start[action] for needed in needed_by(action, num_parts, schedule.num_slices))
+            assert end[action] - start[action] == costs[action[0]][action[1] % schedule.num_stages, action[3]]
+        assert (timeline.ends[:, :-1] <= timeline.starts[:, 1:]).all()
+        assert timeline.makespan >= timeline.ends.max()
+        if mode == "mpmd":  # no action could start earlier
+            assert timeline.makespan == timeline.ends.max()
+            for s, of_stage in enumerate(orders):
+                for a, action in enumerate(of_stage):
+                    causes = [end[needed] for needed in needed_by(action, num_parts, schedule.num_slices)]
+                    assert start[action] == max([0, *causes, *timeline.ends[s, :a][-1:]])
+    least, most = (schedule.simulate(costs, mode).makespan for mode in ("mpmd", "phases"))
+    assert least <= schedule.simulate(costs, "lockstep").makespan <= most
+
+
+def run_tables(schedule, tables):
+    """Runs the tables with names in place of arrays, and asserts that each action reads what it needs."""
+    num_stages = schedule.num_stages
+    num_parts = num_stages * schedule.num_chunks
+    inputs, activations, gradients = (
+        [[None] * size for _ in range(num_stages)]
+        for size in (tables.num_inputs, tables.num_activations, tables.num_gradients)
+    )
+    done = []
+    for t in range(len(tables.kind)):
+        outputs, input_gradients = [None] * num_stages, [None] * num_stages
+        for s in range(num_stages):
+            kind, m, chunk, k = (
+                int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.chunk, tables.slice)
+            )
+            of_input, kept, of_gradient = (
+                int(each[t, s]) for each in (tables.input_slot, tables.activation_slot, tables.gradient_slot)
+            )
+            if kind < 0:
+                assert (m, chunk, k, of_input, kept, of_gradient) == (-1,) * 6
+                continue
+            part = chunk * num_stages + s
+            done.append((kind, part, m, k))
+            if kind == 0:
+                assert (of_input < 0) == (part == 0)
+                if part:
+                    assert inputs[s][of_input] == ("F", part - 1, m, k)
+                    inputs[s][of_input] = None  # it is read once
+                assert activations[s][kept] is None
+                activations[s][kept] = ("kept", part, m, k)
+                outputs[s] = ("F", part, m, k)
+            else:
+                assert activations[s][kept] == ("kept", part, m, k)
+                assert (of_gradient < 0) == (part == num_parts - 1)
+                if of_gradient >= 0:
+                    assert gradients[s][of_gradient] == ("B", part + 1, m, k)
+                is_last = kind == len(schedule.kinds) - 1
+                if is_last:
+                    activations[s][kept] = None
+                    if of_gradient >= 0:
+                        gradients[s][of_gradient] = None
+                if kind == 1:
+                    input_gradients[s] = ("B", part, m, k)
+        for s in range(num_stages):
+            assert tables.sends_output[t, s] == (outputs[s] is not None and outputs[s][1] + 1 < num_parts)
+            assert tables.sends_gradient[t, s] == (input_gradients[s] is not None and input_gradients[s][1] > 0)
+        for s in range(num_stages):
+            for sends, sent, sender, slots, buffer in (
+                (tables.sends_output, outputs, (s - 1) % num_stages, tables.arriving_input_slot, inputs),
+                (
+                    tables.sends_gradient,
+                    input_gradients,
+                    (s + 1) % num_stages,
+                    tables.arriving_gradient_slot,
+                    gradients,
+                ),
+            ):
+                assert sends[t, sender] == (slots[t, s] >= 0)
+                if slots[t, s] >= 0:
+                    assert buffer[s][slots[t, s]] is None
+                    buffer[s][slots[t, s]] = sent[sender]
+    assert len(done) == len(set(done)) == schedule.actions[..., 0].size
+    assert not any(any(slots) for buffer in (inputs, activations, gradients) for slots in buffer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(schedules())
+def test_a_program_finds_in_its_buffers_what_it_needs(schedule):
+    tables = schedule.tables()
+    run_tables(schedule, tables)
+    assert tables.num_activations == schedule.simulate(dict.fromkeys(schedule.kinds, 1)).peak_activations.max()
+    assert all(values.dtype in (np.int32, bool) for values in vars(tables).values() if np.ndim(values))
+
+
+@pytest.mark.parametrize("name", ["activation_slot", "arriving_input_slot", "arriving_gradient_slot"])
+def test_slots_that_are_shared_too_early_are_found(name):
+    """By the program of the test above."""
+    schedule = interleaved(2, 4, 3)
+    tables = schedule.tables()
+    shared = np.minimum(getattr(tables, name), 0)
+    assert (shared != getattr(tables, name)).any()
+    with pytest.raises(AssertionError):
+        run_tables(schedule, dataclasses.replace(tables, **{name: shared}))
+
+
+@pytest.mark.parametrize(("s", "m"), SIZES)
+def test_bubbles_and_activations_are_those_of_the_papers(s, m):
+    bubble, stages = (s - 1) / (m + s - 1), np.arange(s)
+    classic = one_f_one_b(s, m).simulate({"F": 1, "B": 2}, "mpmd")
+    assert classic.bubble == bubble
+    assert classic.peak_activations.tolist() == np.minimum(m, s - stages).tolist()
+    for mode in MODES:
+        simple, eager = (make(s, m).simulate({"F": 1, "B": 2}, mode) for make in (gpipe, eager_1f1b))
+        assert simple.bubble == eager.bubble == bubble
+        assert simple.makespan == eager.makespan == (m + s - 1) * 3
+        assert simple.peak_activations.tolist() == [m] * s
+        assert eager.peak_activations.tolist() == np.minimum(m, 2 * (s - stages) - 1).tolist()
+        sliced = token_slices(s, m, 3).simulate({"F": 1, "B": 2}, mode)
+        assert sliced.bubble == (s - 1) / (3 * m + s - 1)
+        assert sliced.peak_activations.tolist() == [3 * m] * s
+
+
+@pytest.mark.parametrize(
+    ("s", "m", "v"), [(1, 1, 1), (1, 3, 2), (2, 4, 3), (3, 9, 4), (4, 4, 2), (4, 8, 2), (8, 16, 4)]
+)
+def test_interleaving_makes_the_bubble_v_times_smaller(s, m, v):
+    timeline = interleaved(s, m, v).simulate({"F": 1, "B": 2}, "mpmd")
+    assert timeline.bubble == (s - 1) / (v * m + s - 1)
+    at_most = 2 * (s - np.arange(s) - 1) + (v - 1) * s + 1
+    assert timeline.peak_activations.tolist() == np.minimum(m * v, at_most).tolist()
+
+
+@pytest.mark.parametrize(("s", "m"), [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 8), (8, 20)])
+def test_weight_gradients_fill_bubbles(s, m):
+    for mode in ("lockstep", "mpmd"):
+        timeline = zero_bubble(s, m).simulate({"F": 1, "B": 1, "W": 1}, mode)
+        assert timeline.makespan == 3 * m + s - 1
+        assert timeline.bubble == (s - 1) / (3 * m + s - 1)
+        assert timeline.peak_activations.tolist() == [s] * s  # of 1F1B, the first stage holds as many
+        assert timeline.peak_before_backward.tolist() == (s - np.arange(s)).tolist()
+    few = zero_bubble(4, 2).simulate({"F": 1, "B": 1, "W": 1})
+    assert few.makespan == 3 * 2 + 4 - 1 + 2
+    assert few.peak_activations.tolist() == [2] * 4
+
+
+def test_phases_cost_what_a_compiled_program_took_less_a_twelfth():
+    """A program that moved four stages in ticks took, in ms: GPipe 536, eager 1F1B 540, 1F1B 857."""
+    costs = {"F": 15, "B": 30}
+    simulated = [make(4, 8).simulate(costs, "phases").makespan for make in (gpipe, eager_1f1b, one_f_one_b)]
+    assert simulated == [495, 495, 795]
+    overheads = np.array([536, 540, 857]) / simulated
+    assert (overheads > 1.07).all()
+    assert (overheads < 1.10).all()
+    assert one_f_one_b(4, 8).simulate(costs, "lockstep").makespan == 600  # with one transfer a tick
+    assert interleaved(4, 8, 2).simulate({"F": 7.5, "B": 15}).makespan > gpipe(4, 8).simulate(costs).makespan
+
+
+def test_costs_differ_by_stage_and_slice():
+    per_stage = {"F": [1, 2, 1], "B": np.array([2, 4, 2])}
+    timeline = gpipe(3, 4).simulate(per_stage, "mpmd")
+    assert timeline.makespan == (1 + 4 * 2 + 1) + (2 + 4 * 4 + 2)
+    durations = timeline.ends - timeline.starts
+    assert durations.sum(axis=1).tolist() == [12, 24, 12]
+    assert timeline.bubble == (3 * timeline.makespan - 48) / (3 * timeline.makespan)
+    # The slowest action of each tick, when ticks are of slices of 3, 1, 3 and 1.
+    sliced = token_slices(2, 2, 2).simulate({"F": [[3, 1]], "B": [[1, 3], [0, 0]]})
+    assert sliced.makespan == (3 + 3 + 3 + 3 + 1) + (0 + 3 + 1 + 3 + 1)
+    both = token_slices(2, 1, 3).simulate({"F": [[1, 2, 3], [4, 5, 6]], "B": 0}, "mpmd")
+    assert (both.ends - both.starts)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 3))
+def test_slices_take_all_of_them_and_the_slowest_on_the_other_stages(s, m, costs, factor):
+    cost = np.array([costs])
+    timeline = token_slices(s, m, len(costs)).simulate({"F": cost, "B": factor * cost}, "mpmd")
+    assert timeline.makespan == (1 + factor) * (m * cost.sum() + (s - 1) * cost.max())
+
+
+def test_arrays_cannot_be_changed():
+    for make in (gpipe, eager_1f1b):
+        for array in (make(2, 2).actions, make(2, 2).ticks):
+            assert array.dtype == np.int32
+            with pytest.raises(ValueError, match="read-only"):
+                array[...] = 0
+
+
+def test_bad_input_is_named():
+    for make in (gpipe, one_f_one_b, eager_1f1b, zero_bubble):
+        with pytest.raises(UserError, match=r"at least 1 .*: num_stages \(0\), num_microbatches \(-1\)"):
+            make(0, -1)
+    with pytest.raises(UserError, match=r"at least 1 .*: num_chunks \(0\)"):
+        interleaved(2, 2, 0)
+    with pytest.raises(UserError, match=r"at least 1 .*: num_slices \(0\)"):
+        token_slices(2, 2, 0)
+    with pytest.raises(UserError, match=r"multiple of num_stages \(4\) microbatches, not num_microbatches \(6\)"):
+        interleaved(4, 6, 2)
+    with pytest.raises(UserError, match=r"costs of gpipe must be of the kinds F, B, not \['B', 'F', 'W'\]"):
+        gpipe(2, 2).simulate({"F": 1, "B": 1, "W": 1})
+    with pytest.raises(UserError, match=r"of zero_bubble must be of the kinds F, B, W, not \['F'\]"):
+        zero_bubble(2, 2).simulate({"F": 1})
+    with pytest.raises(
+        UserError, match=r"costs of B have shape \(3,\); it must be \(\), \(2,\) or broadcast to \(2, 1\)"
+    ):
+        gpipe(2, 2).simulate({"F": 1, "B": [1, 2, 3]})
+    with pytest.raises(UserError, match=r"costs of F have shape \(1, 3\); .* broadcast to \(2, 2\)"):
+        token_slices(2, 2, 2).simulate({"F": [[1, 2, 3]], "B": 1})
+    with pytest.raises(UserError, match=r"costs of F must be finite and at least 0, not -1"):
+        gpipe(2, 2).simulate({"F": -1, "B": 1})
+    with pytest.raises(UserError, match=r"mode \('fast'\) must be one of 'lockstep', 'phases', 'mpmd'"):
+        gpipe(2, 2).simulate({"F": 1, "B": 1}, "fast")
