@@ -15,6 +15,7 @@ import pytest
 
 import jvarlen
 import torch_ref
+from jvarlen import parallel
 from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
@@ -153,7 +154,9 @@ def test_what_it_names_as_ours_exists():
     text = (README.parent / "docs" / "coming_from.md").read_text()
     cells = re.findall(r"^\|[^|]+\|([^|]+)\|[^|]*\|$", text, re.MULTILINE)
     ours = types.SimpleNamespace(
-        **vars(data_files) | {name: getattr(jvarlen, name) for name in jvarlen.__all__} | {"torch_ref": torch_ref}
+        **vars(data_files)
+        | {name: getattr(jvarlen, name) for name in jvarlen.__all__}
+        | {"torch_ref": torch_ref, "parallel": parallel}
     )
     functions = [value for name in jvarlen.__all__ if inspect.isroutine(value := getattr(jvarlen, name))]
     arguments = set().union(*map(arguments_of, functions))
