@@ -5,13 +5,13 @@ import dataclasses
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from .forks import ROOT, Fork
+
 # Flags of XLA that make compiling for a CPU some four times faster: no kernels emitted through MLIR, no splitting of
 # modules that are small anyway. They change how programs are compiled, not which.
 COMPILE_FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -40,13 +40,7 @@ class Processes:
         env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(num_processes)]  # noqa: SIM115  # closed by close
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(program), *args, str(num_processes), str(rank), str(port)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
+            Fork(program, [*args, str(num_processes), str(rank), str(port)], env=env, output=output)
             for rank, output in enumerate(self._outputs)
         ]
 

@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from jvarlen import fit
 from jvarlen.cli import main
 from jvarlen.reports.report import read_metrics
-from tests import processes
+from tests import forks, processes
 from tests.run_faults_of_processes import HEARTBEAT_S
 from tests.run_fit import make_config, make_data
 
@@ -51,8 +49,7 @@ def run_alone(program, *args):
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(processes.ROOT),
     }
-    command = [sys.executable, str(program), *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    return forks.run(program, *map(str, args), env=env, seconds=400)
 
 
 def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(tmp_path):
