@@ -244,11 +244,12 @@ def init_params(config: TransformerConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays.
     """
+    return _init(config, jax.random.key(seed))
 
-    def init(key: jax.Array) -> nnx.State:
-        return nnx.split(Transformer(config, rngs=nnx.Rngs(key)))[1]
 
-    return jax.jit(init)(jax.random.key(seed))  # one program instead of many
+@functools.partial(jax.jit, static_argnums=0)  # one program instead of many, compiled once for a model
+def _init(config: TransformerConfig, key: jax.Array) -> nnx.State:
+    return nnx.split(Transformer(config, rngs=nnx.Rngs(key)))[1]
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:

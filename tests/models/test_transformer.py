@@ -15,6 +15,7 @@ from jvarlen import (
     load,
     make_plan,
     make_train_step,
+    no_recompiles,
     pack_samples,
     pack_to_bucket,
     pad_to_bucket,
@@ -153,6 +154,12 @@ def test_the_seed_decides_the_weights():
     same, other = init_params(CONFIG, seed=0), init_params(CONFIG, seed=1)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(same), strict=True))
     assert not all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(other), strict=True))
+
+
+def test_an_equal_model_is_initialized_without_compiling_again():
+    init_params(CONFIG, seed=0)
+    with no_recompiles():
+        init_params(dataclasses.replace(CONFIG), seed=1)
 
 
 def test_flat_params_have_dotted_names():
