@@ -4,8 +4,6 @@ import importlib
 import json
 import os
 import pkgutil
-import subprocess
-import sys
 import time
 import types
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 import jvarlen
+from tests import forks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -62,7 +61,8 @@ def test_a_benchmark_prints_its_table_and_gives_its_data(path, tmp_path):
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JVARLEN_BENCH_REPORTS": str(tmp_path),
     }
-    run = subprocess.run([sys.executable, path, "--quick"], capture_output=True, text=True, check=True, env=environment)
+    run = forks.run(path, "--quick", env=environment)
+    assert run.returncode == 0, run.stderr
     assert run.stdout.count("\n| ") > 3
     (markdown,), (data,) = tmp_path.glob("*.md"), tmp_path.glob("*.json")
     assert run.stdout.endswith(markdown.read_text())

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from . import forks
 from .processes import COMPILE_FAST
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -19,30 +20,29 @@ SECONDS = 300
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def run(tmp_path):
-    """Runs Python in an empty folder, on one device, and gives what it printed."""
-    environment = os.environ | {
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """One device, and JAX's cache: the examples compile some programs that are the same, and a resumed run all."""
+    folder = tmp_path_factory.mktemp("examples")
+    return os.environ | {
         "PYTHONPATH": str(EXAMPLES.parent),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": COMPILE_FAST,
         "OMP_NUM_THREADS": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "true",  # a resumed run reads what it compiled before
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "compiled"),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(tmp_path / "jupyter"),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+        "IPYTHONDIR": str(folder / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "jupyter"),
+        "PYTHONWARNINGS": "error",
     }
 
-    def run(*args: str | Path, warnings: str = "error") -> str:
-        ended = subprocess.run(
-            [sys.executable, *args],
-            cwd=tmp_path,
-            env=environment | {"PYTHONWARNINGS": warnings},
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+
+@pytest.fixture
+def run(environment, tmp_path):
+    """Runs an example in an empty folder and gives what it printed."""
+
+    def run(program: Path, *args: str) -> str:
+        ended = forks.run(program, *args, env=environment, cwd=tmp_path, seconds=SECONDS)
         assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
         return ended.stdout
 
@@ -190,11 +190,15 @@ def test_torch_reference_has_the_plan_and_the_rates_of_jvarlen(run):
     assert last < 1 < 5 < first
 
 
-def test_plan_notebook_runs_as_a_notebook_and_draws(run, tmp_path):
+def test_plan_notebook_runs_as_a_notebook_and_draws(environment, tmp_path):
     notebook = tmp_path / "plan_notebook.ipynb"
-    # Jupyter's own warnings are no concern of the notebook.
-    run("-m", "jupytext", "--to", "ipynb", "--output", notebook, EXAMPLES / "plan_notebook.py", warnings="default")
-    run("-c", "from nbclient.cli import main; main()", "--inplace", notebook, warnings="default")
+    for command in (
+        ["-m", "jupytext", "--to", "ipynb", "--output", notebook, EXAMPLES / "plan_notebook.py"],
+        ["-c", "from nbclient.cli import main; main()", "--inplace", notebook],
+    ):
+        # Jupyter's own warnings are no concern of the notebook.
+        env = environment | {"PYTHONWARNINGS": "default"}
+        subprocess.run([sys.executable, *command], cwd=tmp_path, env=env, check=True, timeout=SECONDS)
     cells = json.loads(notebook.read_text())["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     printed = "".join("".join(output.get("text", "")) for output in outputs)
