@@ -113,9 +113,12 @@ def attend_in_numpy(q_LxHxK, k_LxNxK, v_LxNxK, weights_LxHxK, causal):
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "num_kv_heads", "causal"),
+    [
+        ("float64", 1, True), ("float64", 1, False), ("float64", 2, True), ("float64", 2, False), ("float32", 2, True),
+    ],
+)  # fmt: skip
 def test_groups_of_query_heads_share_keys_and_values_in_all_forms(dtype, num_kv_heads, causal):
     with jax.enable_x64(dtype == "float64"):
         atol = {"float64": 1e-12, "float32": 4e-6}[dtype]
@@ -149,7 +152,7 @@ def test_heads_that_do_not_divide_those_of_queries_are_refused(dtype):
 
 
 @pytest.mark.usefixtures("short_chunks")
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint64"])
 def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
     with jax.enable_x64("64" in dtype):
         q, k, v = (x.astype(jnp.float32) for x in random_qkv(len(ROWS), 5))
@@ -169,9 +172,8 @@ def test_lengths_and_segments_may_be_of_any_integer_type(dtype):
             np.testing.assert_allclose(outputs[is_token], attended[0][is_token], atol=2e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal, dtype):
+@pytest.mark.parametrize(("dtype", "causal"), [("float32", False), ("bfloat16", True)])
+def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(dtype, causal):
     x = jax.random.normal(jax.random.key(0), (2, 5, 1, 2), dtype)
     for form in FORMS:
         attended = functools.partial(FORMS[form], lengths=jnp.zeros(2, jnp.int32), causal=causal)
@@ -181,16 +183,16 @@ def test_rows_without_a_token_give_no_nan_even_where_their_outputs_count(causal,
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("implementation", ["chunked", "xla"])
-def test_each_sample_attends_as_if_it_were_alone(causal, implementation):
+def test_each_sample_attends_as_if_it_were_alone(causal):
     q, k, v = random_qkv(3, T)
-    within = jax.jit(functools.partial(attend_within_segments, causal=causal, implementation=implementation))
-    attended = within(q, k, v, SEGMENTS)
+    within = jax.jit(functools.partial(attend_within_segments, causal=causal), static_argnames="implementation")
+    in_all_forms = [within(q, k, v, SEGMENTS, implementation=name) for name in ("chunked", "xla")]
     start = 1
     for length in (299, 256, 3):
         part = np.s_[1:2, start : start + length]
         alone = jax.jit(functools.partial(attend, causal=causal))(q[part], k[part], v[part], jnp.array([length]))
-        np.testing.assert_allclose(attended[part], alone, atol=2e-6)
+        for attended in in_all_forms:
+            np.testing.assert_allclose(attended[part], alone, atol=2e-6)
         start += length
 
 

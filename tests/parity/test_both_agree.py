@@ -317,7 +317,7 @@ def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, o
 @pytest.mark.parametrize("max_shapes", [1, 4, 16])
 def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max_shapes: int) -> None:
     """In tokens and in seconds, with limits and multiples."""
-    lengths = inputs(13)["lengths"][::4]
+    lengths = inputs(13)["lengths"][::16]
     options: dict[str, Any] = {} if cost is None else {"cost": cost, "compile_seconds": 0.05, "max_cost": 0.02}
     one, other = (
         package.choose_row_lengths(

@@ -57,8 +57,8 @@ def test_greedy_tokens_of_a_hundred_prompts_are_the_same_and_only_buckets_are_co
     assert len(set(np.concatenate(tokens).tolist())) > 50, "too few tokens to tell"
 
     end_token = int(expected[0][3])
-    with_end = torch_ref.generate(torch_ref.load_model(path), prompts, 8, end_token=end_token)
-    cut = [new[: np.flatnonzero(new == end_token)[:1].sum() + 1] if end_token in new else new for new in expected]
+    with_end = torch_ref.generate(torch_ref.load_model(path), prompts[:20], 8, end_token=end_token)
+    cut = [new[: np.flatnonzero(new == end_token)[:1].sum() + 1] if end_token in new else new for new in expected[:20]]
     assert [new.tolist() for new in with_end] == [new.tolist() for new in cut]
 
 
