@@ -185,7 +185,7 @@ def main() -> None:
         lengths,
         tiny if quick else TransformerConfig(),
         256 if quick else 4096,
-        3 if quick else 12,
+        2 if quick else 12,
         20 if quick else 200,
     )
     lines = [
