@@ -2,7 +2,11 @@
 
 import collections
 import contextlib
+import hashlib
 import os
+import tempfile
+from pathlib import Path
+from typing import Any
 
 from tests.processes import COMPILE_FAST
 
@@ -22,6 +26,9 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
+
+KEEPING_PROGRAMS = ("attention", "foreign", "models", "parity", "planning", "sorting", "training")
+MOST_PROGRAMS = 20_000
 
 # The same examples in every run: one that fails fails again. HYPOTHESIS_PROFILE=default draws others.
 with contextlib.suppress(ImportError):  # GPU machines may lack it
@@ -68,6 +75,60 @@ def compilation_cache(tmp_path_factory):
     yield tmp_path_factory.mktemp("compiled")
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache_of_jax.reset_cache()
+
+
+@pytest.fixture(scope="session")
+def programs_of_before(tmp_path_factory, pytestconfig):
+    """A directory of the programs that earlier sessions compiled; the new ones are kept for later sessions.
+
+    They lie in pytest's cache: `--cache-clear` forgets them. Each process of tests has a directory of its own, because
+    JAX doesn't write files at once.
+    """
+    own = tmp_path_factory.mktemp("programs")
+    if (cache := getattr(pytestconfig, "cache", None)) is None:
+        yield own
+        return
+    processor = hashlib.sha256(Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0])
+    kept = cache.mkdir(f"programs-{processor.hexdigest()[:8]}")
+    for path in kept.glob("*-cache"):
+        (own / path.name).symlink_to(path)
+    yield own
+    for path in own.glob("*-cache"):
+        if not path.is_symlink():
+            with tempfile.NamedTemporaryFile(dir=kept, delete=False) as file:
+                file.write(path.read_bytes())
+            os.replace(file.name, kept / path.name)  # whole or not at all
+    by_age = sorted(kept.glob("*-cache"), key=lambda path: path.stat().st_mtime)
+    for path in by_age[:-MOST_PROGRAMS]:
+        path.unlink()
+
+
+def keeping_programs(directory: Path) -> dict[str, Any]:
+    """The settings with which JAX keeps every program in a directory."""
+    return {
+        "jax_enable_compilation_cache": True,
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_persistent_cache_enable_xla_caches": "none",  # whose directory would be part of a program's name
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(request):
+    """Modules of some folders take programs from earlier sessions; others have caches of their own, or look at them."""
+    if request.path.parent.name not in KEEPING_PROGRAMS:
+        yield
+        return
+    settings = keeping_programs(request.getfixturevalue("programs_of_before"))
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache_of_jax.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
     compilation_cache_of_jax.reset_cache()
 
 

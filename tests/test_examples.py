@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from . import forks
+from .conftest import keeping_programs
 from .processes import COMPILE_FAST
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -21,19 +22,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
-    """One device, and JAX's cache: the examples compile some programs that are the same, and a resumed run all."""
-    folder = tmp_path_factory.mktemp("examples")
+def environment(tmp_path_factory, programs_of_before):
+    """One device, and programs of earlier sessions; a resumed run reads what it compiled before."""
+    folder = tmp_path_factory.mktemp("jupyter")
     return os.environ | {
         "PYTHONPATH": str(EXAMPLES.parent),
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": COMPILE_FAST,
         "OMP_NUM_THREADS": "1",
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "IPYTHONDIR": str(folder / "ipython"),
-        "JUPYTER_RUNTIME_DIR": str(folder / "jupyter"),
+        "JUPYTER_RUNTIME_DIR": str(folder / "runtime"),
         "PYTHONWARNINGS": "error",
+        **{name.upper(): str(value) for name, value in keeping_programs(programs_of_before).items()},
     }
 
 
