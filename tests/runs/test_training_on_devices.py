@@ -121,10 +121,10 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
 
 
 @pytest.mark.slow
-def test_a_model_by_layers_of_ones_own_trains_in_shards(tmp_path, compilation_cache):
-    config = run_fit.make_config(tmp_path, compilation_cache)
-    kernels = np.random.default_rng(0).normal(size=(2, 32, 32)).astype(np.float32) / 8
-    ends = {"table": np.random.default_rng(1).normal(size=(256, 32)).astype(np.float32) / 8}
+def test_a_model_by_layers_of_ones_own_stops_on_one_layout_and_goes_on_with_another(tmp_path, compilation_cache):
+    """In float64: losses are those of one device, to 1e-12."""
+    rng = np.random.default_rng(0)
+    ends, kernels = {"table": rng.normal(size=(256, 32)) / 8}, rng.normal(size=(2, 32, 32)) / 8
     model = LayeredModel(
         embed=lambda ends, batch, axes: ends["table"][batch.tokens],
         layer=lambda kernel, x, batch, axes: x + jnp.tanh(x @ kernel),
@@ -133,14 +133,33 @@ def test_a_model_by_layers_of_ones_own_trains_in_shards(tmp_path, compilation_ca
             jnp.sum(batch.weights),
         ),
     )
-    own = {"loss_fn": model, "params": LayeredParams(ends, kernels), "data": run_fit.make_data()}
-    config = dataclasses.replace(config, max_steps=4, eval_every=None)
-    whole, sharded = (fit(dataclasses.replace(config, parallel=text), **own) for text in (None, "data4.zero3"))
-    assert_same_course(records(sharded.run_dir), records(whole.run_dir))
-    np.testing.assert_allclose(sharded.summary.held_out_after, whole.summary.held_out_after, rtol=1e-5)
-    assert sharded.state.params.layers.addressable_shards[0].data.size == kernels.size // 4
+    own = {"loss_fn": model, "params": LayeredParams(ends, kernels), "optimizer": optax.adamw(1e-2)}
+    data = run_fit.make_data()
+    config = run_fit.make_config(tmp_path, compilation_cache)
+    plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
+    config = dataclasses.replace(config, plan=plan, eval_every=None)
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
-        fit(dataclasses.replace(config, parallel="data4.zero3"), **own | {"loss_fn": layered_loss_fn(model)})
+        fit(dataclasses.replace(config, parallel="data4.zero3"), data, **own | {"loss_fn": layered_loss_fn(model)})
+    jax.config.update("jax_enable_x64", True)  # also for threads
+    try:
+        whole = fit(config, data, **own)
+        interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 100))
+        stopped = fit(dataclasses.replace(config, parallel="data3.zero2"), interrupting, **own)
+        assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
+        further = dataclasses.replace(config, resume=stopped.run_dir, parallel="data4.zero3")
+        resumed = fit(further, data, **own)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert resumed.state.params.layers.addressable_shards[0].data.nbytes == kernels.nbytes // 4
+    found, expected = ([row["loss"] for row in records(run.run_dir)] for run in (stopped, whole))
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    np.testing.assert_allclose(resumed.summary.held_out_after, whole.summary.held_out_after, rtol=1e-12)
+    assert_trees_agree(resumed.state.params, whole.state.params)
+
+
+def assert_trees_agree(one, other):
+    for found, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-11, atol=1e-13)
 
 
 def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
