@@ -308,14 +308,14 @@ def make_signalled_step(*args, **options):
         return step(*args)
     return signalled
 
-fit = importlib.import_module("jvarlen.runs.fit")
-make_train_step, data = fit.make_train_step, make_data()
+task, prepare = (importlib.import_module(f"jvarlen.runs.{name}") for name in ("task", "prepare"))
+make_train_step, data = task.make_train_step, make_data()
 when, runs_dir, num_workers = sys.argv[1:]
 if when == "compiling":
-    fit.make_train_step = make_signalled_step
+    task.make_train_step = make_signalled_step
 else:
     data = data._replace(train=Slow(data.train))
-fit.open_training_data = lambda config, given: open_training_data(config, data)
+prepare.open_training_data = lambda config, given: open_training_data(config, data)
 sys.exit(main(
     ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
      "--no-progress", "--compile.cache-dir", "None",

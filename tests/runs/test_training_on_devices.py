@@ -101,7 +101,7 @@ def test_a_layout_changes_no_number_and_another_one_resumes(tmp_path, compilatio
     plan = dataclasses.replace(config.plan, max_tokens=64, microbatches_per_step=12)
     config, data = dataclasses.replace(config, model=model, plan=plan), run_fit.make_data()
     alone = fit(config, data)
-    interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 100))
+    interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
     stopped = fit(dataclasses.replace(config, parallel="zero2.data3"), interrupting)
     assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
     moments = [leaf for leaf in jax.tree.leaves(stopped.state.opt_state) if leaf.size >= 1024]
@@ -143,7 +143,7 @@ def test_a_model_by_layers_of_ones_own_stops_on_one_layout_and_goes_on_with_anot
     jax.config.update("jax_enable_x64", True)  # also for threads
     try:
         whole = fit(config, data, **own)
-        interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 100))
+        interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
         stopped = fit(dataclasses.replace(config, parallel="data3.zero2"), interrupting, **own)
         assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
         further = dataclasses.replace(config, resume=stopped.run_dir, parallel="data4.zero3")
