@@ -5,13 +5,19 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr
 
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.models.transformer import Transformer, TransformerConfig, rows_of, run_block, sum_losses
+from jvarlen.models.transformer import Transformer, TransformerConfig, init_params, rows_of, run_block, sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
+from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 
 __all__ = ["layered", "stack_layers", "unstack_layers"]
 
@@ -23,30 +29,62 @@ def layered(config: TransformerConfig) -> LayeredModel:
       config: the model that the parameters belong to.
 
     Returns:
-      `LayeredModel` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats.
+      `LayeredModel` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats. Its `specs` split
+      heads, hidden features and the vocabulary over the axis `"tensor"`.
     """
 
-    def graphs() -> tuple[nnx.GraphDef, nnx.GraphDef]:
-        model = Transformer(config, rngs=nnx.Rngs(0))
-        block, _ = nnx.split(model.blocks[0])
-        model.blocks = nnx.List([])
-        return nnx.split(model)[0], block
+    @functools.cache
+    def graphs(num_parts: int) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        def split() -> tuple[nnx.GraphDef, nnx.GraphDef]:
+            model = Transformer(config, num_parts=num_parts, rngs=nnx.Rngs(0))
+            block, _ = nnx.split(model.blocks[0])
+            model.blocks = nnx.List([])
+            return nnx.split(model)[0], block
 
-    ends_graph, block_graph = nnx.eval_shape(graphs)
+        return nnx.eval_shape(split)
+
+    def graphs_on(axes: Axes) -> tuple[nnx.GraphDef, nnx.GraphDef]:
+        return graphs(check_tensor_divides(axes, num_heads=config.num_heads))
 
     def embed(ends: nnx.State, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
-        return nnx.merge(ends_graph, ends).embed_tokens(microbatch.tokens, rows_of(microbatch))
+        return nnx.merge(graphs_on(axes)[0], ends).embed_tokens(microbatch.tokens, rows_of(microbatch), axes)
 
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
-        return run_block(block_graph, block, x_BxTxD, rows_of(microbatch))
+        return run_block(
+            graphs_on(axes)[1],
+            block,
+            x_BxTxD,
+            rows_of(microbatch),
+            axis_name=axes.tensor,
+            sequence_parallel=axes.sequence_parallel,
+        )
 
     def loss(
         ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes
     ) -> tuple[jax.Array, jax.Array]:
-        logits_BxTxV = nnx.merge(ends_graph, ends).logits(x_BxTxD)
-        return sum_losses(logits_BxTxV, microbatch)
+        logits_BxTxV = nnx.merge(graphs_on(axes)[0], ends).logits(x_BxTxD, axes)
+        return sum_losses(logits_BxTxV, microbatch, config.vocab_size, axes)
 
-    return LayeredModel(embed, layer, loss)
+    return LayeredModel(embed, layer, loss, specs=_tensor_specs(config))
+
+
+def _tensor_specs(config: TransformerConfig) -> LayeredParams:
+    """How the parameters lie along "tensor": by heads, by hidden features and by the vocabulary."""
+    columns, rows = PartitionSpec(None, TENSOR_AXIS), PartitionSpec(TENSOR_AXIS)
+    specs: dict[str, PartitionSpec | TensorSpec] = {
+        "['embed']['embedding']": TensorSpec(rows, num_values=config.vocab_size + 1),
+        "['head']['kernel']": TensorSpec(columns, num_values=config.vocab_size),
+        "['qkv']['kernel']": TensorSpec(columns, num_blocks=3),
+        "['out']['kernel']": rows,
+        "['up']['kernel']": columns,
+        "['down']['kernel']": rows,
+    }
+
+    def spec_of(path: tuple[Any, ...], _: Any) -> PartitionSpec | TensorSpec:
+        return specs.get(keystr(path).removesuffix(".value"), PartitionSpec())  # as some versions of NNX name leaves
+
+    shapes = jax.eval_shape(lambda: stack_layers(init_params(config, 0)))
+    return LayeredParams(*(jax.tree.map_with_path(spec_of, part) for part in shapes))
 
 
 def stack_layers(params: nnx.State) -> LayeredParams:

@@ -1,6 +1,7 @@
 """The demo transformer: a small byte-level decoder in Flax NNX.
 
-Letters: B rows, T positions, D width, H heads, K head size, V values of a token, 256 for bytes.
+Letters: B rows, T positions, S those of this device (all but under sequence parallelism), D width, H heads, K head
+size, V values of a token, 256 for bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -26,6 +26,13 @@ from jvarlen.attention.attention import (
 )
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+from jvarlen.parallel.layers import Axes
+from jvarlen.parallel.tensor import (
+    enter_tensor_parallel,
+    leave_tensor_parallel,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+)
 
 __all__ = [
     "LossFn",
@@ -42,6 +49,7 @@ __all__ = [
 ]
 
 _ROTARY_BASE = 10_000.0
+_UNSPLIT = Axes()
 
 LossFn = Callable[[nnx.State, Batch | PackedBatch], tuple[jax.Array, jax.Array]]
 
@@ -109,65 +117,90 @@ class _Linear(nnx.Linear):
 
 
 class _Block(nnx.Module):
-    """Attention and a two-layer perceptron, each on a normalised residual stream."""
+    """Attention and a two-layer perceptron, each on a normalised residual stream.
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        width = config.width
-        self.num_heads = config.num_heads
+    With `num_parts`, the part of one device under tensor parallelism: some heads, and some of the hidden features.
+    """
+
+    def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
+        width, part = config.width, config.width // num_parts
+        self.num_heads = config.num_heads // num_parts
         self.implementation = config.attention
         self.packed_implementation = config.packed_attention
         self.norm1 = nnx.RMSNorm(width, rngs=rngs)
-        self.qkv = _Linear(config, width, 3 * width, rngs=rngs)
-        self.out = _Linear(config, width, width, rngs=rngs)
+        self.qkv = _Linear(config, width, 3 * part, rngs=rngs)
+        self.out = _Linear(config, part, width, rngs=rngs)
         self.norm2 = nnx.RMSNorm(width, rngs=rngs)
-        self.up = _Linear(config, width, 4 * width, rngs=rngs)
-        self.down = _Linear(config, 4 * width, width, rngs=rngs)
+        self.up = _Linear(config, width, 4 * part, rngs=rngs)
+        self.down = _Linear(config, 4 * part, width, rngs=rngs)
 
-    def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows) -> Float[Array, "B T D"]:
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions)
+    def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B T D"]:
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, axes=axes)
         if rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
         else:
             attended = attend_within_segments(
                 q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.segment_ids, implementation=self.packed_implementation
             )
-        return self.finish(x_BxTxD, attended)
+        return self.finish(x_BxTxD, attended, axes)
 
     def project(
-        self, x_BxTxD: Float[Array, "B T D"], positions: Int[Array, "B T"] | None, num_positions: int | None = None
+        self,
+        x_BxTxD: Float[Array, "B S D"],
+        positions: Int[Array, "B T"] | None,
+        num_positions: int | None = None,
+        axes: Axes = _UNSPLIT,
     ) -> tuple[Float[Array, "B T H K"], Float[Array, "B T H K"], Float[Array, "B T H K"]]:
         """Queries and keys, rotated by their positions, and values; `num_positions` as in `_rotate_positions`."""
         # Norms and layers give at least float32; only what is kept for the backward pass is rounded to x's type.
-        batch, seq_length, width = x_BxTxD.shape
-        qkv = self.qkv(self.norm1(x_BxTxD)).reshape(batch, seq_length, 3, self.num_heads, width // self.num_heads)
+        qkv = self.qkv(enter_tensor_parallel(self.norm1(x_BxTxD), axes=axes))
+        qkv = qkv.reshape(*qkv.shape[:2], 3, self.num_heads, qkv.shape[2] // (3 * self.num_heads))
         q_BxTxHxK, k_BxTxHxK = (
             _rotate_positions(qkv[:, :, i], positions, num_positions).astype(x_BxTxD.dtype) for i in (0, 1)
         )
         return q_BxTxHxK, k_BxTxHxK, qkv[:, :, 2].astype(x_BxTxD.dtype)
 
-    def finish(self, x_BxTxD: Float[Array, "B T D"], attended: Float[Array, "B T H K"]) -> Float[Array, "B T D"]:
+    def finish(
+        self, x_BxTxD: Float[Array, "B S D"], attended: Float[Array, "B T H K"], axes: Axes = _UNSPLIT
+    ) -> Float[Array, "B S D"]:
         """The residual stream after the block, from the one before it and the heads' outputs."""
-        x_BxTxD = (x_BxTxD + self.out(attended.reshape(x_BxTxD.shape))).astype(x_BxTxD.dtype)
-        hidden_BxTx4D = self.up(self.norm2(x_BxTxD)).astype(x_BxTxD.dtype)
-        return (x_BxTxD + self.down(jax.nn.gelu(hidden_BxTx4D))).astype(x_BxTxD.dtype)
+        attended_BxTxD = attended.reshape(*attended.shape[:2], -1)
+        x_BxTxD = (x_BxTxD + leave_tensor_parallel(self.out(attended_BxTxD), axes=axes)).astype(x_BxTxD.dtype)
+        hidden_BxTx4D = self.up(enter_tensor_parallel(self.norm2(x_BxTxD), axes=axes)).astype(x_BxTxD.dtype)
+        down_BxTxD = leave_tensor_parallel(self.down(jax.nn.gelu(hidden_BxTx4D)), axes=axes)
+        return (x_BxTxD + down_BxTxD).astype(x_BxTxD.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # all blocks are alike: one of them is traced
-def run_block(graphdef: nnx.GraphDef, params: nnx.State, x_BxTxD: jax.Array, rows: Rows) -> jax.Array:
-    """The residual stream after a block with these parameters."""
-    return nnx.merge(graphdef, params)(x_BxTxD, rows)
+# All blocks are alike: one of them is traced.
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel"))
+def run_block(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    x_BxTxD: jax.Array,
+    rows: Rows,
+    *,
+    axis_name: str | None = None,
+    sequence_parallel: bool = False,
+) -> jax.Array:
+    """The residual stream after a block with these parameters; `axis_name` and the other as `tensor` of `Axes`."""
+    axes = Axes(tensor=axis_name, sequence_parallel=sequence_parallel)
+    return nnx.merge(graphdef, params)(x_BxTxD, rows, axes)
 
 
 class Transformer(nnx.Module):
-    """A decoder that predicts every token from the tokens before it."""
+    """A decoder that predicts every token from the tokens before it.
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    With `num_parts`, the part of one device under tensor parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
         self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
         initializer = jax.nn.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=initializer, rngs=rngs)
-        self.blocks = nnx.List([_Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        self.blocks = nnx.List([_Block(config, num_parts=num_parts, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.head = _Linear(config, config.width, config.vocab_size, kernel_init=initializer, rngs=rngs)
+        num_logits = -(-config.vocab_size // num_parts)
+        self.head = _Linear(config, config.width, num_logits, kernel_init=initializer, rngs=rngs)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
@@ -177,43 +210,47 @@ class Transformer(nnx.Module):
             x_BxTxD = run_block(*nnx.split(block), x_BxTxD, rows)
         return self.logits(x_BxTxD)
 
-    def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T D"]:
+    def embed_tokens(self, tokens_BxT: Int[Array, "B T"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
         """The input of the first block: embeddings of the token before each position, in the compute type.
 
         Args:
           tokens_BxT: int[B, T].
           rows: where samples begin and end.
+          axes: what is bound.
 
         Returns:
-          float[B, T, D].
+          float[B, S, D].
         """
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
-        return self.embed_inputs(inputs_BxT)
+        return self.embed_inputs(inputs_BxT, axes)
 
-    def embed_inputs(self, inputs_BxT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
         """Embeddings of tokens, or of `begin_of_sample`, in the compute type.
 
         Args:
           inputs_BxT: int[B, T], the input of each position: the token before it.
+          axes: what is bound.
 
         Returns:
-          float[B, T, D].
+          float[B, S, D].
         """
-        x_BxTxD = self.embed.embedding[...][inputs_BxT]  # calling it would round parameters to the type it began with
+        # Calling `embed` would round parameters to the type it began with.
+        x_BxTxD = vocabulary_embedding(self.embed.embedding[...], inputs_BxT, axes=axes)
         return x_BxTxD if self.compute_dtype is None else x_BxTxD.astype(self.compute_dtype)
 
-    def logits(self, x_BxTxD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def logits(self, x_BxTxD: Float[Array, "B S D"], axes: Axes = _UNSPLIT) -> Float[Array, "B T V"]:
         """Logits of every token from the output of the last block.
 
         Args:
-          x_BxTxD: float[B, T, D].
+          x_BxTxD: float[B, S, D].
+          axes: what is bound.
 
         Returns:
           float[B, T, V].
         """
-        return self.head(self.norm(x_BxTxD))
+        return self.head(enter_tensor_parallel(self.norm(x_BxTxD), axes=axes))
 
 
 def _rotate_positions(
@@ -267,7 +304,8 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     graphdef, _ = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
     def loss_fn(params: nnx.State, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        return sum_losses(nnx.merge(graphdef, params)(microbatch.tokens, rows_of(microbatch)), microbatch)
+        logits_BxTxV = nnx.merge(graphdef, params)(microbatch.tokens, rows_of(microbatch))
+        return sum_losses(logits_BxTxV, microbatch, config.vocab_size)
 
     return loss_fn
 
@@ -280,10 +318,10 @@ def rows_of(microbatch: Batch | PackedBatch) -> Rows:
 
 
 def sum_losses(
-    logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch
+    logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch, vocab_size: int, axes: Axes = _UNSPLIT
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The weighted sum of the cross-entropy in nats, and the sum of the weights."""
-    losses_BxT = optax.softmax_cross_entropy_with_integer_labels(logits_BxTxV, microbatch.tokens)
+    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, microbatch.tokens, vocab_size=vocab_size, axes=axes)
     return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
 
 

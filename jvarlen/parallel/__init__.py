@@ -3,6 +3,7 @@
 - `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`. (`layout_mesh` is in
   `distributed`.)
 - `layers`: a model by layers, which is what most of the others cut up.
+- `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
@@ -34,6 +35,23 @@ if TYPE_CHECKING:
         zero_bubble,
     )
     from jvarlen.parallel.slices import choose_slices, slice_seconds
+    from jvarlen.parallel.tensor import (
+        TensorSpec,
+        check_tensor_divides,
+        column_linear,
+        enter_tensor_parallel,
+        leave_tensor_parallel,
+        merge_params,
+        partition_specs,
+        row_linear,
+        split_params,
+        sum_over_positions,
+        take_features,
+        take_positions,
+        tensor_parallel_model,
+        vocabulary_cross_entropy,
+        vocabulary_embedding,
+    )
     from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
 
 __all__ = [
@@ -42,22 +60,37 @@ __all__ = [
     "LayeredParams",
     "Layout",
     "Schedule",
+    "TensorSpec",
     "Timeline",
+    "check_tensor_divides",
     "choose_slices",
+    "column_linear",
     "communication_bill",
     "eager_1f1b",
+    "enter_tensor_parallel",
     "gather_params",
     "gpipe",
     "init_state",
     "interleaved",
     "layered_loss_fn",
     "layout_mesh",
+    "leave_tensor_parallel",
     "make_eval_step",
     "make_train_step",
     "memory_bill",
+    "merge_params",
     "one_f_one_b",
+    "partition_specs",
+    "row_linear",
     "slice_seconds",
+    "split_params",
+    "sum_over_positions",
+    "take_features",
+    "take_positions",
+    "tensor_parallel_model",
     "token_slices",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
     "zero_bubble",
 ]
 
@@ -78,6 +111,23 @@ _NAMES_OF = {
         "zero_bubble",
     ),
     "parallel.slices": ("choose_slices", "slice_seconds"),
+    "parallel.tensor": (
+        "TensorSpec",
+        "check_tensor_divides",
+        "column_linear",
+        "enter_tensor_parallel",
+        "leave_tensor_parallel",
+        "merge_params",
+        "partition_specs",
+        "row_linear",
+        "split_params",
+        "sum_over_positions",
+        "take_features",
+        "take_positions",
+        "tensor_parallel_model",
+        "vocabulary_cross_entropy",
+        "vocabulary_embedding",
+    ),
     "parallel.train": ("gather_params", "init_state", "make_eval_step", "make_train_step"),
 }
 _MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}

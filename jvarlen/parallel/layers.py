@@ -57,8 +57,8 @@ class LayeredModel(NamedTuple):
       layer: `layer(layer_params, x, microbatch, axes) -> x`, with the same shapes and dtypes.
       loss: `loss(ends, x, microbatch, axes) -> (loss_sum, weight_sum)`, two float scalars, from the output of the last
         layer; and optionally a dict of further sums.
-      specs: a `PartitionSpec` for every leaf of the parameters, without the layer axis, that tells what lies along the
-        axis `"tensor"`; None if nothing does.
+      specs: a `PartitionSpec` or a `TensorSpec` for every leaf of the parameters, without the layer axis, that tells
+        what lies along the axis `"tensor"`; None if nothing does.
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
         they are `LayeredParams`.
     """

@@ -1,0 +1,515 @@
+"""Tensor parallelism: matrix products split over a mesh axis, and sequence parallelism between them.
+
+The functions of a model by layers call these inside `shard_map(check_vma=False)`. With `axes.tensor` None they are
+plain products and look-ups, so that one model serves both.
+
+What a device holds is *whole*, equal on all devices of the axis, or a *part*: some features, some rows of a vocabulary,
+or under sequence parallelism some positions. Gradients are taken inside `shard_map`, of a loss that every device has
+whole. Its gradient with respect to a whole array is whole as well, so that no device may add what the others have
+already. JAX's own transpose of a sum over devices would count the loss once a device. `enter_tensor_parallel` and
+`leave_tensor_parallel` therefore have gradients of their own: they are f and g of Megatron-LM.
+
+Under sequence parallelism nothing between the products is whole. Every whole parameter then meets only some positions
+or features, and its gradient is a part of the sum. `tensor_parallel_model` sums those gradients, once a microbatch.
+
+Letters: N devices of the axis, T positions, D inputs, F outputs, V values of a token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
+
+__all__ = [
+    "TENSOR_AXIS",
+    "TensorSpec",
+    "check_tensor_divides",
+    "column_linear",
+    "enter_tensor_parallel",
+    "leave_tensor_parallel",
+    "merge_params",
+    "partition_specs",
+    "row_linear",
+    "split_params",
+    "sum_over_positions",
+    "take_features",
+    "take_positions",
+    "tensor_parallel_model",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
+]
+
+TENSOR_AXIS = "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """How a parameter lies along `"tensor"`, where a `PartitionSpec` does not tell all.
+
+    Attributes:
+      spec: as for an array without the layer axis, such as `P(None, "tensor")`.
+      num_blocks: arrays that lie side by side along that dimension, such as 3 for queries, keys and values in one
+        kernel. Each is split, so that a device has its part of every one.
+      num_values: of a vocabulary, the size of that dimension, which zeros extend to a multiple of N; None if N must
+        divide it.
+    """
+
+    spec: PartitionSpec
+    num_blocks: int = 1
+    num_values: int | None = None
+
+
+def column_linear(
+    x: Float[Array, "*positions D"],
+    kernel: Float[Array, "D F"],
+    bias: Float[Array, " F"] | None = None,
+    *,
+    axes: Axes,
+) -> Float[Array, "*out F"]:
+    """A product whose outputs are split: with the columns of this device.
+
+    For several products of one input, call `enter_tensor_parallel` once and multiply by hand.
+
+    Args:
+      x: float[…, D], whole; under sequence parallelism float[…, T / N, D], this device's positions.
+      kernel: float[D, F / N], a part along `P(None, "tensor")`.
+      bias: float[F / N], a part along `P("tensor")`; None if there is none.
+      axes: what is bound.
+
+    Returns:
+      float[…, F / N], this device's features of all positions.
+    """
+    product = enter_tensor_parallel(x, axes=axes) @ kernel
+    return product if bias is None else product + bias
+
+
+def row_linear(
+    x: Float[Array, "*positions D"],
+    kernel: Float[Array, "D F"],
+    bias: Float[Array, " F"] | None = None,
+    *,
+    axes: Axes,
+) -> Float[Array, "*out F"]:
+    """A product whose inputs are split: with the rows of this device, summed over the devices.
+
+    Args:
+      x: float[…, D / N], this device's features of all positions.
+      kernel: float[D / N, F], a part along `P("tensor")`.
+      bias: float[F], whole, added once; None if there is none.
+      axes: what is bound.
+
+    Returns:
+      float[…, F], whole, by one all-reduce; under sequence parallelism float[…, T / N, F], by one reduce-scatter.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
+    """
+    product = leave_tensor_parallel(x @ kernel, axes=axes)
+    return product if bias is None else product + bias
+
+
+def enter_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
+    """What split products take: the same array on every device, whose gradient is summed over them.
+
+    It is Megatron's f: it does nothing forward and is an all-reduce backward. Under sequence parallelism it is an
+    all-gather forward and a reduce-scatter backward. A whole parameter that each device uses for its own features,
+    such as the scale of a norm of each head, enters as well, unless `axes.sequence_parallel`.
+
+    Args:
+      x: float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
+      axes: what is bound.
+
+    Returns:
+      float[…], whole; under sequence parallelism float[…, T, D].
+    """
+    if axes.tensor is None:
+        return x
+    if axes.sequence_parallel:
+        return lax.all_gather(x, axes.tensor, axis=x.ndim - 2, tiled=True)  # its transpose is right: a reduce-scatter
+    return _copy(x, axes.tensor)
+
+
+def leave_tensor_parallel(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*out"]:
+    """The sum of what the devices computed of a split product.
+
+    It is Megatron's g: it is an all-reduce forward and does nothing backward. Under sequence parallelism it is a
+    reduce-scatter forward and an all-gather backward.
+
+    Args:
+      x: float[…], this device's term of the sum; under sequence parallelism float[…, T, D].
+      axes: what is bound.
+
+    Returns:
+      float[…], whole; under sequence parallelism float[…, T / N, D], this device's positions.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
+    """
+    if axes.tensor is None:
+        return x
+    if axes.sequence_parallel:
+        _part_of(x.shape[-2], "positions", axes)
+        return lax.psum_scatter(x, axes.tensor, scatter_dimension=x.ndim - 2, tiled=True)
+    return _sum(x, axes.tensor)
+
+
+def vocabulary_embedding(
+    table: Float[Array, "V D"], tokens: Int[Array, "*batch T"], *, axes: Axes
+) -> Float[Array, "*batch out D"]:
+    """Embeddings from a table whose rows are split.
+
+    Args:
+      table: float[⌈V / N⌉, D], a part along `TensorSpec(P("tensor"), num_values=V)`.
+      tokens: int[…, T], below V, whole.
+      axes: what is bound.
+
+    Returns:
+      float[…, T, D], whole, by one all-reduce; under sequence parallelism float[…, T / N, D], by one reduce-scatter.
+
+    Raises:
+      ValueError: sequence parallelism of positions that N does not divide.
+    """
+    if axes.tensor is None:
+        return table[tokens]
+    local = tokens - lax.axis_index(axes.tensor) * len(table)
+    is_here = (local >= 0) & (local < len(table))
+    rows = table[jnp.where(is_here, local, 0)]
+    return leave_tensor_parallel(jnp.where(is_here[..., None], rows, 0), axes=axes)
+
+
+def vocabulary_cross_entropy(
+    logits: Float[Array, "*positions V"], targets: Int[Array, "*positions"], *, vocab_size: int, axes: Axes
+) -> Float[Array, "*positions"]:
+    """The cross-entropy of logits whose vocabulary is split. Neither whole logits nor whole probabilities are made.
+
+    Args:
+      logits: float[…, ⌈V / N⌉], of all positions; the result of `column_linear` with a part of a kernel along
+        `TensorSpec(P(None, "tensor"), num_values=V)`. Those past V get no probability and no gradient.
+      targets: int[…], below V, whole.
+      vocab_size: V.
+      axes: what is bound.
+
+    Returns:
+      float[…] in nats, whole also under sequence parallelism, float32 at least. It takes one all-reduce for maxima and
+      one for sums.
+
+    Raises:
+      ValueError: the logits are not those of V tokens.
+
+    References:
+      Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
+    """
+    num_here = logits.shape[-1]
+    num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
+    if num_here != -(-vocab_size // num_devices):
+        raise UserError(
+            f"{num_here} logits on each of {num_devices} devices are not those of a vocabulary of {vocab_size}"
+        )
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if axes.tensor is None:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    first = lax.axis_index(axes.tensor) * num_here
+    if num_devices * num_here > vocab_size:
+        logits = jnp.where(first + jnp.arange(num_here) < vocab_size, logits, -jnp.inf)
+    largest = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=-1)), axes.tensor)
+    shifted = logits - largest[..., None]
+    local = targets - first
+    is_here = (local >= 0) & (local < num_here)
+    of_targets = jnp.take_along_axis(shifted, jnp.where(is_here, local, 0)[..., None], axis=-1)[..., 0]
+    sums = _sum(jnp.stack([jnp.sum(jnp.exp(shifted), axis=-1), jnp.where(is_here, of_targets, 0)]), axes.tensor)
+    return jnp.log(sums[0]) - sums[1]
+
+
+def take_features(x: Shaped[Array, "*shape"], dim: int = -1, *, axes: Axes) -> Shaped[Array, "*out"]:
+    """This device's part of a whole array, such as a mask that `axes.key` gives for all features.
+
+    Args:
+      x: whole.
+      dim: of the features, which N divides.
+      axes: what is bound.
+
+    Returns:
+      The part; without a tensor axis, the array.
+
+    Raises:
+      ValueError: N does not divide them.
+    """
+    if axes.tensor is None:
+        return x
+    if not axes.sequence_parallel and jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _copy(x, axes.tensor)
+    return _take(x, dim, "features", axes)
+
+
+def take_positions(x: Shaped[Array, "*shape"], dim: int = -2, *, axes: Axes) -> Shaped[Array, "*out"]:
+    """This device's positions of a whole array, such as a mask that `axes.key` gives for all positions.
+
+    Args:
+      x: whole.
+      dim: of the positions, which N divides.
+      axes: what is bound.
+
+    Returns:
+      The part under sequence parallelism, else the array.
+
+    Raises:
+      ValueError: N does not divide them.
+    """
+    return _take(x, dim, "positions", axes) if axes.tensor is not None and axes.sequence_parallel else x
+
+
+def sum_over_positions(x: Float[Array, "*shape"], *, axes: Axes) -> Float[Array, "*shape"]:
+    """The sum for all positions from that for this device's positions: for losses without a vocabulary.
+
+    Args:
+      x: float[…], a sum over the positions that `take_positions` gives.
+      axes: what is bound.
+
+    Returns:
+      float[…], whole: summed over the devices under sequence parallelism, else as it is.
+    """
+    return _sum(x, axes.tensor) if axes.tensor is not None and axes.sequence_parallel else x
+
+
+def check_tensor_divides(axes: Axes, **sizes: int) -> int:
+    """Checks that what a model splits can be split.
+
+    Args:
+      axes: what is bound.
+      **sizes: by name, such as `num_heads=8`.
+
+    Returns:
+      N; 1 without a tensor axis.
+
+    Raises:
+      ValueError: N does not divide some of them.
+    """
+    num_devices = 1 if axes.tensor is None else lax.axis_size(axes.tensor)
+    if wrong := [f"{name} ({size})" for name, size in sizes.items() if size % num_devices]:
+        raise UserError(f"the {num_devices} devices of the axis {axes.tensor!r} do not divide {' and '.join(wrong)}")
+    return num_devices
+
+
+def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
+    """A model whose functions take their parts of parameters, inside `shard_map` over the tensor axis.
+
+    Args:
+      model: with `specs`.
+      axes: has `tensor`, and whether the model is sequence-parallel.
+
+    Returns:
+      A model for `layered_loss_fn`. Its loss is whole; gradients lie as the parameters, and those of whole parameters
+      are whole. They are to be taken inside the `shard_map`, with `check_vma=False`.
+
+    Raises:
+      ValueError: the model has no `specs`.
+    """
+    if model.specs is None:
+        raise UserError(f"nothing of this model lies along the axis {axes.tensor!r}: its specs are None")
+    specs = model.specs
+
+    def stack(params: Any) -> LayeredParams:
+        stacked = params if model.stack is None else model.stack(params)
+        if not axes.sequence_parallel:
+            return stacked
+        whole = _map_specs(lambda spec, leaf: leaf if _dim_of(spec) is None else None, specs, stacked)
+        summed = iter(_copy(jax.tree.leaves(whole), axes.tensor))
+        return _map_specs(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
+
+    def bound(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_with_axes(*args: Any) -> Any:
+            *others, given = args
+            return call(*others, axes._replace(key=given.key))
+
+        return call_with_axes
+
+    return model._replace(embed=bound(model.embed), layer=bound(model.layer), loss=bound(model.loss), stack=stack)
+
+
+def partition_specs(specs: LayeredParams) -> LayeredParams:
+    """How the result of `split_params` lies on a mesh.
+
+    Args:
+      specs: those of a model: a `PartitionSpec` or a `TensorSpec` for every leaf, without the layer axis.
+
+    Returns:
+      A `PartitionSpec` for every leaf, with the layer axis.
+    """
+    return LayeredParams(
+        jax.tree.map(lambda spec: _plain(spec).spec, specs.ends, is_leaf=_is_spec),
+        jax.tree.map(lambda spec: PartitionSpec(None, *_plain(spec).spec), specs.layers, is_leaf=_is_spec),
+    )
+
+
+def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
+    """Parameters in the order in which N equal parts along `partition_specs` are those of the devices.
+
+    Vocabularies are extended by zeros, and the parts of arrays that lie side by side come together. Other parameters
+    stay as they are.
+
+    Args:
+      params: whole arrays.
+      specs: those of the model.
+      num_devices: N.
+
+    Returns:
+      `LayeredParams` of whole arrays.
+
+    Raises:
+      ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
+    """
+    _check_splits(params, specs, num_devices)
+
+    def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+        if missing := -np.shape(leaf)[dim] % num_devices:  # values of a vocabulary
+            pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
+            leaf = pad(leaf, [(0, missing if i == dim else 0) for i in range(np.ndim(leaf))])
+        return _swap(leaf, dim, spec.num_blocks, num_devices)
+
+    return _map_splits(split, specs, params)
+
+
+def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
+    """The inverse of `split_params`, for parameters, gradients and what else lies like them.
+
+    Args:
+      params: whole arrays, in the order of `split_params`.
+      specs: those of the model.
+      num_devices: N.
+
+    Returns:
+      `LayeredParams` of whole arrays.
+    """
+
+    def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+        leaf = _swap(leaf, dim, num_devices, spec.num_blocks)
+        return leaf if spec.num_values is None else leaf[(slice(None),) * dim + (slice(spec.num_values),)]
+
+    return _map_splits(merge, specs, params)
+
+
+def _swap(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
+    """Of a dimension of outer · inner runs, those of one inner place together."""
+    if num_outer == 1 or num_inner == 1:
+        return leaf
+    shape = leaf.shape
+    runs = leaf.reshape(*shape[:dim], num_outer, num_inner, -1, *shape[dim + 1 :])
+    return runs.swapaxes(dim, dim + 1).reshape(shape)
+
+
+def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int) -> None:
+    structures: list[object] = [jax.tree.structure(specs, is_leaf=_is_spec), jax.tree.structure(params)]
+    if structures[0] != structures[1]:
+        found, wanted = leaves_by_name(params), jax.tree.leaves_with_path(specs, is_leaf=_is_spec)
+        differing = {*found} ^ {jax.tree_util.keystr(path) for path, _ in wanted}
+        raise UserError(f"the specs of a model are not those of these parameters: {list_first(sorted(differing))}")
+    offenders = []
+
+    def check(spec: TensorSpec, leaf: Any, dim: int, name: str) -> None:
+        size, num_parts = np.shape(leaf)[dim], spec.num_blocks * num_devices
+        if size % num_parts if spec.num_values is None else size != spec.num_values:
+            blocks = f" in {spec.num_blocks} blocks" if spec.num_blocks > 1 else ""
+            values = "" if spec.num_values is None else f", not {spec.num_values}"
+            offenders.append(f"{name} {describe(leaf)} (dimension {dim}: {size}{blocks}{values})")
+
+    names = LayeredParams(
+        *(jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params)
+    )
+    _map_splits(check, specs, params, names)
+    if offenders:
+        raise UserError(f"the {num_devices} devices of the axis {TENSOR_AXIS!r} do not divide {list_first(offenders)}")
+
+
+def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
+    """`change(spec, leaf, dim, …)` of what is split; others as they are."""
+
+    def changed(num_leading: int) -> Callable[..., Any]:
+        def of_leaf(spec: Any, leaf: Any, *others: Any) -> Any:
+            dim = _dim_of(spec)
+            return leaf if dim is None else change(_plain(spec), leaf, num_leading + dim, *others)
+
+        return of_leaf
+
+    return LayeredParams(
+        _map_specs(changed(0), specs.ends, *(tree.ends for tree in trees)),
+        _map_specs(changed(1), specs.layers, *(tree.layers for tree in trees)),
+    )
+
+
+def _map_specs(call: Callable[..., Any], specs: Any, *trees: Any) -> Any:
+    return jax.tree.map(call, specs, *trees, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec | TensorSpec)
+
+
+def _plain(spec: PartitionSpec | TensorSpec) -> TensorSpec:
+    return spec if isinstance(spec, TensorSpec) else TensorSpec(spec)
+
+
+def _dim_of(spec: PartitionSpec | TensorSpec) -> int | None:
+    """The dimension along the tensor axis; None: there is none."""
+    plain = _plain(spec).spec
+    return plain.index(TENSOR_AXIS) if TENSOR_AXIS in plain else None
+
+
+def _take(x: Any, dim: int, what: str, axes: Axes) -> Any:
+    size = _part_of(x.shape[dim], what, axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes.tensor) * size, size, dim)
+
+
+def _part_of(size: int, what: str, axes: Axes) -> int:
+    num_devices = lax.axis_size(axes.tensor)
+    if size % num_devices:
+        hint = ": give make_buckets a length_multiple" if what == "positions" else ""
+        raise UserError(f"the {num_devices} devices of the axis {axes.tensor!r} do not divide {size} {what}{hint}")
+    return size // num_devices
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _copy(x: Any, axis_name: str) -> Any:
+    """As it is; its gradient is summed over the axis."""
+    return x
+
+
+def _copy_forward(x: Any, axis_name: str) -> tuple[Any, None]:
+    return x, None
+
+
+def _copy_backward(axis_name: str, _: None, grad: Any) -> tuple[Any]:
+    return (lax.psum(grad, axis_name),)
+
+
+_copy.defvjp(_copy_forward, _copy_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sum(x: Any, axis_name: str) -> Any:
+    """Summed over the axis; its gradient is as it is."""
+    return lax.psum(x, axis_name)
+
+
+def _sum_forward(x: Any, axis_name: str) -> tuple[Any, None]:
+    return lax.psum(x, axis_name), None
+
+
+def _sum_backward(axis_name: str, _: None, grad: Any) -> tuple[Any]:
+    return (grad,)
+
+
+_sum.defvjp(_sum_forward, _sum_backward)

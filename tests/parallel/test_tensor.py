@@ -1,0 +1,379 @@
+"""Tensor and sequence parallelism: the numbers of the unsplit model, and what is communicated."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.tensor import (
+    TensorSpec,
+    check_tensor_divides,
+    column_linear,
+    enter_tensor_parallel,
+    leave_tensor_parallel,
+    merge_params,
+    partition_specs,
+    row_linear,
+    split_params,
+    sum_over_positions,
+    take_features,
+    take_positions,
+    tensor_parallel_model,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+)
+from tests.parallel.test_layers import microbatch_of as short_microbatch
+
+# Neither the 131 logits nor the 132 inputs of 131 tokens are as many on each of 4 devices as of the other.
+MODEL = TransformerConfig(num_layers=3, width=16, num_heads=4, vocab_size=131)
+L = MODEL.num_layers
+UNSPLIT = Axes()
+
+
+def axes_of(sequence_parallel, key=None):
+    return Axes(tensor="tensor", sequence_parallel=sequence_parallel, key=key)
+
+
+def on_devices(num_devices, call, in_specs, out_specs):
+    mesh = layout_mesh(Layout(tensor=num_devices))
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+def assert_equal_trees(found, expected, rtol=1e-12):
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(expected_leaf).max() > 1e-6
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * np.abs(expected_leaf).max())
+
+
+def loss_and_gradients(model, params, num_devices, sequence_parallel, *arguments):
+    """Of the split model, merged; the gradients as they lie; and the compiled program."""
+    loss_fn = layered_loss_fn(tensor_parallel_model(model, axes_of(sequence_parallel)))
+    specs = partition_specs(model.specs)
+    step = on_devices(
+        num_devices,
+        jax.value_and_grad(loss_fn, has_aux=True),
+        (specs, *(P() for _ in arguments)),
+        ((P(), P()), specs),
+    )
+    split = split_params(params, model.specs, num_devices)
+    compiled = step.lower(split, *arguments).compile()
+    sums, grads = compiled(split, *arguments)
+    return sums, merge_params(grads, model.specs, num_devices), grads, compiled
+
+
+def counts(compiled):
+    number = collections.Counter()
+    for each in list_collectives(compiled):
+        number[each.kind] += each.times
+    return dict(number)
+
+
+@functools.cache
+def microbatch_of(packed):
+    """Rows of 16 positions, two of them more than any sample has."""
+    microbatch = short_microbatch(packed)
+    return jax.tree.map(lambda leaf: np.pad(leaf, ((0, 0), (0, 2))) if leaf.ndim == 2 else leaf, microbatch)
+
+
+@functools.cache
+def of_the_whole_model(packed):
+    with jax.enable_x64(True):
+        params = jax.tree.map(np.float64, init_params(MODEL, seed=0))
+        found = jax.jit(jax.value_and_grad(make_loss_fn(MODEL), has_aux=True))(params, microbatch_of(packed))
+        return jax.tree.map(np.asarray, stack_layers(params)), found
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "sequence_parallel", "packed"),
+    [(1, False, False), (1, True, True), *itertools.product((2, 4), (False, True), (False, True))],
+)
+def test_the_split_transformer_is_the_whole_one(num_devices, sequence_parallel, packed):
+    params, (expected, expected_grads) = of_the_whole_model(packed)
+    model = layered(MODEL)
+    with jax.enable_x64(True):
+        sums, grads, lying, compiled = loss_and_gradients(
+            model, params, num_devices, sequence_parallel, microbatch_of(packed)
+        )
+        grads = unstack_layers(grads)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    assert_equal_trees(grads, expected_grads)
+    if num_devices == 4:
+        assert lying.ends["head"]["kernel"].shape == (16, 132)
+        assert not np.any(lying.ends["head"]["kernel"][:, 131:])
+    if sequence_parallel:
+        # Of the all-reduces two are those of the cross-entropy, and one has all gradients of norms.
+        assert counts(compiled) == {"all-gather": 4 * L + 2, "reduce-scatter": 4 * L + 2, "all-reduce": 3}
+    else:
+        assert counts(compiled) == {"all-reduce": 4 * L + 4}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_the_forward_pass_communicates(sequence_parallel):
+    model = layered(MODEL)
+    loss_fn = layered_loss_fn(tensor_parallel_model(model, axes_of(sequence_parallel)))
+    split = split_params(of_the_whole_model(False)[0], model.specs, 2)
+    forward = on_devices(2, loss_fn, (partition_specs(model.specs), P()), P())
+    found = counts(forward.lower(split, microbatch_of(False)).compile())
+    if sequence_parallel:
+        assert found == {"all-gather": 2 * L + 1, "reduce-scatter": 2 * L + 1, "all-reduce": 2}
+    else:
+        assert found == {"all-reduce": 2 * L + 3}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_bfloat16_is_split_as_well(sequence_parallel):
+    config = TransformerConfig(num_layers=2, width=16, num_heads=2, compute_dtype="bfloat16")
+    model, params = layered(config), stack_layers(init_params(config, seed=0))
+    (expected, _), expected_grads = jax.jit(jax.value_and_grad(layered_loss_fn(model), has_aux=True))(
+        params, microbatch_of(False)
+    )
+    (loss, _), grads, *_ = loss_and_gradients(model, params, 2, sequence_parallel, microbatch_of(False))
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    for leaf, expected_leaf in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        assert leaf.dtype == np.float32
+        assert np.linalg.norm(leaf - expected_leaf) < 0.02 * np.linalg.norm(expected_leaf)
+
+
+# Of each function: how it is called, its arguments, how they and its result lie, and what lies otherwise with sequence
+# parallelism. There, gradients of whole parameters are a part of the sum.
+FEATURES, POSITIONS = P(None, None, "tensor"), P(None, "tensor")
+SHAPES = {"x": (3, 8, 12), "wide": (3, 8, 24), "w": (12, 24), "v": (24, 12), "b": (24,), "c": (12,), "table": (20, 12)}
+PRIMITIVES = {
+    "column": (column_linear, {"x": P(), "w": P(None, "tensor"), "b": P("tensor")}, FEATURES, {"x": POSITIONS}),
+    "column_only": (column_linear, {"x": P(), "w": P(None, "tensor")}, FEATURES, {"x": POSITIONS}),
+    "row": (row_linear, {"wide": FEATURES, "v": P("tensor"), "c": P()}, P(), {"out": POSITIONS}),
+    "row_only": (row_linear, {"wide": FEATURES, "v": P("tensor")}, P(), {"out": POSITIONS}),
+    "enter": (enter_tensor_parallel, {"x": P()}, None, {"x": POSITIONS}),
+    "embedding": (
+        lambda table, *, axes: vocabulary_embedding(table, tokens_of(20), axes=axes),
+        {"table": P("tensor")},
+        P(),
+        {"out": POSITIONS},
+    ),
+    "cross_entropy": (
+        lambda logits, *, axes: vocabulary_cross_entropy(logits, tokens_of(24), vocab_size=24, axes=axes),
+        {"wide": FEATURES},
+        P(),
+        {},
+    ),
+}
+
+
+def tokens_of(num_values):
+    return jnp.asarray(np.random.default_rng(2).integers(0, num_values, (3, 8)))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", PRIMITIVES)
+def test_each_function_has_the_result_and_the_gradients_of_its_plain_form(name, sequence_parallel):
+    call, lying, out_spec, when_sequence_parallel = PRIMITIVES[name]
+    rng = np.random.default_rng(0)
+    arguments = [rng.normal(size=SHAPES[each]) for each in lying]
+    if sequence_parallel:
+        lying = {each: when_sequence_parallel.get(each, spec) for each, spec in lying.items()}
+        out_spec = when_sequence_parallel.get("out", out_spec)
+    partial = [sequence_parallel and spec == P() for spec in lying.values()]
+    plain = functools.partial(call, axes=UNSPLIT)
+    is_input = out_spec is None  # its gradients differ between devices, and are summed
+    out_spec = P() if is_input else out_spec
+    with jax.enable_x64(True):
+        out, pull = jax.vjp(plain, *map(jnp.asarray, arguments))
+        weights = rng.normal(size=(4, *out.shape))
+        weights = weights if is_input else weights[0]
+        expected = pull(jnp.asarray(weights.sum(axis=0) if is_input else weights))
+
+        def on_device(weights, *arguments):
+            out, pull = jax.vjp(functools.partial(call, axes=axes_of(sequence_parallel)), *arguments)
+            grads = pull(weights[0] if is_input else weights)
+            return out, [grad[None] if part else grad for grad, part in zip(grads, partial, strict=True)]
+
+        in_specs = (P("tensor") if is_input else out_spec, *lying.values())
+        grad_specs = [P("tensor") if part else spec for spec, part in zip(lying.values(), partial, strict=True)]
+        found, grads = on_devices(4, on_device, in_specs, (out_spec, grad_specs))(weights, *arguments)
+        assert_equal_trees(found, out, rtol=1e-13)
+        grads = [np.sum(grad, axis=0) if part else grad for grad, part in zip(grads, partial, strict=True)]
+        assert_equal_trees(grads, list(expected), rtol=1e-13)
+
+
+def test_cross_entropy_of_any_vocabulary_is_stable_and_never_sees_padding():
+    """Three tokens on four devices, so that one has padding only, and logits that float32 cannot exponentiate."""
+    logits = np.array([[1e4, -1e4, 9999.0], [-3e38, 0, -1e30], [5, 5, 5]], np.float32)
+    targets = jnp.array([2, 1, 0])
+    padded = np.pad(logits, ((0, 0), (0, 1)), constant_values=3e38)
+
+    def losses_and_gradient(logits):
+        def total(logits):
+            losses = vocabulary_cross_entropy(logits, targets, vocab_size=3, axes=axes_of(False))
+            return jnp.sum(losses), losses
+
+        grad, losses = jax.grad(total, has_aux=True)(logits)
+        return losses, grad
+
+    features = P(None, "tensor")
+    losses, grad = on_devices(4, losses_and_gradient, features, (P(), features))(padded)
+    plain = functools.partial(vocabulary_cross_entropy, targets=targets, vocab_size=3, axes=UNSPLIT)
+    np.testing.assert_allclose(losses, plain(jnp.asarray(logits)), rtol=1e-3)  # which rounds at the size of the logits
+    np.testing.assert_allclose(losses, [1 + np.log1p(np.exp(-1)), 0, np.log(3)], rtol=1e-6)
+    expected = jax.grad(lambda logits: jnp.sum(plain(logits)))(jnp.asarray(logits))
+    np.testing.assert_allclose(grad[:, :3], expected, atol=1e-6)
+    assert not np.any(grad[:, 3])
+    in_bfloat16 = plain(jnp.asarray(logits[2:], jnp.bfloat16), targets=targets[2:])
+    assert in_bfloat16.dtype == np.float32
+
+
+# A model of a user's own: an input kernel and a table of positions that are whole, blocks of a norm, a gated perceptron
+# with gate and up in one kernel, biases, a scale for features that every device shares, and dropout of two kinds.
+WIDTH, HIDDEN, NUM_POSITIONS = 6, 8, 8
+
+
+def embed(ends, microbatch, axes):
+    return take_positions(microbatch["inputs"], axes=axes) @ ends["in"] + take_positions(ends["place"], axes=axes)
+
+
+def block(own, x, microbatch, axes):
+    normed = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True)) * own["norm"]
+    gate, up = jnp.split(column_linear(normed, own["gate_up"], own["bias"], axes=axes), 2, axis=-1)
+    shared = own["shared"] if axes.sequence_parallel else enter_tensor_parallel(own["shared"], axes=axes)
+    hidden = jax.nn.silu(gate) * up * jnp.mean(shared)
+    keep = jax.random.bernoulli(axes.key, 0.5, (*x.shape[:-2], NUM_POSITIONS, HIDDEN))
+    hidden = hidden * take_features(keep, axes=axes)
+    out = row_linear(hidden, own["down"], own["out_bias"], axes=axes)
+    keep = jax.random.bernoulli(jax.random.fold_in(axes.key, 1), 0.5, (*x.shape[:-2], NUM_POSITIONS, WIDTH))
+    return x + out * take_positions(keep, axes=axes)
+
+
+def loss(ends, x, microbatch, axes):
+    error = x @ ends["in"].T - take_positions(microbatch["targets"], axes=axes)
+    total = sum_over_positions(
+        jnp.sum(error**2 * take_positions(microbatch["weights"], -1, axes=axes)[..., None]), axes=axes
+    )
+    return total, jnp.sum(microbatch["weights"])
+
+
+OWN = LayeredModel(
+    embed,
+    block,
+    loss,
+    specs=LayeredParams(
+        {"in": P(), "place": P()},
+        {
+            "norm": P(),
+            "gate_up": TensorSpec(P(None, "tensor"), num_blocks=2),
+            "bias": TensorSpec(P("tensor"), num_blocks=2),
+            "shared": P(),
+            "down": P("tensor"),
+            "out_bias": P(),
+        },
+    ),
+)
+
+
+def own_params():
+    rng = np.random.default_rng(0)
+    shapes = LayeredParams(
+        {"in": (5, WIDTH), "place": (NUM_POSITIONS, WIDTH)},
+        {
+            "norm": (2, WIDTH),
+            "gate_up": (2, WIDTH, 2 * HIDDEN),
+            "bias": (2, 2 * HIDDEN),
+            "shared": (2, 3),
+            "down": (2, HIDDEN, WIDTH),
+            "out_bias": (2, WIDTH),
+        },
+    )
+    return jax.tree.map(lambda shape: rng.normal(size=shape), shapes, is_leaf=lambda x: type(x) is tuple)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_a_model_of_ones_own_with_dropout_is_the_unsplit_one(num_devices, sequence_parallel):
+    rng = np.random.default_rng(1)
+    microbatch = {name: rng.normal(size=(3, NUM_POSITIONS, 5)) for name in ("inputs", "targets")}
+    microbatch["weights"] = rng.integers(0, 2, (3, NUM_POSITIONS)).astype(np.float64)
+    key = jax.random.key(7)
+    params = own_params()
+    with jax.enable_x64(True):
+        expected, expected_grads = jax.jit(jax.value_and_grad(layered_loss_fn(OWN), has_aux=True))(
+            params, microbatch, key
+        )
+        sums, grads, _, compiled = loss_and_gradients(OWN, params, num_devices, sequence_parallel, microbatch, key)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    assert_equal_trees(grads, expected_grads)
+    assert set(counts(compiled)) == {"all-reduce"} | ({"all-gather", "reduce-scatter"} if sequence_parallel else set())
+
+
+def test_without_an_axis_they_are_plain():
+    rng = np.random.default_rng(0)
+    x, w, v, b = (jnp.asarray(rng.normal(size=shape)) for shape in ((2, 4), (4, 6), (6, 4), (6,)))
+    assert column_linear(x, w, b, axes=UNSPLIT).tolist() == (x @ w + b).tolist()
+    assert row_linear(x @ w, v, axes=UNSPLIT).tolist() == (x @ w @ v).tolist()
+    for call in (enter_tensor_parallel, leave_tensor_parallel, take_features, take_positions, sum_over_positions):
+        assert call(x, axes=UNSPLIT) is x
+    assert vocabulary_embedding(w, jnp.array([3, 0]), axes=UNSPLIT).tolist() == w[jnp.array([3, 0])].tolist()
+    assert check_tensor_divides(UNSPLIT, num_heads=3) == 1
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4])
+def test_parameters_are_split_and_merged(num_devices):
+    model, params = layered(MODEL), of_the_whole_model(False)[0]
+    split = split_params(params, model.specs, num_devices)
+    assert_equal_trees(merge_params(split, model.specs, num_devices), params, rtol=0)
+    kernel, whole = split.layers["qkv"]["kernel"][...], params.layers["qkv"]["kernel"][...]
+    part = 16 // num_devices
+    for device in range(num_devices):
+        columns = np.arange(48).reshape(3, 16)[:, device * part :][:, :part].ravel()
+        np.testing.assert_array_equal(kernel[..., 3 * part * device :][..., : 3 * part], whole[..., columns])
+    assert split.ends["head"]["kernel"].shape == (16, 132 if num_devices > 1 else 131)
+    assert jax.tree.structure(partition_specs(model.specs)) == jax.tree.structure(params)
+
+
+def test_what_the_devices_do_not_divide_is_refused_by_name():
+    config = TransformerConfig(num_layers=1, width=18, num_heads=3)
+    params = jax.eval_shape(lambda: stack_layers(init_params(config, 0)))
+    with pytest.raises(
+        ValueError, match=r"the 4 devices .*'tensor' do not divide \['out'\].*\[1,18,18\] \(dimension 1: 18\)"
+    ):
+        split_params(params, layered(config).specs, 4)
+    with pytest.raises(ValueError, match=r"\['qkv'\].*\(dimension 2: 54 in 3 blocks\)"):
+        split_params(params, layered(config).specs, 4)
+    split = jax.eval_shape(lambda params: split_params(params, layered(config).specs, 2), params)
+    microbatch = microbatch_of(False)
+
+    def trace(config, params, num_devices, sequence_parallel, microbatch):
+        model = layered(config)
+        loss_fn = layered_loss_fn(tensor_parallel_model(model, axes_of(sequence_parallel)))
+        jax.eval_shape(on_devices(num_devices, loss_fn, (partition_specs(model.specs), P()), P()), params, microbatch)
+
+    with pytest.raises(ValueError, match=r"the 2 devices of the axis 'tensor' do not divide num_heads \(3\)"):
+        trace(config, split, 2, False, microbatch)
+    split = split_params(of_the_whole_model(False)[0], layered(MODEL).specs, 4)
+    with pytest.raises(
+        ValueError, match=r"the 4 devices .* do not divide 14 positions: give make_buckets a length_mult"
+    ):
+        trace(MODEL, split, 4, True, short_microbatch(False))
+
+
+def test_other_mistakes_are_refused():
+    no_specs = layered(MODEL)._replace(specs=None)
+    with pytest.raises(ValueError, match="nothing of this model lies along the axis 'tensor': its specs are None"):
+        tensor_parallel_model(no_specs, axes_of(False))
+    with pytest.raises(ValueError, match=r"the specs of a model are not those of these parameters: .*\['place'\]"):
+        split_params(LayeredParams({"in": np.ones((5, 6))}, own_params().layers), OWN.specs, 2)
+    params, specs = of_the_whole_model(False)[0], layered(dataclasses.replace(MODEL, vocab_size=130)).specs
+    with pytest.raises(ValueError, match=r"\['embed'\].* \(dimension 0: 132, not 131\), \['head'\]"):
+        split_params(params, specs, 2)
+    with pytest.raises(ValueError, match="7 logits on each of 1 devices are not those of a vocabulary of 8"):
+        vocabulary_cross_entropy(jnp.ones((2, 7)), jnp.array([0, 1]), vocab_size=8, axes=UNSPLIT)
+    with pytest.raises(ValueError, match="the 4 devices of the axis 'tensor' do not divide 6 features"):
+        jax.eval_shape(on_devices(4, lambda x: take_features(x, axes=axes_of(False)), P(), P()), jnp.ones((2, 6)))
