@@ -123,6 +123,12 @@ def test_the_guide_to_schedules_prints_what_it_shows(capsys):
 
 
 @pytest.mark.slow
+def test_the_guide_to_tensor_parallelism_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("tensor_parallel.md", capsys)
+    assert names["keep"].shape == (4, 32, 16)
+
+
+@pytest.mark.slow
 def test_the_guide_to_resuming_prints_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = assert_prints_what_it_shows("resuming.md", capsys)
