@@ -32,7 +32,9 @@ _LOOP = re.compile(r"\bwhile\(.*?\bbody=%?([\w.\-]+)(.*)$", re.MULTILINE)
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _STRIDED_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 
@@ -172,8 +174,12 @@ def _groups_of(kind: str, attributes: str) -> tuple[tuple[int, ...], ...]:
         return _rows(devices.reshape(num_groups, size))
     if found := _MESH_GROUPS.search(attributes):
         axes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        devices = np.arange(math.prod(map(int, axes.values()))).reshape(list(map(int, axes.values())))
-        along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[2])]
+        devices = np.arange(math.prod(map(int, axes.values())))
+        if found[2]:  # not in the order of their numbers
+            devices = devices.reshape(list(map(int, found[2].split(","))))
+            devices = devices.transpose(list(map(int, found[3].split(",")))) if found[3] else devices
+        devices = devices.reshape(list(map(int, axes.values())))
+        along = [list(axes).index(name) for name in re.findall(r"'([^']+)'", found[4])]
         return groups_along(devices, along)
     raise UserError(f"the devices of this {kind} are told in an unknown form: {attributes[:200]}")
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import Bucket, compile_buckets, data_mesh, init_train_state, make_train_step, scale_by_batch_size
-from jvarlen.compiling.hlo import Collectives, count_collectives
+from jvarlen.compiling.hlo import Collectives, count_collectives, list_collectives
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 MODEL = TransformerConfig(num_layers=1, width=8, num_heads=1)
@@ -88,6 +88,24 @@ def test_collectives_of_a_gpu_start_and_end_and_are_one():
         "all-gather": Collectives(1, 0),
         "collective-permute": Collectives(0, 1),
     }
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("mesh['x'=2,'y'=2] {'y'}", ((0, 1), (2, 3))),
+        ("mesh['x'=1,'y'=2,'z'=2], device_ids=([2,2]T(1,0)) {'y'}", ((0, 1), (2, 3))),
+        ("mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+    ],
+)
+def test_groups_of_devices_are_read_in_every_form(groups, expected):
+    text = ON_A_GPU.replace("replica_groups={}", f"replica_groups={groups}").replace(
+        "all-gather(%p)", f"all-gather(%p), replica_groups={groups}"
+    )
+    found = [each for each in list_collectives(text) if each.kind != "collective-permute"]
+    assert [each.groups for each in found] == [expected] * 2
 
 
 def test_a_program_without_text_is_refused():
