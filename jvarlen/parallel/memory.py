@@ -11,6 +11,7 @@ import optax
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
@@ -107,6 +108,8 @@ def memory_bill(
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
     check_layout(layout, params, model)
+    if layout.tensor > 1:
+        raise UserError(f"memory_bill does not count what lies along 'tensor', which {layout} has {layout.tensor} of")
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
     specs_of_state = state_specs(state, layout)

@@ -349,10 +349,12 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
     Returns:
       A `PartitionSpec` for every leaf, with the layer axis.
     """
-    return LayeredParams(
-        jax.tree.map(lambda spec: _plain(spec).spec, specs.ends, is_leaf=_is_spec),
-        jax.tree.map(lambda spec: PartitionSpec(None, *_plain(spec).spec), specs.layers, is_leaf=_is_spec),
-    )
+
+    def of_layer(spec: Any) -> PartitionSpec:
+        return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
+
+    ends = jax.tree.map(lambda spec: _plain(spec).spec, specs.ends, is_leaf=_is_spec)
+    return LayeredParams(ends, jax.tree.map(of_layer, specs.layers, is_leaf=_is_spec))
 
 
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:

@@ -8,6 +8,7 @@ Optax optimizer gives what it gives on one device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
-from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.tensor import TENSOR_AXIS, merge_params, partition_specs, split_params, tensor_parallel_model
 from jvarlen.parallel.zero import (
     Tapped,
     crop,
@@ -60,14 +62,16 @@ def init_state(
       optimizer: any Optax optimizer.
       mesh: has the sizes of the layout, such as that of `layout_mesh`.
       layout: what is sharded.
-      model: what `make_train_step` gets, to be checked against the parameters and the layout; None if unknown.
+      model: what `make_train_step` gets, to be checked against the parameters and the layout; None if unknown, which
+        layouts with `tensorN` do not take.
       extra: as for `init_train_state`.
       seed: as for `init_train_state`.
 
     Returns:
       `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
       divides. Where N divides none, parameters are whole, and arrays of the optimizer are padded with zeros, which it
-      never sees. Arrays with fewer than 1,024 elements are whole on every device.
+      never sees. Arrays with fewer than 1,024 elements are whole on every device. With `tensorN`, parameters are those
+      of `split_params`, whose zeros the optimizer does see, and arrays of the optimizer lie like them.
 
     Raises:
       ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
@@ -80,12 +84,15 @@ def init_state(
         )
     mesh = _checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
+    tensor_specs = _tensor_specs(model, layout)
+    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
+        params = split_params(params, model.specs, layout.tensor)
     shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
-    shardings = _shardings(shapes, mesh, layout)
+    shardings = _shardings(shapes, mesh, layout, tensor_specs)
     params = jax.tree.map(_place, params, shardings.params)
 
     def init(params: Any) -> Any:
-        return padded(init_train_state(params, optimizer), layout).opt_state
+        return padded(init_train_state(params, optimizer), layout, tensor_specs).opt_state
 
     opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
@@ -127,7 +134,8 @@ def make_train_step(
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    if layout.zero == 0:
+    tensor_specs = _tensor_specs(model, layout)
+    if layout.zero == 0 and tensor_specs is None:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
@@ -138,11 +146,11 @@ def make_train_step(
     )
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        shardings = _shardings(state, mesh, layout)
-        following, metrics = train_step_of_sums(unpadded(state, layout), batch)
-        following = padded(following, layout)
-        # Added on shards, then gathered in the type of the parameters: updates may be wider.
-        params = _on_shards(following.params, mesh, shard_specs(state.params, layout.data))
+        shardings = _shardings(state, mesh, layout, tensor_specs)
+        following, metrics = train_step_of_sums(unpadded(state, layout, tensor_specs), batch)
+        following, params = padded(following, layout, tensor_specs), following.params
+        if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
+            params = _on_shards(params, mesh, shard_specs(state.params, layout.data, tensor_specs=tensor_specs))
         return following._replace(
             params=_constrain(params, shardings.params),
             opt_state=_constrain(following.opt_state, shardings.opt_state),
@@ -171,7 +179,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    if layout.zero < 3:
+    if layout.zero < 3 and layout.tensor == 1:
         loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
         return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
     sums_of = _sums_of(model, mesh, layout, with_grads=False)
@@ -182,13 +190,14 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     return eval_step
 
 
-def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout) -> Any:
+def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout, model: LayeredModel | LossFn | None = None) -> Any:
     """The whole parameters of a state, as `init_state` got them, on any layout.
 
     Args:
       state: of `init_state` or of a step.
       mesh: as for `init_state`.
       layout: as for `init_state`.
+      model: likewise.
 
     Returns:
       A pytree of NumPy arrays, which later steps do not change. All processes must call it; each gets all. A device
@@ -204,12 +213,17 @@ def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout) -> Any:
             leaf = jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))(leaf)
         return np.array(leaf)
 
-    return jax.tree.map(gather, state.params)
+    _tensor_specs(model, layout)
+    params = jax.tree.map(gather, state.params)
+    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
+        return merge_params(params, model.specs, layout.tensor)
+    return params
 
 
 def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> None:
     """Raises ValueError if a layout is not supported, or not for these parameters or this model (None: unknown)."""
     _check_axes(layout)
+    _tensor_specs(model, layout)
     if model is not None:
         _check_model(model, layout)
     if isinstance(model, LayeredModel):
@@ -221,12 +235,22 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
 
 
 def _check_axes(layout: Layout) -> None:
-    unsupported = [f"{name}{size}" for name, size in layout.axis_sizes.items() if size > 1 and name != DATA_AXIS]
+    supported = (DATA_AXIS, TENSOR_AXIS)
+    unsupported = [f"{name}{size}" for name, size in layout.axis_sizes.items() if size > 1 and name not in supported]
     if unsupported:
         raise UserError(
-            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axis "
-            "'data' only, with any ZeRO level"
+            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axes "
+            "'data' and 'tensor' only, with any ZeRO level"
         )
+
+
+def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
+    """How parameters lie along "tensor"; None if that has one device."""
+    if layout.tensor == 1:
+        return None
+    if not isinstance(model, LayeredModel) or model.specs is None or model.stack is not None:
+        raise UserError(f"tensor{layout.tensor} takes a LayeredModel of LayeredParams, with specs")
+    return partition_specs(model.specs)
 
 
 def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
@@ -252,19 +276,27 @@ def _sums_of(
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
+    tensor_specs = _tensor_specs(model, layout)
+    if isinstance(model, LayeredModel) and layout.tensor > 1:
+        model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         options: dict[str, Any] = {}
+        specs_of = functools.partial(shard_specs, num_shards=layout.data, tensor_specs=tensor_specs)
         if layout.zero == 3 and isinstance(model, LayeredModel):
-            stacked = state.params if model.stack is None else jax.eval_shape(model.stack, state.params)
-            in_shards = shard_specs(stacked, layout.data, padded=False)
+            if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
+                stacked = state.params
+            else:
+                stacked = jax.eval_shape(model.stack, state.params)
+            in_shards = specs_of(stacked, padded=False)
             if accumulate == "whole" and with_grads:
                 loss_fn, options["tap"] = tapped_loss_fn(model, in_shards), Tapped
             else:
                 loss_fn = layered_loss_fn(gathering_model(model, in_shards))
-            specs = options["param_specs"] = shard_specs(state.params, layout.data, padded=False)
+            specs = options["param_specs"] = specs_of(state.params, padded=False)
         else:
-            loss_fn, specs = _loss_fn(model), shard_specs(state.params, layout.data)
+            loss_fn, specs = _loss_fn(model), specs_of(state.params) if layout.zero else tensor_specs
+            options["param_specs"] = tensor_specs
             options["accumulates_shards"] = layout.zero == 2 and accumulate == "shards"
         sums = sum_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS, with_grads=with_grads, grad_specs=specs, **options)(
             state, batch
@@ -281,8 +313,8 @@ def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
     return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
-def _shardings(state: TrainState, mesh: Mesh, layout: Layout) -> TrainState:
-    return _on(mesh, state_specs(state, layout))
+def _shardings(state: TrainState, mesh: Mesh, layout: Layout, tensor_specs: Any) -> TrainState:
+    return _on(mesh, state_specs(state, layout, tensor_specs))
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:

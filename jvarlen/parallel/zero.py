@@ -54,13 +54,14 @@ _NOT_SAVED = {
 }
 
 
-def shard_specs(params: Any, num_shards: int, *, padded: bool = True) -> Any:
+def shard_specs(params: Any, num_shards: int, *, padded: bool = True, tensor_specs: Any = None) -> Any:
     """How parameters, their gradients and their optimizer state lie over the data axis where they are sharded.
 
     Args:
       params: pytree of arrays or shapes.
       num_shards: N.
       padded: whether dimensions that N does not divide may be sharded, as of gradients and optimizer state.
+      tensor_specs: which dimension of each lies along `"tensor"`, and so along no other axis; None: none.
 
     Returns:
       A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones; or else,
@@ -68,21 +69,26 @@ def shard_specs(params: Any, num_shards: int, *, padded: bool = True) -> Any:
       elements, are whole. Of `LayeredParams`, both count within a layer.
     """
     spec = functools.partial(_spec, num_shards=num_shards, padded=padded)
+    taken = jax.tree.map(lambda _: _WHOLE, params) if tensor_specs is None else tensor_specs
     if isinstance(params, LayeredParams):
-        layers = jax.tree.map(functools.partial(spec, begin=1), params.layers)
-        return LayeredParams(jax.tree.map(spec, params.ends), layers)
-    return jax.tree.map(spec, params)
+        layers = jax.tree.map(functools.partial(spec, begin=1), params.layers, taken.layers)
+        return LayeredParams(jax.tree.map(spec, params.ends, taken.ends), layers)
+    return jax.tree.map(spec, params, taken)
 
 
-def _spec(leaf: Any, *, num_shards: int, padded: bool, begin: int = 0) -> PartitionSpec:
-    shape = np.shape(leaf)
-    dims = [dim for dim in range(begin, len(shape)) if shape[dim] % num_shards == 0]
+def _spec(leaf: Any, taken: PartitionSpec, *, num_shards: int, padded: bool, begin: int = 0) -> PartitionSpec:
+    shape, axes = np.shape(leaf), [*taken, *(None,) * (np.ndim(leaf) - len(taken))]
+    free = [dim for dim in range(begin, len(shape)) if axes[dim] is None]
+    dims = [dim for dim in free if shape[dim] % num_shards == 0]
     if not dims and padded:
-        dims = [dim for dim in range(begin, len(shape)) if shape[dim] >= num_shards]
+        dims = [dim for dim in free if shape[dim] >= num_shards]
     if not dims or math.prod(shape[begin:]) < MIN_SHARDED:
-        return _WHOLE
+        return taken
     largest = max(dims, key=lambda dim: (shape[dim], -dim))
-    return PartitionSpec(*(None,) * largest, DATA_AXIS)
+    axes[largest] = DATA_AXIS
+    while axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
 
 
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
@@ -100,9 +106,11 @@ class _OfParam(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _by_params(state: TrainState, num_shards: int) -> Any:
+def _by_params(state: TrainState, layout: Layout, tensor_specs: Any) -> Any:
     """For each array of the optimizer, padded or not, an `_OfParam`."""
-    specs = jax.tree.leaves(shard_specs(state.params, num_shards), is_leaf=_is_spec)
+    num_shards = layout.data
+    lie = shard_specs(state.params, num_shards, tensor_specs=tensor_specs) if layout.zero else tensor_specs
+    specs = jax.tree.leaves(lie, is_leaf=_is_spec)
     params = {
         path: (np.shape(leaf), spec)
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs, strict=True)
@@ -121,47 +129,54 @@ def _by_params(state: TrainState, num_shards: int) -> Any:
     return jax.tree.map_with_path(of_param, state.opt_state)
 
 
-def state_specs(state: TrainState, layout: Layout) -> TrainState:
-    """How a state lies over the data axis.
+def state_specs(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
+    """How a state lies over the axes.
 
     Args:
       state: arrays or shapes; those of the optimizer may be padded.
       layout: what is sharded.
+      tensor_specs: as for `shard_specs`.
 
     Returns:
-      A `TrainState` of `PartitionSpec`. From level 1 on, an array of the optimizer lies as the parameter whose path is
-      the end of its own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own or the end of it; others
-      are whole.
+      A `TrainState` of `PartitionSpec`. From level 1 on, or with `tensor_specs`, an array of the optimizer lies as the
+      parameter whose path is the end of its own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own
+      or the end of it; others are whole.
     """
     whole = jax.tree.map(lambda _: _WHOLE, state)
-    if layout.zero == 0:
+    if layout.zero == 0 and tensor_specs is None:
         return whole
-    of_params = _by_params(state, layout.data)
+    params = whole.params if tensor_specs is None else tensor_specs
+    if layout.zero == 3:
+        params = shard_specs(state.params, layout.data, padded=False, tensor_specs=tensor_specs)
+    of_params = _by_params(state, layout, tensor_specs)
     return whole._replace(
-        params=shard_specs(state.params, layout.data, padded=False) if layout.zero == 3 else whole.params,
+        params=params,
         opt_state=jax.tree.map(lambda of_param: of_param.spec, of_params, is_leaf=_is_of_param),
     )
 
 
-def unpadded(state: TrainState, layout: Layout) -> TrainState:
+def unpadded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
     """A state whose optimizer has arrays in the shapes of their parameters.
 
     Args:
       state: arrays or shapes.
       layout: what is sharded.
+      tensor_specs: as for `shard_specs`.
     """
-    return _with_arrays(state, layout, lambda leaf, of_param: crop(leaf, of_param.shape))
+    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: crop(leaf, of_param.shape))
 
 
-def padded(state: TrainState, layout: Layout) -> TrainState:
+def padded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
     """The inverse of `unpadded`, with zeros."""
-    return _with_arrays(state, layout, lambda leaf, of_param: pad(leaf, of_param.spec, layout.data))
+    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: pad(leaf, of_param.spec, layout.data))
 
 
-def _with_arrays(state: TrainState, layout: Layout, change: Callable[[Any, _OfParam], Any]) -> TrainState:
+def _with_arrays(
+    state: TrainState, layout: Layout, tensor_specs: Any, change: Callable[[Any, _OfParam], Any]
+) -> TrainState:
     if layout.zero == 0:
         return state
-    of_params = _by_params(state, layout.data)
+    of_params = _by_params(state, layout, tensor_specs)
     changed = jax.tree.map(
         lambda of_param, leaf: change(leaf, of_param), of_params, state.opt_state, is_leaf=_is_of_param
     )

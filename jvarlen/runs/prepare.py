@@ -153,5 +153,10 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
+    if config.layout is not None and config.layout.tensor > 1:
+        raise UserError(
+            f"tensor{config.layout.tensor} of the layout {config.layout} cannot be trained on by runs, whose "
+            "checkpoints can be resumed on any layout: use parallel.make_train_step"
+        )
     if mesh is not None:
         batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)

@@ -73,6 +73,7 @@ def sum_step(
       with_grads: whether gradients are summed as well.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
         loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
+        Dimensions may lie along other axes as well, over which the loss itself reduces what must be.
       tap: with `param_specs`, `tap(shards, whole)` makes the parameters of a loss that does not reduce: its gradient is
         that with respect to `whole`, zeros in the shapes of whole parameters. None: the loss reduces.
       grad_specs: likewise for gradients, the same specs if there are `param_specs`: gradients are reduced to these
@@ -103,11 +104,15 @@ def sum_step(
             return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
         check_shards_divide(num_microbatches, mesh, axis_name)
         sizes = bucket_bytes_here() if with_grads else None
-        whole_params = state.params
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             if tap is not None and with_grads:
-                zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), whole_params)
+                leaves, structure = jax.tree.flatten(state.params)
+                dims = _sharded_dims(param_specs, state.params, axis_name)
+                whole_shapes = (
+                    _gathered_shape(*each, mesh.shape[axis_name]) for each in zip(leaves, dims, strict=True)
+                )
+                zeros = jax.tree.unflatten(structure, map(jnp.zeros, whole_shapes, (leaf.dtype for leaf in leaves)))
                 one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
             else:
                 one = _microbatch_sums(loss_fn, state, with_grads)
@@ -123,7 +128,8 @@ def sum_step(
 
             if accumulates_shards:
                 return _reduce(_accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
-            if param_specs is not None and tap is None:  # gathering reduces what is sharded
+            is_gathered = any(dim is not None for dim in _sharded_dims(param_specs, state.params, axis_name))
+            if is_gathered and tap is None:  # gathering reduces what is sharded
                 return _reduce(_accumulate(one, microbatches), (), together, dims, axis_name)
             sums = _accumulate(one, microbatches, last_apart=sizes is not None)
             return _reduce(sums, buckets, together, dims, axis_name)
@@ -138,7 +144,7 @@ def sum_step(
             mesh=mesh,
             in_specs=(state_lies, split),
             out_specs=StepSums._make([whole] * 5 + [grads_lie]),
-            axis_names={axis_name},
+            axis_names={axis_name, *_axes_of(param_specs)},
             check_vma=False,
         )
         return shards(state._replace(opt_state=None), (microbatches, keys))
@@ -154,6 +160,16 @@ def _tapped(loss_fn: LossFn, tap: Callable[[Any, Any], Any], shards: Any) -> Los
         return loss_fn(tap(shards, whole), *args, **kwargs)
 
     return loss_of_zeros
+
+
+def _gathered_shape(shard: jax.Array, dim: int | None, num_shards: int) -> tuple[int, ...]:
+    """The shape of the array of which this is a shard along a dimension; None: it is whole."""
+    return tuple(size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape))
+
+
+def _axes_of(specs: Any) -> set[str]:
+    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    return {axis for spec in leaves for axis in spec if axis is not None}
 
 
 def _sharded_dims(specs: Any, grads: Any, axis_name: str) -> tuple[int | None, ...]:

@@ -8,14 +8,18 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_size
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
+from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.memory import memory_bill
 from jvarlen.parallel.tensor import (
     TensorSpec,
     check_tensor_divides,
@@ -33,6 +37,8 @@ from jvarlen.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from jvarlen.parallel.train import gather_params, init_state, make_eval_step, make_train_step
+from tests.conftest import random_dataset
 from tests.parallel.test_layers import microbatch_of as short_microbatch
 
 # Neither the 131 logits nor the 132 inputs of 131 tokens are as many on each of 4 devices as of the other.
@@ -377,3 +383,88 @@ def test_other_mistakes_are_refused():
         vocabulary_cross_entropy(jnp.ones((2, 7)), jnp.array([0, 1]), vocab_size=8, axes=UNSPLIT)
     with pytest.raises(ValueError, match="the 4 devices of the axis 'tensor' do not divide 6 features"):
         jax.eval_shape(on_devices(4, lambda x: take_features(x, axes=axes_of(False)), P(), P()), jnp.ones((2, 6)))
+
+
+@functools.cache
+def plan_and_data():
+    """Two steps of four microbatches, the last one with dummy rows."""
+    dataset = random_dataset(2 * 4 * 3 - 2, 8)
+    return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], microbatches_per_step=4), dataset
+
+
+def trained(model, params, layout, **options):
+    """Over six steps: losses and norms of gradients, the loss of an evaluation, and whole parameters; and the state."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
+    plan, dataset = plan_and_data()
+    mesh = layout_mesh(layout)
+    on = {"mesh": mesh, "layout": layout}
+    state = init_state(params, optimizer, model=model, **on)
+    lies = [leaf.sharding.spec for leaf in jax.tree.leaves(state)]
+    compiling = {"mesh": mesh, "progress": False}
+    step = compile_buckets(make_train_step(model, optimizer, norms=True, **on, **options), state, plan, **compiling)
+    eval_step = compile_buckets(make_eval_step(model, **on), state, plan, **compiling)
+    found = []
+    for _ in range(3):
+        for batch in load(plan, dataset, mesh=mesh):
+            state, metrics = step(state, batch)
+            found.append((metrics.loss, metrics.grad_norm))
+    assert [leaf.sharding.spec for leaf in jax.tree.leaves(state)] == lies
+    found.append(eval_step(state, batch)[1].loss)
+    bill = {(row.kind, *row.axes): row.times for row in communication_bill(step, plan.buckets[0])}
+    return np.hstack(found), gather_params(state, model=model, **on), state, bill
+
+
+@functools.cache
+def trained_whole():
+    with jax.enable_x64(True):
+        return trained(layered(MODEL), of_the_whole_model(False)[0], Layout())[:2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tensor4.sequence_parallel",
+        "data2.tensor2",
+        "data2.tensor2.zero1",
+        "data2.tensor4.zero2.sequence_parallel",
+        "data2.tensor2.zero3.sequence_parallel",
+        "data4.tensor2.zero3 whole",
+    ],
+)
+def test_training_composes_with_data_parallelism_and_zero(text):
+    text, *whole = text.split()
+    layout = Layout.parse(text)
+    with jax.enable_x64(True):
+        options = {"accumulate": "whole"} if whole else {}
+        found, params, state, bill = trained(layered(MODEL), of_the_whole_model(False)[0], layout, **options)
+    expected, expected_params = trained_whole()
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert_equal_trees(params, expected_params)
+    num_microbatches = 4 // layout.data
+    up = state.params.layers["up"]["kernel"][...].sharding.spec
+    assert up == (P(None, "data", "tensor") if layout.zero == 3 else P(None, None, "tensor"))
+    if text == "data2.tensor2":  # and two norms, of gradients and of updates
+        assert bill == {("all-reduce", "tensor"): num_microbatches * (4 * L + 4) + 2, ("all-reduce", "data"): 1}
+    if layout.zero == 1:
+        assert state.opt_state[1][0].mu.layers["up"]["kernel"][...].sharding.spec == P(None, "data", "tensor")
+        assert bill["reduce-scatter", "data"] == bill["all-gather", "data"]
+
+
+def test_what_cannot_be_trained_over_tensor_is_refused():
+    layout = Layout.parse("data2.tensor2")
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    params, optimizer = of_the_whole_model(False)[0], optax.sgd(0.1)
+    needs = "tensor2 takes a LayeredModel of LayeredParams, with specs"
+    for model in (None, make_loss_fn(MODEL), OWN._replace(specs=None), layered(MODEL)._replace(stack=stack_layers)):
+        with pytest.raises(ValueError, match=needs):
+            init_state(params, optimizer, model=model, **on)
+    with pytest.raises(ValueError, match=needs):
+        make_train_step(make_loss_fn(MODEL), optimizer, **on)
+    state = init_state(params, optimizer, model=layered(MODEL), **on)
+    with pytest.raises(ValueError, match=needs):
+        gather_params(state, **on)
+    with pytest.raises(
+        ValueError, match=r"memory_bill does not count what lies along 'tensor', .* data2.tensor2 has 2 of"
+    ):
+        memory_bill(layout, params, optimizer, Bucket(3, 8), model=layered(MODEL))
