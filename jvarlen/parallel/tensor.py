@@ -210,6 +210,11 @@ def vocabulary_cross_entropy(
     Raises:
       ValueError: the logits are not those of V tokens.
 
+    Example:
+      >>> losses = vocabulary_cross_entropy(jnp.zeros((2, 4)), jnp.array([0, 3]), vocab_size=4, axes=Axes())
+      >>> [f"{loss:.4f}" for loss in losses]
+      ['1.3863', '1.3863']
+
     References:
       Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism".
     """
@@ -373,6 +378,12 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
 
     Raises:
       ValueError: N does not divide what is to be split, or the specs are not those of these parameters.
+
+    Example:
+      >>> params = LayeredParams((), np.array([["q0", "q1", "k0", "k1", "v0", "v1"]]))  # a fused bias of one layer
+      >>> specs = LayeredParams((), TensorSpec(PartitionSpec("tensor"), num_blocks=3))
+      >>> split_params(params, specs, 2).layers.tolist()
+      [['q0', 'k0', 'v0', 'q1', 'k1', 'v1']]
     """
     _check_splits(params, specs, num_devices)
 
