@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import Accumulate, check_layout
@@ -142,8 +143,9 @@ def _bytes_of(tree: Any, specs: Any = None, num_shards: int = 1) -> int:
         in_specs = [PartitionSpec()] * len(leaves)
     else:
         in_specs = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    axis_sizes = {DATA_AXIS: num_shards}
     return sum(
-        math.prod(padded_shape(leaf.shape, spec, num_shards)) * leaf.dtype.itemsize // (num_shards if any(spec) else 1)
+        math.prod(padded_shape(leaf.shape, spec, axis_sizes)) * leaf.dtype.itemsize // (num_shards if any(spec) else 1)
         for leaf, spec in zip(leaves, in_specs, strict=True)
     )
 

@@ -39,6 +39,7 @@ __all__ = [
     "TensorSpec",
     "check_tensor_divides",
     "column_linear",
+    "crop_vocabularies",
     "enter_tensor_parallel",
     "leave_tensor_parallel",
     "merge_params",
@@ -409,10 +410,28 @@ def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
     """
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        leaf = _swap(leaf, dim, num_devices, spec.num_blocks)
-        return leaf if spec.num_values is None else leaf[(slice(None),) * dim + (slice(spec.num_values),)]
+        return _swap(leaf, dim, num_devices, spec.num_blocks)
 
-    return _map_splits(merge, specs, params)
+    return crop_vocabularies(_map_splits(merge, specs, params), specs)
+
+
+def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
+    """The result of `split_params` without zeros, otherwise in its order.
+
+    Args:
+      params: whole arrays, or shapes.
+      specs: those of the model.
+
+    Returns:
+      `LayeredParams` of the same.
+    """
+
+    def crop(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+        if spec.num_values is None or spec.num_values == leaf.shape[dim]:
+            return leaf
+        return leaf[(slice(None),) * dim + (slice(spec.num_values),)]
+
+    return _map_splits(crop, specs, params)
 
 
 def _swap(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:

@@ -21,7 +21,14 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.tensor import TENSOR_AXIS, merge_params, partition_specs, split_params, tensor_parallel_model
+from jvarlen.parallel.tensor import (
+    TENSOR_AXIS,
+    crop_vocabularies,
+    merge_params,
+    partition_specs,
+    split_params,
+    tensor_parallel_model,
+)
 from jvarlen.parallel.zero import (
     Tapped,
     crop,
@@ -71,7 +78,7 @@ def init_state(
       `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
       divides. Where N divides none, parameters are whole, and arrays of the optimizer are padded with zeros, which it
       never sees. Arrays with fewer than 1,024 elements are whole on every device. With `tensorN`, parameters are those
-      of `split_params`, whose zeros the optimizer does see, and arrays of the optimizer lie like them.
+      of `split_params`, and arrays of the optimizer lie like them.
 
     Raises:
       ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
@@ -87,12 +94,12 @@ def init_state(
     tensor_specs = _tensor_specs(model, layout)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = split_params(params, model.specs, layout.tensor)
-    shapes = jax.eval_shape(lambda params: init_train_state(params, optimizer), params)
+    shapes = jax.eval_shape(lambda params: init_train_state(_cropped(params, model, layout), optimizer), params)
     shardings = _shardings(shapes, mesh, layout, tensor_specs)
     params = jax.tree.map(_place, params, shardings.params)
 
     def init(params: Any) -> Any:
-        return padded(init_train_state(params, optimizer), layout, tensor_specs).opt_state
+        return padded(init_train_state(_cropped(params, model, layout), optimizer), layout, tensor_specs).opt_state
 
     opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
@@ -146,9 +153,12 @@ def make_train_step(
     )
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+        state = state._replace(params=_cropped(state.params, model, layout))
         shardings = _shardings(state, mesh, layout, tensor_specs)
         following, metrics = train_step_of_sums(unpadded(state, layout, tensor_specs), batch)
         following, params = padded(following, layout, tensor_specs), following.params
+        if tensor_specs is not None:
+            params = _padded(params, layout, tensor_specs)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
             params = _on_shards(params, mesh, shard_specs(state.params, layout.data, tensor_specs=tensor_specs))
         return following._replace(
@@ -282,6 +292,9 @@ def _sums_of(
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         options: dict[str, Any] = {}
+        params = state.params
+        if tensor_specs is not None:
+            state = state._replace(params=_padded(params, layout, tensor_specs))
         specs_of = functools.partial(shard_specs, num_shards=layout.data, tensor_specs=tensor_specs)
         if layout.zero == 3 and isinstance(model, LayeredModel):
             if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
@@ -304,9 +317,21 @@ def _sums_of(
         if not with_grads:
             return sums
         grads = _constrain(sums.grads, _on(mesh, specs))
-        return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, state.params))
+        return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
 
     return sums_of
+
+
+def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
+    """Parameters in the shapes that the optimizer sees."""
+    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
+        return crop_vocabularies(params, model.specs)
+    return params
+
+
+def _padded(params: Any, layout: Layout, tensor_specs: Any) -> Any:
+    """The inverse of `_cropped`."""
+    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, tensor_specs)
 
 
 def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
@@ -327,7 +352,7 @@ def _on_shards(params: Any, mesh: Mesh, specs: Any) -> Any:
     """Arrays that are computed in shards; those that these pad are cropped again."""
 
     def on_shards(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-        wide = jax.lax.with_sharding_constraint(pad(leaf, spec, mesh.shape[DATA_AXIS]), NamedSharding(mesh, spec))
+        wide = jax.lax.with_sharding_constraint(pad(leaf, spec, mesh.shape), NamedSharding(mesh, spec))
         return crop(wide, leaf.shape)
 
     return jax.tree.map(on_shards, params, specs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -91,12 +91,11 @@ def _spec(leaf: Any, taken: PartitionSpec, *, num_shards: int, padded: bool, beg
     return PartitionSpec(*axes)
 
 
-def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, num_shards: int) -> tuple[int, ...]:
-    """The shape of an array whose sharded dimension is padded to a multiple of N."""
-    if DATA_AXIS not in spec:
-        return shape
-    dim = spec.index(DATA_AXIS)
-    return (*shape[:dim], -(-shape[dim] // num_shards) * num_shards, *shape[dim + 1 :])
+def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes."""
+    axes = [*spec, *(None,) * (len(shape) - len(spec))]
+    multiples = [1 if axis is None else axis_sizes[axis] for axis in axes]
+    return tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True))
 
 
 class _OfParam(NamedTuple):
@@ -108,8 +107,7 @@ class _OfParam(NamedTuple):
 
 def _by_params(state: TrainState, layout: Layout, tensor_specs: Any) -> Any:
     """For each array of the optimizer, padded or not, an `_OfParam`."""
-    num_shards = layout.data
-    lie = shard_specs(state.params, num_shards, tensor_specs=tensor_specs) if layout.zero else tensor_specs
+    lie = shard_specs(state.params, layout.data, tensor_specs=tensor_specs) if layout.zero else tensor_specs
     specs = jax.tree.leaves(lie, is_leaf=_is_spec)
     params = {
         path: (np.shape(leaf), spec)
@@ -122,7 +120,7 @@ def _by_params(state: TrainState, layout: Layout, tensor_specs: Any) -> Any:
         for begin in range(len(path) + 1):  # the longest end first
             shape, spec = params.get(path[begin:], ((), _WHOLE))
             leading = found[: len(found) - len(shape)]  # such as the history of L-BFGS
-            if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, num_shards)):
+            if any(spec) and found[len(leading) :] in (shape, padded_shape(shape, spec, layout.axis_sizes)):
                 return _OfParam(PartitionSpec(*(None,) * len(leading), *spec), leading + shape)
         return _OfParam(_WHOLE, found)
 
@@ -168,13 +166,13 @@ def unpadded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> Tra
 
 def padded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
     """The inverse of `unpadded`, with zeros."""
-    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: pad(leaf, of_param.spec, layout.data))
+    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: pad(leaf, of_param.spec, layout.axis_sizes))
 
 
 def _with_arrays(
     state: TrainState, layout: Layout, tensor_specs: Any, change: Callable[[Any, _OfParam], Any]
 ) -> TrainState:
-    if layout.zero == 0:
+    if layout.zero == 0 and tensor_specs is None:
         return state
     of_params = _by_params(state, layout, tensor_specs)
     changed = jax.tree.map(
@@ -183,9 +181,9 @@ def _with_arrays(
     return state._replace(opt_state=changed)
 
 
-def pad(leaf: Any, spec: PartitionSpec, num_shards: int) -> Any:
-    """An array, or its shape, with zeros at the end of the dimension that is sharded."""
-    shape = padded_shape(np.shape(leaf), spec, num_shards)
+def pad(leaf: Any, spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> Any:
+    """An array, or its shape, with zeros at the end of the dimensions that are sharded."""
+    shape = padded_shape(np.shape(leaf), spec, axis_sizes)
     if shape == np.shape(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
