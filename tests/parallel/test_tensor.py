@@ -443,7 +443,7 @@ def test_training_composes_with_data_parallelism_and_zero(text):
         found, params, state, bill = trained(layered(MODEL), of_the_whole_model(False)[0], layout, **options)
     expected, expected_params = trained_whole()
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert_equal_trees(params, expected_params)
+    assert_equal_trees(params, expected_params, rtol=1e-11)  # AdamW divides small gradients by their own size
     num_microbatches = 4 // layout.data
     up = state.params.layers["up"]["kernel"][...].sharding.spec
     assert up == (P(None, "data", "tensor") if layout.zero == 3 else P(None, None, "tensor"))
@@ -462,7 +462,7 @@ def test_the_optimizer_never_sees_what_vocabularies_are_padded_with():
         found, params, *_ = trained(layered(MODEL), of_the_whole_model(False)[0], layout, ADAFACTOR)
     expected, expected_params = trained_whole(ADAFACTOR)
     np.testing.assert_allclose(found, expected, rtol=1e-12)
-    assert_equal_trees(params, expected_params)
+    assert_equal_trees(params, expected_params, rtol=1e-11)
 
 
 def test_what_cannot_be_trained_over_tensor_is_refused():
