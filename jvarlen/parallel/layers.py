@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.training.losses import LossFn
 
-__all__ = ["Axes", "LayeredModel", "LayeredParams", "layered_loss_fn", "num_layers_of"]
+__all__ = ["Axes", "LayeredModel", "LayeredParams", "check_layer", "layered_loss_fn", "num_layers_of"]
 
 
 class Axes(NamedTuple):
@@ -107,7 +107,7 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
         def run_layer(x: Any, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             layer_params, index = layer_and_index
             following = model.layer(layer_params, x, microbatch, axes_at(index))
-            _check_layer(x, following)
+            check_layer(x, following)
             return following, None
 
         x = model.embed(params.ends, microbatch, axes_at(num_layers))
@@ -135,7 +135,8 @@ def num_layers_of(params: Any) -> int:
     return next(iter(axes.values()))[0]
 
 
-def _check_layer(given: Any, returned: Any) -> None:
+def check_layer(given: Any, returned: Any) -> None:
+    """Raises ValueError if a layer returns other shapes or dtypes than it takes."""
     one, other = ({name: describe(leaf) for name, leaf in leaves_by_name(x).items()} for x in (given, returned))
     if one != other:
         differing = [

@@ -30,7 +30,16 @@ from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.training.train_state import TrainState, divide_once
 
-__all__ = ["StepSums", "field_of", "microbatches_of", "next_extra", "sum_microbatch", "sum_step"]
+__all__ = [
+    "StepSums",
+    "check_differentiable",
+    "field_of",
+    "microbatches_of",
+    "next_extra",
+    "split_step",
+    "sum_microbatch",
+    "sum_step",
+]
 
 
 class StepSums(NamedTuple):
@@ -90,19 +99,10 @@ def sum_step(
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         check_compiled_for(mesh, axis_name)
-        num_microbatches = microbatches_of(batch)
-        microbatches = jax.tree.map(
-            lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch
-        )
-        keys = None
-        if state.key is not None and takes_argument(loss_fn, "key"):
-            if state.step is None:
-                raise UserError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
-            step_key = jax.random.fold_in(state.key, state.step)
-            keys = jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
+        microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         if mesh is None:
             return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
-        check_shards_divide(num_microbatches, mesh, axis_name)
+        check_shards_divide(microbatches_of(batch), mesh, axis_name)
         sizes = bucket_bytes_here() if with_grads else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
@@ -150,6 +150,27 @@ def sum_step(
         return shards(state._replace(opt_state=None), (microbatches, keys))
 
     return sums_of
+
+
+def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
+    """The microbatches of a step, and their keys.
+
+    Args:
+      state: its key and step determine the keys.
+      batch: of the step.
+      takes_key: whether the loss takes keys.
+
+    Returns:
+      The batch, with a leading axis M on all its arrays; and key[M], or None without keys.
+    """
+    num_microbatches = microbatches_of(batch)
+    microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
+    if state.key is None or not takes_key:
+        return microbatches, None
+    if state.step is None:
+        raise UserError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
+    step_key = jax.random.fold_in(state.key, state.step)
+    return microbatches, jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
 
 
 def _tapped(loss_fn: LossFn, tap: Callable[[Any, Any], Any], shards: Any) -> LossFn:
@@ -279,7 +300,7 @@ def sum_microbatch(
     loss = bind_loss(loss_fn, state)
     grads = None
     if with_grads:
-        _check_differentiable(state.params)
+        check_differentiable(state.params)
         (loss_sum, outputs), grads = jax.value_and_grad(loss, has_aux=True)(state.params, microbatch, key)
     else:
         loss_sum, outputs = loss(state.params, microbatch, key)
@@ -301,7 +322,8 @@ def sum_microbatch(
     )
 
 
-def _check_differentiable(params: Any) -> None:
+def check_differentiable(params: Any) -> None:
+    """Raises ValueError if parameters have no gradients."""
     named = leaves_by_name(params).items()
     if others := [f"{name} {describe(leaf)}" for name, leaf in named if not jnp.issubdtype(leaf.dtype, jnp.inexact)]:
         raise UserError(

@@ -1,0 +1,482 @@
+"""A step of a model by layers in stages, as one program that runs the tables of a schedule.
+
+It is a loop over ticks. In a tick each stage takes the branch of its own action, then all stages exchange results. No
+derivative is taken of the loop: a backward pass is an action that computes its stage again from the kept input, and
+differentiates that. So what a stage holds is what the schedule says, whatever the number of microbatches.
+
+Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen.distributed.grad_buckets import reduce_in_buckets
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.parallel import layout, schedules
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
+from jvarlen.parallel.pipeline import STAGE_AXIS
+from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
+from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["check_chunks", "check_layers_divide", "make_schedule", "sum_scheduled"]
+
+
+def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
+    """The schedule of a word of a layout.
+
+    Args:
+      name: the word, such as `"1f1b"`.
+      num_stages: S.
+      num_microbatches: M, those of one data shard.
+      num_chunks: V; 1 for all but `"interleaved"`.
+
+    Returns:
+      A `jvarlen.parallel.Schedule`.
+
+    Raises:
+      ValueError: an unknown word; chunks without `"interleaved"`; or it takes a multiple of S microbatches.
+
+    Example:
+      >>> make_schedule("1f1b", 2, 4).name
+      'one_f_one_b'
+    """
+    check_choices(schedule=(name, layout.Schedule))
+    check_chunks(name, num_chunks)
+    if name == "interleaved":
+        return schedules.interleaved(num_stages, num_microbatches, num_chunks)
+    make = {
+        "gpipe": schedules.gpipe,
+        "1f1b": schedules.one_f_one_b,
+        "eager_1f1b": schedules.eager_1f1b,
+        "zero_bubble": schedules.zero_bubble,
+    }[name]
+    return make(num_stages, num_microbatches)
+
+
+def check_chunks(schedule: layout.Schedule, num_chunks: int) -> None:
+    """Raises ValueError if a schedule has no chunks."""
+    check_at_least_one(num_chunks=num_chunks)
+    if num_chunks > 1 and schedule != "interleaved":
+        others = ", ".join(name for name in get_args(layout.Schedule) if name != "interleaved")
+        raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
+
+
+def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
+    """Raises ValueError if L layers do not divide into S stages of V chunks."""
+    if num_stages > num_layers:
+        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
+    if num_layers % (num_stages * num_chunks):
+        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+        raise UserError(
+            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
+            f"must be a multiple of {num_stages * num_chunks}"
+        )
+
+
+def sum_scheduled(
+    model: LayeredModel,
+    *,
+    mesh: Mesh,
+    schedule: layout.Schedule = "eager_1f1b",
+    num_chunks: int = 1,
+    with_grads: bool = True,
+    grad_specs: LayeredParams | None = None,
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model.
+
+    Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
+    hold the ends. With V chunks, chunk c of stage s has the L / (S · V) layers of part c · S + s. The layers then change
+    places once a step, and their gradients back: each stage sends and receives at most its own share.
+
+    A stage keeps the inputs of forward passes, and computes the rest again in the backward pass. With `zero_bubble`, so
+    do weight gradients. The forward pass of the last part is left to its backward pass.
+
+    Args:
+      model: the model.
+      mesh: has axes `"data"` and `"stage"`, and others only of size 1.
+      schedule: a word of `Layout`.
+      num_chunks: V.
+      with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
+        whatever the schedule.
+      grad_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `"data"`:
+        gradients are reduced to these shards, padded as `reduce_in_buckets` does. None: they are whole.
+
+    Returns:
+      A function of the state, whose `params` are `LayeredParams`, and a batch. Layers lie along `"stage"`, and so do
+      their gradients. All sums are reduced once, outside the loop.
+
+    Raises:
+      ValueError: an axis is missing; as `make_schedule`; when it is traced: layers that do not divide into S · V parts,
+        data shards that do not divide the microbatches of a step, or a layer whose output differs from its input in
+        shape or dtype.
+
+    References:
+      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"; Narayanan et
+      al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"; Qi et al. 2024, "Zero
+      Bubble Pipeline Parallelism".
+    """
+    mesh = auto_axes(mesh)
+    num_shards, num_stages = (num_shards_of(mesh, axis_name) for axis_name in (DATA_AXIS, STAGE_AXIS))
+    make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        num_layers = num_layers_of(state.params)
+        check_layers_divide(num_layers, num_stages, num_chunks)
+        check_differentiable(state.params)
+        num_microbatches = microbatches_of(batch)
+        check_shards_divide(num_microbatches, mesh)
+        of_shard = num_microbatches // num_shards
+        if with_grads:
+            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks))
+        else:
+            plan = _forward_only(num_stages, of_shard)
+
+        def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
+            exchange = functools.partial(_to_chunks, num_stages=num_stages, num_chunks=plan.num_chunks)
+            chunks = exchange(params.layers)
+            sums = _run_ticks(model, params.ends, chunks, microbatches_and_keys, plan, num_layers)
+            if not with_grads:
+                return jax.lax.psum(sums, (DATA_AXIS, STAGE_AXIS))
+            to_layers = jax.linear_transpose(exchange, jax.tree.map(_like, sums.grads.layers, params.layers))
+            (layers,) = to_layers(sums.grads.layers)
+            return _reduce(sums._replace(grads=LayeredParams(sums.grads.ends, layers)), grad_specs)
+
+        grads_lie = grad_specs or jax.tree.map(lambda _: PartitionSpec(), state.params)
+        on_devices = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(LayeredParams(PartitionSpec(), PartitionSpec(STAGE_AXIS)), PartitionSpec(DATA_AXIS)),
+            out_specs=StepSums._make([PartitionSpec()] * 5 + [_with_stages(grads_lie) if with_grads else None]),
+            axis_names=set(mesh.axis_names),
+            # Unchecked, as in `sum_step`; besides, devices take different branches.
+            check_vma=False,
+        )
+        return on_devices(state.params, split_step(state, batch, takes_key=True))
+
+    return sums_of
+
+
+def _with_stages(specs: LayeredParams) -> LayeredParams:
+    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers, is_leaf=_is_spec)
+    return specs._replace(layers=layers)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
+class _Plan(NamedTuple):
+    """A schedule for the program: what every stage does in every tick, int32[T, S], −1 for nothing.
+
+    Attributes:
+      rows: by name, as of `Tables`, and `part`, the part of the model. Actions that the program does not need are −1 in
+        `kind`.
+      num_parts: S · V.
+      num_chunks: V.
+      num_slots: of the buffers of inputs, kept inputs and gradients.
+      with_grads: whether there are backward passes.
+      splits_backward: whether weight gradients are actions of their own.
+    """
+
+    rows: dict[str, np.ndarray]
+    num_parts: int
+    num_chunks: int
+    num_slots: tuple[int, int, int]
+    with_grads: bool
+    splits_backward: bool
+
+
+_ROWS = (
+    "kind",
+    "microbatch",
+    "chunk",
+    "activation_slot",
+    "input_slot",
+    "gradient_slot",
+    "arriving_input_slot",
+    "arriving_gradient_slot",
+)
+
+
+def _plan_of(schedule: schedules.Schedule) -> _Plan:
+    tables = schedule.tables()
+    rows = {name: getattr(tables, name) for name in _ROWS}
+    rows["part"] = tables.chunk * schedule.num_stages + np.arange(schedule.num_stages)
+    num_parts, splits = schedule.num_stages * schedule.num_chunks, "W" in schedule.kinds
+    kind = tables.kind
+    rows["keeps_slot"] = np.where(kind == FORWARD, tables.activation_slot, -1)
+    # The backward pass of the last part computes all of its forward pass, and that of the first has no input gradient.
+    idle = (kind == FORWARD) & (rows["part"] == num_parts - 1)
+    idle |= (kind == BACKWARD) & (rows["part"] == 0) & splits
+    rows["kind"] = np.where(idle, -1, kind)
+    num_slots = tables.num_inputs, tables.num_activations, tables.num_gradients
+    return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, splits)
+
+
+def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
+    """The forward passes of GPipe, with one chunk a stage."""
+    plan = _plan_of(schedules.gpipe(num_stages, num_microbatches))
+    tables = schedules.gpipe(num_stages, num_microbatches).tables()
+    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in (plan.rows | {"kind": tables.kind}).items()}
+    return plan._replace(rows=rows, with_grads=False)
+
+
+def _run_ticks(
+    model: LayeredModel, ends: Any, chunks: Any, microbatches_and_keys: Any, plan: _Plan, num_layers: int
+) -> StepSums:
+    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last."""
+    stage = jax.lax.axis_index(STAGE_AXIS)
+    per_part = num_layers // plan.num_parts
+    last = plan.num_parts - 1
+
+    def microbatch_at(index: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda leaf: leaf[index], microbatches_and_keys)
+
+    def axes_at(key: Any, index: Any) -> Axes:
+        return Axes(key=None if key is None else jax.random.fold_in(key, index))
+
+    def embed(ends: Any, microbatch: Any, key: Any) -> Any:
+        return jax.tree.map(jnp.asarray, model.embed(ends, microbatch, axes_at(key, num_layers)))
+
+    def run_layers(layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> Any:
+        def run_layer(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
+            own, index = own_and_index
+            following = model.layer(own, x, microbatch, axes_at(key, index))
+            check_layer(x, following)
+            return following, None
+
+        return jax.lax.scan(run_layer, x, (layers, part * per_part + jnp.arange(per_part)))[0]
+
+    def sum_loss(x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
+        def loss_of(ends_and_x: Any, microbatch: Any) -> tuple[Any, ...]:
+            own_ends, floats = ends_and_x
+            return model.loss(own_ends, _with_floats(x, floats), microbatch, axes_at(key, num_layers + 1))
+
+        state = TrainState((ends, _floats_of(x)), None)
+        return sum_microbatch(loss_of, state, microbatch, with_grads=with_grads)
+
+    first = microbatch_at(0)
+    no_x = _zeros(jax.eval_shape(embed, ends, *first))
+    no_y = _zeros(jax.eval_shape(run_layers, _chunk_at(chunks, 0), no_x, *first, 0))
+    no_gradient = _floats_of(no_x)
+    no_sums = _zeros(jax.eval_shape(functools.partial(sum_loss, with_grads=plan.with_grads), no_y, *first))
+    if plan.with_grads:
+        grads = LayeredParams(no_sums.grads[0], jax.tree.map(_wide_zeros, chunks))
+        no_sums = no_sums._replace(grads=grads)
+
+    def forward(action: dict[str, Any], buffers: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
+        part, microbatch_and_key = action["part"], microbatch_at(action["microbatch"])
+        x = jax.lax.cond(
+            part == 0,
+            lambda: embed(ends, *microbatch_and_key),
+            lambda: _read(buffers[0], action["input_slot"]),
+        )
+        x = run_layers(_chunk_at(chunks, action["chunk"]), x, *microbatch_and_key, part)
+        if not plan.with_grads:
+            sums = jax.lax.cond(
+                part == last,
+                lambda: _add(sums, sum_loss(x, *microbatch_and_key, with_grads=False)),
+                lambda: sums,
+            )
+        return x, no_gradient, sums
+
+    def backward(
+        action: dict[str, Any], buffers: Any, sums: StepSums, *, weights: bool
+    ) -> tuple[Any, Any, StepSums]:
+        part, chunk = action["part"], action["chunk"]
+        microbatch_and_key = microbatch_at(action["microbatch"])
+        x = jax.lax.cond(
+            part == 0,
+            lambda: embed(ends, *microbatch_and_key),
+            lambda: _read(buffers[1], action["activation_slot"]),
+        )
+
+        def run(layers: Any, floats: Any) -> tuple[Any, Any]:
+            y = run_layers(layers, _with_floats(x, floats), *microbatch_and_key, part)
+            return _floats_of(y), y
+
+        _, pull, y = jax.vjp(run, _chunk_at(chunks, chunk), _floats_of(x), has_aux=True)
+        grads = sums.grads
+
+        def of_loss() -> tuple[StepSums, Any, Any]:
+            of_one = sum_loss(y, *microbatch_and_key, with_grads=True)
+            of_ends, of_y = of_one.grads
+            of_y = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), of_y, no_gradient)
+            without = sums._replace(grads=None)
+            if not weights:
+                return without, grads.ends, of_y
+            return _add(without, of_one._replace(grads=None)), _add(grads.ends, of_ends), of_y
+
+        def of_next_part() -> tuple[StepSums, Any, Any]:
+            return sums._replace(grads=None), grads.ends, _read(buffers[2], action["gradient_slot"])
+
+        others, of_ends, of_y = jax.lax.cond(part == last, of_loss, of_next_part)
+        of_layers, of_x = pull(of_y)
+        if not weights:
+            return no_x, of_x, sums
+
+        def through_embed() -> Any:
+            _, pull = jax.vjp(lambda ends: _floats_of(embed(ends, *microbatch_and_key)), ends)
+            return _add(of_ends, pull(of_x)[0])
+
+        of_ends = jax.lax.cond(part == 0, through_embed, lambda: of_ends)
+        layers = jax.tree.map(lambda total, grad: _add_at(total, grad, chunk), grads.layers, of_layers)
+        return no_x, of_x, others._replace(grads=LayeredParams(of_ends, layers))
+
+    def idle(action: dict[str, Any], buffers: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
+        return no_x, no_gradient, sums
+
+    branches = [idle, forward]
+    if plan.with_grads:
+        branches += [functools.partial(backward, weights=not plan.splits_backward)]
+    if plan.splits_backward:
+        branches += [functools.partial(backward, weights=True)]
+    assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
+    ring = [(place, (place + 1) % len_of) for len_of in [plan.num_parts // plan.num_chunks] for place in range(len_of)]
+    to_next = ring if plan.num_chunks > 1 else ring[:-1]
+    to_previous = [(target, source) for source, target in to_next]
+
+    def tick(carry: tuple[Any, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[Any, StepSums], None]:
+        buffers, sums = carry
+        action = {name: values[stage] for name, values in row.items()}
+        y, gradient, sums = jax.lax.switch(action["kind"] + 1, branches, action, buffers, sums)
+        inputs, kept, gradients = buffers
+        if plan.with_grads:
+            kept = _write(kept, action["keeps_slot"], _read(inputs, action["input_slot"]))
+        # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
+        if to_next:
+            inputs = _write(inputs, action["arriving_input_slot"], jax.lax.ppermute(y, STAGE_AXIS, to_next))
+        if to_next and plan.with_grads:
+            arriving = jax.lax.ppermute(gradient, STAGE_AXIS, to_previous)
+            gradients = _write(gradients, action["arriving_gradient_slot"], arriving)
+        return ((inputs, kept, gradients), sums), None
+
+    num_inputs, num_kept, num_gradients = plan.num_slots
+    buffers = (
+        _buffer(no_x, num_inputs),
+        _buffer(no_x, num_kept if plan.with_grads else 0),
+        _buffer(no_gradient, num_gradients if plan.with_grads else 0),
+    )
+    (_, sums), _ = jax.lax.scan(tick, (buffers, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
+    return sums
+
+
+def _reduce(sums: StepSums, grad_specs: LayeredParams | None) -> StepSums:
+    """Sums over the data shards; of layers not over the stages, which have different ones."""
+    leaves, structure = jax.tree.flatten(sums.grads)
+    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=_is_spec) or [PartitionSpec()] * len(leaves)
+    dims = [spec.index(DATA_AXIS) if DATA_AXIS in spec else None for spec in specs]
+    sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
+    leaves = reduce_in_buckets(leaves, sharded, DATA_AXIS, dims)
+    whole = [place for place, dim in enumerate(dims) if dim is None]
+    for place, leaf in zip(whole, jax.lax.psum([leaves[place] for place in whole], DATA_AXIS), strict=True):
+        leaves[place] = leaf
+    ends, layers = jax.tree.unflatten(structure, leaves)
+    others = jax.lax.psum(sums._replace(grads=None), DATA_AXIS)
+    others, ends = jax.lax.psum((others, ends), STAGE_AXIS)
+    return others._replace(grads=LayeredParams(ends, layers))
+
+
+def _to_chunks(layers: Any, *, num_stages: int, num_chunks: int) -> Any:
+    """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …].
+
+    In round r every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p mod S.
+    """
+
+    def split(leaf: jax.Array) -> jax.Array:
+        return leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:])
+
+    layers = jax.tree.map(split, layers)
+    if num_chunks == 1 or num_stages == 1:
+        return layers
+    stage = jax.lax.axis_index(STAGE_AXIS)
+    source = np.arange(num_stages)
+    chunks = jax.tree.map(jnp.zeros_like, layers)
+    for turn in range(num_chunks):
+        # Stages of one group have different targets for the same slot; the groups differ in the slot.
+        group = source // (num_stages // math.gcd(num_stages, num_chunks))
+        slot = (turn + group) % num_chunks
+        part = source * num_chunks + slot
+        target = part % num_stages
+        chunk_of_target = np.empty_like(source)
+        chunk_of_target[target] = part // num_stages
+        sent = _chunk_at(layers, jnp.asarray(slot)[stage])
+        arrived = jax.lax.ppermute(sent, STAGE_AXIS, list(zip(source.tolist(), target.tolist(), strict=True)))
+        chunks = jax.tree.map(
+            lambda leaf, own, chunk=jnp.asarray(chunk_of_target)[stage]: _add_at(leaf, own, chunk), chunks, arrived
+        )
+    return chunks
+
+
+def _chunk_at(chunks: Any, index: Any) -> Any:
+    """The layers of one chunk."""
+    return jax.tree.map(lambda leaf: leaf[0] if leaf.shape[0] == 1 else leaf[index], chunks)
+
+
+def _add_at(total: jax.Array, value: jax.Array, index: Any) -> jax.Array:
+    value = value.astype(total.dtype)
+    if total.shape[0] == 1:
+        return total + value[np.newaxis]
+    added = jax.lax.dynamic_index_in_dim(total, index, keepdims=False) + value
+    return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
+
+
+def _buffer(value: Any, num_slots: int) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
+
+
+def _read(buffer: Any, slot: Any) -> Any:
+    """What is in a slot; anything for slot −1."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False), buffer)
+
+
+def _write(buffer: Any, slot: Any, value: Any) -> Any:
+    """The buffer with a value in a slot; for slot −1 as it was."""
+
+    def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
+        if not leaf.shape[0]:
+            return leaf
+        before = jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(leaf, jnp.where(slot >= 0, own, before), slot, 0)
+
+    return jax.tree.map(write, buffer, value)
+
+
+def _floats_of(x: Any) -> list[jax.Array]:
+    """The arrays of x that have gradients."""
+    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _with_floats(x: Any, floats: list[jax.Array]) -> Any:
+    leaves, structure = jax.tree.flatten(x)
+    given = iter(floats)
+    return structure.unflatten(
+        [next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
+    )
+
+
+def _add(sums: Any, more: Any) -> Any:
+    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def _wide_zeros(leaf: jax.Array) -> jax.Array:
+    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _like(grad: jax.Array, param: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(param.shape, grad.dtype)
