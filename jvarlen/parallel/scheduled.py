@@ -275,13 +275,9 @@ def _run_ticks(
         grads = LayeredParams(no_sums.grads[0], jax.tree.map(_wide_zeros, chunks))
         no_sums = no_sums._replace(grads=grads)
 
-    def forward(action: dict[str, Any], buffers: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
+    def forward(action: dict[str, Any], received: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
         part, microbatch_and_key = action["part"], microbatch_at(action["microbatch"])
-        x = jax.lax.cond(
-            part == 0,
-            lambda: embed(ends, *microbatch_and_key),
-            lambda: _read(buffers[0], action["input_slot"]),
-        )
+        x = jax.lax.cond(part == 0, lambda: embed(ends, *microbatch_and_key), lambda: received[0])
         x = run_layers(_chunk_at(chunks, action["chunk"]), x, *microbatch_and_key, part)
         if not plan.with_grads:
             sums = jax.lax.cond(
@@ -292,15 +288,11 @@ def _run_ticks(
         return x, no_gradient, sums
 
     def backward(
-        action: dict[str, Any], buffers: Any, sums: StepSums, *, weights: bool
+        action: dict[str, Any], received: Any, sums: StepSums, *, weights: bool
     ) -> tuple[Any, Any, StepSums]:
         part, chunk = action["part"], action["chunk"]
         microbatch_and_key = microbatch_at(action["microbatch"])
-        x = jax.lax.cond(
-            part == 0,
-            lambda: embed(ends, *microbatch_and_key),
-            lambda: _read(buffers[1], action["activation_slot"]),
-        )
+        x = jax.lax.cond(part == 0, lambda: embed(ends, *microbatch_and_key), lambda: received[0])
 
         def run(layers: Any, floats: Any) -> tuple[Any, Any]:
             y = run_layers(layers, _with_floats(x, floats), *microbatch_and_key, part)
@@ -319,7 +311,7 @@ def _run_ticks(
             return _add(without, of_one._replace(grads=None)), _add(grads.ends, of_ends), of_y
 
         def of_next_part() -> tuple[StepSums, Any, Any]:
-            return sums._replace(grads=None), grads.ends, _read(buffers[2], action["gradient_slot"])
+            return sums._replace(grads=None), grads.ends, received[1]
 
         others, of_ends, of_y = jax.lax.cond(part == last, of_loss, of_next_part)
         of_layers, of_x = pull(of_y)
@@ -334,7 +326,7 @@ def _run_ticks(
         layers = jax.tree.map(lambda total, grad: _add_at(total, grad, chunk), grads.layers, of_layers)
         return no_x, of_x, others._replace(grads=LayeredParams(of_ends, layers))
 
-    def idle(action: dict[str, Any], buffers: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
+    def idle(action: dict[str, Any], received: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
         return no_x, no_gradient, sums
 
     branches = [idle, forward]
@@ -350,10 +342,14 @@ def _run_ticks(
     def tick(carry: tuple[Any, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[Any, StepSums], None]:
         buffers, sums = carry
         action = {name: values[stage] for name, values in row.items()}
-        y, gradient, sums = jax.lax.switch(action["kind"] + 1, branches, action, buffers, sums)
         inputs, kept, gradients = buffers
+        x = _read(inputs, action["input_slot"])
         if plan.with_grads:
-            kept = _write(kept, action["keeps_slot"], _read(inputs, action["input_slot"]))
+            kept = _write(kept, action["keeps_slot"], x)
+            x = _read(kept, action["activation_slot"])
+        # Read here: buffers that branches read are copied in every tick.
+        received = x, _read(gradients, action["gradient_slot"])
+        y, gradient, sums = jax.lax.switch(action["kind"] + 1, branches, action, received, sums)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
             inputs = _write(inputs, action["arriving_input_slot"], jax.lax.ppermute(y, STAGE_AXIS, to_next))
