@@ -9,9 +9,10 @@ Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -26,6 +27,7 @@ from jvarlen.parallel import layout, schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
 from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
+from jvarlen.parallel.zero import staged_specs
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
@@ -91,26 +93,30 @@ def sum_scheduled(
     schedule: layout.Schedule = "eager_1f1b",
     num_chunks: int = 1,
     with_grads: bool = True,
+    param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model.
 
     Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
-    hold the ends. With V chunks, chunk c of stage s has the L / (S · V) layers of part c · S + s. The layers then change
-    places once a step, and their gradients back: each stage sends and receives at most its own share.
+    hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters still lie
+    as consecutive layers: once a step they change places, and their gradients change back. Each stage sends and
+    receives no more than its own share.
 
     A stage keeps the inputs of forward passes, and computes the rest again in the backward pass. With `zero_bubble`, so
     do weight gradients. The forward pass of the last part is left to its backward pass.
 
     Args:
       model: the model.
-      mesh: has axes `"data"` and `"stage"`, and others only of size 1.
+      mesh: has axes `"data"` and `"stage"`.
       schedule: a word of `Layout`.
       num_chunks: V.
       with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
         whatever the schedule.
-      grad_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `"data"`:
-        gradients are reduced to these shards, padded as `reduce_in_buckets` does. None: they are whole.
+      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis, such
+        as `"tensor"`, over which the model itself reduces what must be. None: none does.
+      grad_specs: likewise for gradients, the same but for dimensions along `"data"`: they are reduced to these shards,
+        padded as `reduce_in_buckets` does. None: as `param_specs`.
 
     Returns:
       A function of the state, whose `params` are `LayeredParams`, and a batch. Layers lie along `"stage"`, and so do
@@ -143,21 +149,34 @@ def sum_scheduled(
             plan = _forward_only(num_stages, of_shard)
 
         def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-            exchange = functools.partial(_to_chunks, num_stages=num_stages, num_chunks=plan.num_chunks)
-            chunks = exchange(params.layers)
-            sums = _run_ticks(model, params.ends, chunks, microbatches_and_keys, plan, num_layers)
+            def arrange(params: Any) -> tuple[Any, Any]:
+                stacked = params if model.stack is None else model.stack(params)
+                return stacked.ends, _to_chunks(stacked.layers, num_stages, plan.num_chunks)
+
+            ends, chunks = arrange(params)
+            device = _Device(
+                model=model,
+                ends=ends,
+                chunks=chunks,
+                microbatches_and_keys=microbatches_and_keys,
+                plan=plan,
+                num_layers=num_layers,
+            )
+            sums = _run_ticks(device, num_stages)
             if not with_grads:
                 return jax.lax.psum(sums, (DATA_AXIS, STAGE_AXIS))
-            to_layers = jax.linear_transpose(exchange, jax.tree.map(_like, sums.grads.layers, params.layers))
-            (layers,) = to_layers(sums.grads.layers)
-            return _reduce(sums._replace(grads=LayeredParams(sums.grads.ends, layers)), grad_specs)
+            _, pull = jax.vjp(arrange, jax.tree.map(_wide_zeros, params))
+            (grads,) = pull(tuple(sums.grads))
+            return _reduce(sums._replace(grads=grads), grad_specs)
 
-        grads_lie = grad_specs or jax.tree.map(lambda _: PartitionSpec(), state.params)
+        whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
+        params_lie = staged_specs(whole if param_specs is None else param_specs)
+        grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
         on_devices = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(LayeredParams(PartitionSpec(), PartitionSpec(STAGE_AXIS)), PartitionSpec(DATA_AXIS)),
-            out_specs=StepSums._make([PartitionSpec()] * 5 + [_with_stages(grads_lie) if with_grads else None]),
+            in_specs=(params_lie, PartitionSpec(DATA_AXIS)),
+            out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
             axis_names=set(mesh.axis_names),
             # Unchecked, as in `sum_step`; besides, devices take different branches.
             check_vma=False,
@@ -167,24 +186,15 @@ def sum_scheduled(
     return sums_of
 
 
-def _with_stages(specs: LayeredParams) -> LayeredParams:
-    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers, is_leaf=_is_spec)
-    return specs._replace(layers=layers)
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)
-
-
 class _Plan(NamedTuple):
-    """A schedule for the program: what every stage does in every tick, int32[T, S], −1 for nothing.
+    """A schedule for the program.
 
     Attributes:
-      rows: by name, as of `Tables`, and `part`, the part of the model. Actions that the program does not need are −1 in
-        `kind`.
+      rows: int32[T, S] by name: tables as of `Tables`; `part`, the part of the model; and `keeps_slot`, where a forward
+        pass keeps its input. Actions that the program does not need are −1 in `kind`.
       num_parts: S · V.
       num_chunks: V.
-      num_slots: of the buffers of inputs, kept inputs and gradients.
+      num_slots: of the buffers of inputs, of kept inputs and of gradients.
       with_grads: whether there are backward passes.
       splits_backward: whether weight gradients are actions of their own.
     """
@@ -226,130 +236,161 @@ def _plan_of(schedule: schedules.Schedule) -> _Plan:
 
 def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
     """The forward passes of GPipe, with one chunk a stage."""
-    plan = _plan_of(schedules.gpipe(num_stages, num_microbatches))
-    tables = schedules.gpipe(num_stages, num_microbatches).tables()
-    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in (plan.rows | {"kind": tables.kind}).items()}
-    return plan._replace(rows=rows, with_grads=False)
+    schedule = schedules.gpipe(num_stages, num_microbatches)
+    plan = _plan_of(schedule)
+    rows = plan.rows | {"kind": schedule.tables().kind}  # the last part too
+    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in rows.items()}
+    return plan._replace(rows=rows, num_slots=(plan.num_slots[0], 0, 0), with_grads=False)
 
 
-def _run_ticks(
-    model: LayeredModel, ends: Any, chunks: Any, microbatches_and_keys: Any, plan: _Plan, num_layers: int
-) -> StepSums:
-    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last."""
-    stage = jax.lax.axis_index(STAGE_AXIS)
-    per_part = num_layers // plan.num_parts
-    last = plan.num_parts - 1
+_Done = tuple[Any, Any, StepSums]  # output, gradient of the input, sums
 
-    def microbatch_at(index: Any) -> tuple[Any, Any]:
-        return jax.tree.map(lambda leaf: leaf[index], microbatches_and_keys)
 
-    def axes_at(key: Any, index: Any) -> Axes:
-        return Axes(key=None if key is None else jax.random.fold_in(key, index))
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Device:
+    """What one device computes: the actions of its stage.
 
-    def embed(ends: Any, microbatch: Any, key: Any) -> Any:
-        return jax.tree.map(jnp.asarray, model.embed(ends, microbatch, axes_at(key, num_layers)))
+    Attributes:
+      model: of all layers.
+      ends: its parameters of `embed` and `loss`.
+      chunks: its layers, [V, L / (S · V), …].
+      microbatches_and_keys: of its data shard.
+      plan: what to do.
+      num_layers: L.
+    """
 
-    def run_layers(layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> Any:
+    model: LayeredModel
+    ends: Any
+    chunks: Any
+    microbatches_and_keys: Any
+    plan: _Plan
+    num_layers: int
+
+    def microbatch_at(self, index: Any) -> tuple[Any, Any]:
+        """A microbatch and its key."""
+        return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
+
+    def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
+        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, _axes_at(key, self.num_layers)))
+
+    def run_layers(self, layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> Any:
+        """The output of a part of the model, by a scan over its layers."""
+        per_part = self.num_layers // self.plan.num_parts
+
         def run_layer(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             own, index = own_and_index
-            following = model.layer(own, x, microbatch, axes_at(key, index))
+            following = self.model.layer(own, x, microbatch, _axes_at(key, index))
             check_layer(x, following)
             return following, None
 
         return jax.lax.scan(run_layer, x, (layers, part * per_part + jnp.arange(per_part)))[0]
 
-    def sum_loss(x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
-        def loss_of(ends_and_x: Any, microbatch: Any) -> tuple[Any, ...]:
-            own_ends, floats = ends_and_x
-            return model.loss(own_ends, _with_floats(x, floats), microbatch, axes_at(key, num_layers + 1))
+    def sum_loss(self, x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
+        """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
 
-        state = TrainState((ends, _floats_of(x)), None)
-        return sum_microbatch(loss_of, state, microbatch, with_grads=with_grads)
+        def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
+            ends, floats = ends_and_floats
+            return self.model.loss(ends, _with_floats(x, floats), microbatch, _axes_at(key, self.num_layers + 1))
 
-    first = microbatch_at(0)
-    no_x = _zeros(jax.eval_shape(embed, ends, *first))
-    no_y = _zeros(jax.eval_shape(run_layers, _chunk_at(chunks, 0), no_x, *first, 0))
-    no_gradient = _floats_of(no_x)
-    no_sums = _zeros(jax.eval_shape(functools.partial(sum_loss, with_grads=plan.with_grads), no_y, *first))
-    if plan.with_grads:
-        grads = LayeredParams(no_sums.grads[0], jax.tree.map(_wide_zeros, chunks))
-        no_sums = no_sums._replace(grads=grads)
+        state = TrainState((self.ends, _floats_of(x)), None)
+        return sum_microbatch(loss_fn, state, microbatch, with_grads=with_grads)
 
-    def forward(action: dict[str, Any], received: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
-        part, microbatch_and_key = action["part"], microbatch_at(action["microbatch"])
-        x = jax.lax.cond(part == 0, lambda: embed(ends, *microbatch_and_key), lambda: received[0])
-        x = run_layers(_chunk_at(chunks, action["chunk"]), x, *microbatch_and_key, part)
-        if not plan.with_grads:
+    @functools.cached_property
+    def nothing(self) -> _Done:
+        """Zeros in the shapes of an action's results."""
+        first = self.microbatch_at(0)
+        x = _zeros(jax.eval_shape(self.embed, self.ends, *first))
+        y = jax.eval_shape(self.run_layers, _chunk_at(self.chunks, 0), x, *first, 0)
+        sums = _zeros(jax.eval_shape(functools.partial(self.sum_loss, with_grads=self.plan.with_grads), y, *first))
+        if self.plan.with_grads:
+            sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(_wide_zeros, self.chunks)))
+        return x, _floats_of(x), sums
+
+    def idle(self, action: Mapping[str, Any], received: Any, sums: StepSums) -> _Done:
+        """No action. Computing on whatever is there and dropping it could turn an infinite derivative into NaN."""
+        return *self.nothing[:2], sums
+
+    def forward(self, action: Mapping[str, Any], received: Any, sums: StepSums) -> _Done:
+        """The output of a part."""
+        microbatch_and_key = self.microbatch_at(action["microbatch"])
+        x = self.input_of(action, received, microbatch_and_key)
+        x = self.run_layers(_chunk_at(self.chunks, action["chunk"]), x, *microbatch_and_key, action["part"])
+        if not self.plan.with_grads:
             sums = jax.lax.cond(
-                part == last,
-                lambda: _add(sums, sum_loss(x, *microbatch_and_key, with_grads=False)),
+                action["part"] == self.plan.num_parts - 1,
+                lambda: _add(sums, self.sum_loss(x, *microbatch_and_key, with_grads=False)),
                 lambda: sums,
             )
-        return x, no_gradient, sums
+        return x, self.nothing[1], sums
 
-    def backward(
-        action: dict[str, Any], received: Any, sums: StepSums, *, weights: bool
-    ) -> tuple[Any, Any, StepSums]:
-        part, chunk = action["part"], action["chunk"]
-        microbatch_and_key = microbatch_at(action["microbatch"])
-        x = jax.lax.cond(part == 0, lambda: embed(ends, *microbatch_and_key), lambda: received[0])
+    def input_of(self, action: Mapping[str, Any], received: Any, microbatch_and_key: Any) -> Any:
+        return jax.lax.cond(
+            action["part"] == 0, lambda: self.embed(self.ends, *microbatch_and_key), lambda: received[0]
+        )
+
+    def backward(self, action: Mapping[str, Any], received: Any, sums: StepSums, *, weights: bool) -> _Done:
+        """The gradient of a part's input and, with `weights`, the sums with the gradients of its parameters."""
+        part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
+        x = self.input_of(action, received, microbatch_and_key)
 
         def run(layers: Any, floats: Any) -> tuple[Any, Any]:
-            y = run_layers(layers, _with_floats(x, floats), *microbatch_and_key, part)
+            y = self.run_layers(layers, _with_floats(x, floats), *microbatch_and_key, part)
             return _floats_of(y), y
 
-        _, pull, y = jax.vjp(run, _chunk_at(chunks, chunk), _floats_of(x), has_aux=True)
-        grads = sums.grads
+        _, pull, y = jax.vjp(run, _chunk_at(self.chunks, action["chunk"]), _floats_of(x), has_aux=True)
+        others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
 
-        def of_loss() -> tuple[StepSums, Any, Any]:
-            of_one = sum_loss(y, *microbatch_and_key, with_grads=True)
-            of_ends, of_y = of_one.grads
-            of_y = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), of_y, no_gradient)
-            without = sums._replace(grads=None)
+        def from_loss() -> tuple[StepSums, Any, Any]:
+            of_one = self.sum_loss(y, *microbatch_and_key, with_grads=True)
+            ends, floats = of_one.grads
+            floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, _floats_of(y))
             if not weights:
-                return without, grads.ends, of_y
-            return _add(without, of_one._replace(grads=None)), _add(grads.ends, of_ends), of_y
+                return others, of_ends, floats
+            return _add(others, of_one._replace(grads=None)), _add(of_ends, ends), floats
 
-        def of_next_part() -> tuple[StepSums, Any, Any]:
-            return sums._replace(grads=None), grads.ends, received[1]
-
-        others, of_ends, of_y = jax.lax.cond(part == last, of_loss, of_next_part)
+        is_last = part == self.plan.num_parts - 1
+        others, of_ends, of_y = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received[1]))
         of_layers, of_x = pull(of_y)
         if not weights:
-            return no_x, of_x, sums
+            return self.nothing[0], of_x, sums
 
         def through_embed() -> Any:
-            _, pull = jax.vjp(lambda ends: _floats_of(embed(ends, *microbatch_and_key)), ends)
+            _, pull = jax.vjp(lambda ends: _floats_of(self.embed(ends, *microbatch_and_key)), self.ends)
             return _add(of_ends, pull(of_x)[0])
 
         of_ends = jax.lax.cond(part == 0, through_embed, lambda: of_ends)
-        layers = jax.tree.map(lambda total, grad: _add_at(total, grad, chunk), grads.layers, of_layers)
-        return no_x, of_x, others._replace(grads=LayeredParams(of_ends, layers))
+        totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, of_layers)
+        return self.nothing[0], of_x, others._replace(grads=LayeredParams(of_ends, totals))
 
-    def idle(action: dict[str, Any], received: Any, sums: StepSums) -> tuple[Any, Any, StepSums]:
-        return no_x, no_gradient, sums
+    @property
+    def branches(self) -> list[Callable[..., _Done]]:
+        """By kind of action, from −1 on."""
+        assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
+        if not self.plan.with_grads:
+            return [self.idle, self.forward]
+        with_weights = functools.partial(self.backward, weights=True)
+        if not self.plan.splits_backward:
+            return [self.idle, self.forward, with_weights]
+        return [self.idle, self.forward, functools.partial(self.backward, weights=False), with_weights]
 
-    branches = [idle, forward]
-    if plan.with_grads:
-        branches += [functools.partial(backward, weights=not plan.splits_backward)]
-    if plan.splits_backward:
-        branches += [functools.partial(backward, weights=True)]
-    assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
-    ring = [(place, (place + 1) % len_of) for len_of in [plan.num_parts // plan.num_chunks] for place in range(len_of)]
-    to_next = ring if plan.num_chunks > 1 else ring[:-1]
+
+def _run_ticks(device: _Device, num_stages: int) -> StepSums:
+    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
+    plan, (no_x, no_gradient, no_sums) = device.plan, device.nothing
+    stage = jax.lax.axis_index(STAGE_AXIS)
+    to_next = [(s, (s + 1) % num_stages) for s in range(num_stages if plan.num_chunks > 1 else num_stages - 1)]
     to_previous = [(target, source) for source, target in to_next]
 
     def tick(carry: tuple[Any, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[Any, StepSums], None]:
-        buffers, sums = carry
+        (inputs, kept, gradients), sums = carry
         action = {name: values[stage] for name, values in row.items()}
-        inputs, kept, gradients = buffers
+        # Read here: buffers that branches read are copied in every tick.
         x = _read(inputs, action["input_slot"])
         if plan.with_grads:
             kept = _write(kept, action["keeps_slot"], x)
             x = _read(kept, action["activation_slot"])
-        # Read here: buffers that branches read are copied in every tick.
         received = x, _read(gradients, action["gradient_slot"])
-        y, gradient, sums = jax.lax.switch(action["kind"] + 1, branches, action, received, sums)
+        y, gradient, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
             inputs = _write(inputs, action["arriving_input_slot"], jax.lax.ppermute(y, STAGE_AXIS, to_next))
@@ -359,11 +400,7 @@ def _run_ticks(
         return ((inputs, kept, gradients), sums), None
 
     num_inputs, num_kept, num_gradients = plan.num_slots
-    buffers = (
-        _buffer(no_x, num_inputs),
-        _buffer(no_x, num_kept if plan.with_grads else 0),
-        _buffer(no_gradient, num_gradients if plan.with_grads else 0),
-    )
+    buffers = _buffer(no_x, num_inputs), _buffer(no_x, num_kept), _buffer(no_gradient, num_gradients)
     (_, sums), _ = jax.lax.scan(tick, (buffers, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
     return sums
 
@@ -371,7 +408,9 @@ def _run_ticks(
 def _reduce(sums: StepSums, grad_specs: LayeredParams | None) -> StepSums:
     """Sums over the data shards; of layers not over the stages, which have different ones."""
     leaves, structure = jax.tree.flatten(sums.grads)
-    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=_is_spec) or [PartitionSpec()] * len(leaves)
+    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)) or [
+        PartitionSpec()
+    ] * len(leaves)
     dims = [spec.index(DATA_AXIS) if DATA_AXIS in spec else None for spec in specs]
     sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
     leaves = reduce_in_buckets(leaves, sharded, DATA_AXIS, dims)
@@ -384,7 +423,7 @@ def _reduce(sums: StepSums, grad_specs: LayeredParams | None) -> StepSums:
     return others._replace(grads=LayeredParams(ends, layers))
 
 
-def _to_chunks(layers: Any, *, num_stages: int, num_chunks: int) -> Any:
+def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
     """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …].
 
     In round r every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p mod S.
@@ -409,10 +448,13 @@ def _to_chunks(layers: Any, *, num_stages: int, num_chunks: int) -> Any:
         chunk_of_target[target] = part // num_stages
         sent = _chunk_at(layers, jnp.asarray(slot)[stage])
         arrived = jax.lax.ppermute(sent, STAGE_AXIS, list(zip(source.tolist(), target.tolist(), strict=True)))
-        chunks = jax.tree.map(
-            lambda leaf, own, chunk=jnp.asarray(chunk_of_target)[stage]: _add_at(leaf, own, chunk), chunks, arrived
-        )
+        stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
+        chunks = jax.tree.map(stored, chunks, arrived)
     return chunks
+
+
+def _axes_at(key: Any, index: Any) -> Axes:
+    return Axes(key=None if key is None else jax.random.fold_in(key, index))
 
 
 def _chunk_at(chunks: Any, index: Any) -> Any:
@@ -457,9 +499,8 @@ def _floats_of(x: Any) -> list[jax.Array]:
 def _with_floats(x: Any, floats: list[jax.Array]) -> Any:
     leaves, structure = jax.tree.flatten(x)
     given = iter(floats)
-    return structure.unflatten(
-        [next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
-    )
+    replaced = [next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, replaced)
 
 
 def _add(sums: Any, more: Any) -> Any:
@@ -472,7 +513,3 @@ def _zeros(shapes: Any) -> Any:
 
 def _wide_zeros(leaf: jax.Array) -> jax.Array:
     return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _like(grad: jax.Array, param: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(param.shape, grad.dtype)

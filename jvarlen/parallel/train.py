@@ -2,8 +2,8 @@
 
 Of a step's three parts, a ZeRO level replaces what it must: 1 the update, which runs on shards of the optimizer state,
 and the reduction, of gradients to the same shards; 2 also accumulation, of shards of gradients; 3 also the loss, which
-gathers its parameters layer by layer. The update is always that of whole arrays, which the compiler splits, so any
-Optax optimizer gives what it gives on one device.
+gathers its parameters layer by layer. Stages replace accumulation, and the reduction with it. The update is always that
+of whole arrays, which the compiler splits, so any Optax optimizer gives what it gives on one device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.pipeline import STAGE_AXIS
+from jvarlen.parallel.scheduled import check_chunks, check_layers_divide, sum_scheduled
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
@@ -36,6 +38,7 @@ from jvarlen.parallel.zero import (
     pad,
     padded,
     shard_specs,
+    staged_specs,
     state_specs,
     tapped_loss_fn,
     unpadded,
@@ -91,15 +94,15 @@ def init_state(
         )
     mesh = _checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-    tensor_specs = _tensor_specs(model, layout)
+    other_specs = _other_specs(params, model, layout)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = split_params(params, model.specs, layout.tensor)
     shapes = jax.eval_shape(lambda params: init_train_state(_cropped(params, model, layout), optimizer), params)
-    shardings = _shardings(shapes, mesh, layout, tensor_specs)
+    shardings = _shardings(shapes, mesh, layout, other_specs)
     params = jax.tree.map(_place, params, shardings.params)
 
     def init(params: Any) -> Any:
-        return padded(init_train_state(_cropped(params, model, layout), optimizer), layout, tensor_specs).opt_state
+        return padded(init_train_state(_cropped(params, model, layout), optimizer), layout, other_specs).opt_state
 
     opt_state = jax.jit(init, out_shardings=shardings.opt_state)(params)
     whole = init_train_state((), optax.identity(), extra=extra, seed=seed)
@@ -141,8 +144,7 @@ def make_train_step(
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    tensor_specs = _tensor_specs(model, layout)
-    if layout.zero == 0 and tensor_specs is None:
+    if layout.zero == 0 and layout.stage == 1 and layout.tensor == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
@@ -154,13 +156,14 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state = state._replace(params=_cropped(state.params, model, layout))
-        shardings = _shardings(state, mesh, layout, tensor_specs)
-        following, metrics = train_step_of_sums(unpadded(state, layout, tensor_specs), batch)
-        following, params = padded(following, layout, tensor_specs), following.params
-        if tensor_specs is not None:
-            params = _padded(params, layout, tensor_specs)
+        other_specs = _other_specs(state.params, model, layout)
+        shardings = _shardings(state, mesh, layout, other_specs)
+        following, metrics = train_step_of_sums(unpadded(state, layout, other_specs), batch)
+        following, params = padded(following, layout, other_specs), following.params
+        if other_specs is not None:
+            params = _padded(params, layout, other_specs)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
-            params = _on_shards(params, mesh, shard_specs(state.params, layout.data, tensor_specs=tensor_specs))
+            params = _on_shards(params, mesh, shard_specs(state.params, layout.data, other_specs=other_specs))
         return following._replace(
             params=_constrain(params, shardings.params),
             opt_state=_constrain(following.opt_state, shardings.opt_state),
@@ -189,7 +192,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    if layout.zero < 3 and layout.tensor == 1:
+    if layout.zero < 3 and layout.stage == 1 and layout.tensor == 1:
         loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
         return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
     sums_of = _sums_of(model, mesh, layout, with_grads=False)
@@ -242,16 +245,32 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
         num_layers_of(params)
     elif layout.zero == 3:
         raise UserError(f"zero3 takes LayeredParams, not a {type(params).__name__}; zero2 takes any parameters")
+    if layout.stage > 1:
+        if not isinstance(params, LayeredParams):
+            raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
+        check_layers_divide(num_layers_of(params), layout.stage, layout.chunks)
 
 
 def _check_axes(layout: Layout) -> None:
-    supported = (DATA_AXIS, TENSOR_AXIS)
+    supported = (DATA_AXIS, STAGE_AXIS, TENSOR_AXIS)
     unsupported = [f"{name}{size}" for name, size in layout.axis_sizes.items() if size > 1 and name not in supported]
     if unsupported:
         raise UserError(
             f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axes "
-            "'data' and 'tensor' only, with any ZeRO level"
+            "'data', 'stage' and 'tensor' only"
         )
+    check_chunks(layout.schedule, layout.chunks)
+    if layout.stage > 1 and layout.zero > 1:
+        raise UserError(f"zero{layout.zero} of the layout {layout} does not go with stages: zero1 does")
+
+
+def _other_specs(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
+    """How parameters lie along "stage" and "tensor"; None if both have one device."""
+    tensor_specs = _tensor_specs(model, layout)
+    if layout.stage == 1:
+        return tensor_specs
+    whole = jax.tree.map(lambda _: PartitionSpec(), params)
+    return staged_specs(whole if tensor_specs is None else tensor_specs)
 
 
 def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
@@ -267,6 +286,14 @@ def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
+    if layout.stage > 1 and not isinstance(model, LayeredModel):
+        name = getattr(model, "__name__", type(model).__name__)
+        raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
+    if layout.stage > 1 and isinstance(model, LayeredModel) and model.stack is not None:
+        raise UserError(
+            f"stage{layout.stage} takes LayeredParams, and the model has parameters of another form: stack them once, "
+            "before init_state, and leave out LayeredModel.stack"
+        )
 
 
 def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
@@ -286,17 +313,22 @@ def _sums_of(
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
-    tensor_specs = _tensor_specs(model, layout)
+    given = model
     if isinstance(model, LayeredModel) and layout.tensor > 1:
         model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         options: dict[str, Any] = {}
-        params = state.params
-        if tensor_specs is not None:
-            state = state._replace(params=_padded(params, layout, tensor_specs))
-        specs_of = functools.partial(shard_specs, num_shards=layout.data, tensor_specs=tensor_specs)
-        if layout.zero == 3 and isinstance(model, LayeredModel):
+        sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
+        params, other_specs = state.params, _other_specs(state.params, given, layout)
+        if other_specs is not None:
+            state = state._replace(params=_padded(params, layout, other_specs))
+        specs_of = functools.partial(shard_specs, num_shards=layout.data, other_specs=other_specs)
+        specs = specs_of(state.params) if layout.zero else other_specs
+        if layout.stage > 1 and isinstance(model, LayeredModel):
+            sum_of = functools.partial(sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks)
+            options["param_specs"] = other_specs
+        elif layout.zero == 3 and isinstance(model, LayeredModel):
             if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
                 stacked = state.params
             else:
@@ -307,13 +339,12 @@ def _sums_of(
             else:
                 loss_fn = layered_loss_fn(gathering_model(model, in_shards))
             specs = options["param_specs"] = specs_of(state.params, padded=False)
+            sum_of = functools.partial(sum_step, loss_fn, axis_name=DATA_AXIS)
         else:
-            loss_fn, specs = _loss_fn(model), specs_of(state.params) if layout.zero else tensor_specs
-            options["param_specs"] = tensor_specs
+            options["param_specs"] = other_specs
             options["accumulates_shards"] = layout.zero == 2 and accumulate == "shards"
-        sums = sum_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS, with_grads=with_grads, grad_specs=specs, **options)(
-            state, batch
-        )
+            sum_of = functools.partial(sum_step, _loss_fn(model), axis_name=DATA_AXIS)
+        sums = sum_of(mesh=mesh, with_grads=with_grads, grad_specs=specs, **options)(state, batch)
         if not with_grads:
             return sums
         grads = _constrain(sums.grads, _on(mesh, specs))
@@ -329,17 +360,17 @@ def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -
     return params
 
 
-def _padded(params: Any, layout: Layout, tensor_specs: Any) -> Any:
+def _padded(params: Any, layout: Layout, other_specs: Any) -> Any:
     """The inverse of `_cropped`."""
-    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, tensor_specs)
+    return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
 
 
 def _loss_fn(model: LayeredModel | LossFn) -> LossFn:
     return layered_loss_fn(model) if isinstance(model, LayeredModel) else model
 
 
-def _shardings(state: TrainState, mesh: Mesh, layout: Layout, tensor_specs: Any) -> TrainState:
-    return _on(mesh, state_specs(state, layout, tensor_specs))
+def _shardings(state: TrainState, mesh: Mesh, layout: Layout, other_specs: Any) -> TrainState:
+    return _on(mesh, state_specs(state, layout, other_specs))
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jvarlen.distributed.mesh import DATA_AXIS
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
@@ -32,6 +33,7 @@ __all__ = [
     "padded",
     "padded_shape",
     "shard_specs",
+    "staged_specs",
     "state_specs",
     "tapped_loss_fn",
     "unpadded",
@@ -54,14 +56,14 @@ _NOT_SAVED = {
 }
 
 
-def shard_specs(params: Any, num_shards: int, *, padded: bool = True, tensor_specs: Any = None) -> Any:
+def shard_specs(params: Any, num_shards: int, *, padded: bool = True, other_specs: Any = None) -> Any:
     """How parameters, their gradients and their optimizer state lie over the data axis where they are sharded.
 
     Args:
       params: pytree of arrays or shapes.
       num_shards: N.
       padded: whether dimensions that N does not divide may be sharded, as of gradients and optimizer state.
-      tensor_specs: which dimension of each lies along `"tensor"`, and so along no other axis; None: none.
+      other_specs: which dimensions of each lie along `"stage"` or `"tensor"`, and so not along `"data"`; None: none.
 
     Returns:
       A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones; or else,
@@ -69,7 +71,7 @@ def shard_specs(params: Any, num_shards: int, *, padded: bool = True, tensor_spe
       elements, are whole. Of `LayeredParams`, both count within a layer.
     """
     spec = functools.partial(_spec, num_shards=num_shards, padded=padded)
-    taken = jax.tree.map(lambda _: _WHOLE, params) if tensor_specs is None else tensor_specs
+    taken = jax.tree.map(lambda _: _WHOLE, params) if other_specs is None else other_specs
     if isinstance(params, LayeredParams):
         layers = jax.tree.map(functools.partial(spec, begin=1), params.layers, taken.layers)
         return LayeredParams(jax.tree.map(spec, params.ends, taken.ends), layers)
@@ -91,6 +93,12 @@ def _spec(leaf: Any, taken: PartitionSpec, *, num_shards: int, padded: bool, beg
     return PartitionSpec(*axes)
 
 
+def staged_specs(specs: LayeredParams) -> LayeredParams:
+    """The same specs, with the layers along `"stage"`."""
+    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers, is_leaf=_is_spec)
+    return specs._replace(layers=layers)
+
+
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes."""
     axes = [*spec, *(None,) * (len(shape) - len(spec))]
@@ -105,9 +113,9 @@ class _OfParam(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _by_params(state: TrainState, layout: Layout, tensor_specs: Any) -> Any:
+def _by_params(state: TrainState, layout: Layout, other_specs: Any) -> Any:
     """For each array of the optimizer, padded or not, an `_OfParam`."""
-    lie = shard_specs(state.params, layout.data, tensor_specs=tensor_specs) if layout.zero else tensor_specs
+    lie = shard_specs(state.params, layout.data, other_specs=other_specs) if layout.zero else other_specs
     specs = jax.tree.leaves(lie, is_leaf=_is_spec)
     params = {
         path: (np.shape(leaf), spec)
@@ -127,54 +135,54 @@ def _by_params(state: TrainState, layout: Layout, tensor_specs: Any) -> Any:
     return jax.tree.map_with_path(of_param, state.opt_state)
 
 
-def state_specs(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
+def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
     """How a state lies over the axes.
 
     Args:
       state: arrays or shapes; those of the optimizer may be padded.
       layout: what is sharded.
-      tensor_specs: as for `shard_specs`.
+      other_specs: as for `shard_specs`.
 
     Returns:
-      A `TrainState` of `PartitionSpec`. From level 1 on, or with `tensor_specs`, an array of the optimizer lies as the
+      A `TrainState` of `PartitionSpec`. From level 1 on, or with `other_specs`, an array of the optimizer lies as the
       parameter whose path is the end of its own, such as `['embed']` of `[0].mu['embed']`, and whose shape is its own
       or the end of it; others are whole.
     """
     whole = jax.tree.map(lambda _: _WHOLE, state)
-    if layout.zero == 0 and tensor_specs is None:
+    if layout.zero == 0 and other_specs is None:
         return whole
-    params = whole.params if tensor_specs is None else tensor_specs
+    params = whole.params if other_specs is None else other_specs
     if layout.zero == 3:
-        params = shard_specs(state.params, layout.data, padded=False, tensor_specs=tensor_specs)
-    of_params = _by_params(state, layout, tensor_specs)
+        params = shard_specs(state.params, layout.data, padded=False, other_specs=other_specs)
+    of_params = _by_params(state, layout, other_specs)
     return whole._replace(
         params=params,
         opt_state=jax.tree.map(lambda of_param: of_param.spec, of_params, is_leaf=_is_of_param),
     )
 
 
-def unpadded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
+def unpadded(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
     """A state whose optimizer has arrays in the shapes of their parameters.
 
     Args:
       state: arrays or shapes.
       layout: what is sharded.
-      tensor_specs: as for `shard_specs`.
+      other_specs: as for `shard_specs`.
     """
-    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: crop(leaf, of_param.shape))
+    return _with_arrays(state, layout, other_specs, lambda leaf, of_param: crop(leaf, of_param.shape))
 
 
-def padded(state: TrainState, layout: Layout, tensor_specs: Any = None) -> TrainState:
+def padded(state: TrainState, layout: Layout, other_specs: Any = None) -> TrainState:
     """The inverse of `unpadded`, with zeros."""
-    return _with_arrays(state, layout, tensor_specs, lambda leaf, of_param: pad(leaf, of_param.spec, layout.axis_sizes))
+    return _with_arrays(state, layout, other_specs, lambda leaf, of_param: pad(leaf, of_param.spec, layout.axis_sizes))
 
 
 def _with_arrays(
-    state: TrainState, layout: Layout, tensor_specs: Any, change: Callable[[Any, _OfParam], Any]
+    state: TrainState, layout: Layout, other_specs: Any, change: Callable[[Any, _OfParam], Any]
 ) -> TrainState:
-    if layout.zero == 0 and tensor_specs is None:
+    if layout.zero == 0 and other_specs is None:
         return state
-    of_params = _by_params(state, layout, tensor_specs)
+    of_params = _by_params(state, layout, other_specs)
     changed = jax.tree.map(
         lambda of_param, leaf: change(leaf, of_param), of_params, state.opt_state, is_leaf=_is_of_param
     )

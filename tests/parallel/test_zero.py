@@ -440,12 +440,12 @@ def test_what_cannot_be_spread_is_refused_by_name():
     wider = jax.make_mesh((2, 2), ("data", "model"))
     with pytest.raises(ValueError, match="it has 'model' 2 where the layout has 1"):
         make_layout_step(SIMPLE, optimizer, mesh=wider, layout=layout)
-    for text, named in (("data2.stage2", "stage2"), ("sequence2.tensor2.zero1.data2", "sequence2")):
+    for text, named in (("data2.sequence2", "sequence2"), ("sequence2.tensor2.zero1.data2", "sequence2")):
         spread = Layout.parse(text)
         on = {"mesh": layout_mesh(spread), "layout": spread}
-        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data' and 'tensor' only"):
+        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data', 'stage' and 'tensor' only"):
             make_layout_step(SIMPLE, optimizer, **on)
-        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data' and 'tensor' only"):
+        with pytest.raises(ValueError, match=f"^{named} of the layout .*'data', 'stage' and 'tensor' only"):
             init_state(params, optimizer, **on)
     step, state, _ = on_layout(SIMPLE, params, optimizer, "data2.zero3")
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):

@@ -1,0 +1,343 @@
+"""Steps by a schedule: the numbers of the unsplit model, on stages that hold what the schedule says."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import (
+    Bucket,
+    compile_buckets,
+    init_train_state,
+    load,
+    make_eval_step,
+    make_plan,
+    make_train_step,
+    no_recompiles,
+    pack_samples,
+    scale_by_batch_size,
+)
+from jvarlen.compiling.hlo import count_collectives, list_collectives
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel import gather_params, init_state
+from jvarlen.parallel import make_eval_step as make_layout_eval_step
+from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.scheduled import make_schedule, sum_scheduled
+from jvarlen.training.step_sums import sum_step
+from tests.conftest import random_dataset
+
+TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
+PARAMS = stack_layers(jax.tree.map(np.asarray, init_params(TRANSFORMER, seed=0)))
+BUCKET = Bucket(2, 8)
+
+
+def noisy_embed(ends, microbatch, axes):
+    x = microbatch["x"] @ ends["in"]
+    return {"x": x + 0.1 * jax.random.normal(axes.key, x.shape), "layers": jnp.zeros(2, jnp.int32)}
+
+
+def noisy_layer(own, x, microbatch, axes):
+    change = jnp.tanh(x["x"] @ own["k"] + x["layers"][0])
+    return {"x": x["x"] + change * jax.random.bernoulli(axes.key, 0.8, change.shape), "layers": x["layers"] + 1}
+
+
+def noisy_loss(ends, x, microbatch, axes):
+    y = jnp.sin(x["x"] @ ends["in"].T) * x["layers"][1] + jax.random.normal(axes.key, (3,))
+    return jnp.sum(y * microbatch["w"][:, None]), jnp.sum(microbatch["w"]), {"squares": jnp.sum(x["x"] ** 2)}
+
+
+# Tied ends, dropout in all three functions, integers among what layers pass on, and a further sum.
+NOISY = LayeredModel(noisy_embed, noisy_layer, noisy_loss)
+
+
+def noisy_params(num_layers):
+    rng = np.random.default_rng(0)
+    return LayeredParams({"in": rng.normal(size=(3, 5))}, {"k": rng.normal(size=(num_layers, 5, 5))})
+
+
+def noisy_batch(num_microbatches):
+    """The last microbatch has no weight."""
+    rng = np.random.default_rng(num_microbatches)
+    weights = rng.integers(1, 4, (num_microbatches, 6)).astype(np.float64)
+    weights[1:][-1:] = 0
+    return {"x": rng.normal(size=(num_microbatches, 6, 3)), "w": weights, "num_sequences": np.float64(7)}
+
+
+def on_layout(text):
+    layout = Layout.parse(text)
+    return {"mesh": layout_mesh(layout), "layout": layout}
+
+
+def sums_on(model, text, **options):
+    layout = Layout.parse(text)
+    return sum_scheduled(model, mesh=layout_mesh(layout), schedule=layout.schedule, num_chunks=layout.chunks, **options)
+
+
+def assert_equal_trees(found, expected, rtol):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
+
+
+@functools.cache
+def sums_without_stages(num_layers, num_microbatches):
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
+        return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_layers", "num_microbatches"),
+    [
+        ("stage4.gpipe", 4, 8),
+        ("data2.stage2.1f1b", 4, 8),
+        ("stage4.1f1b", 4, 2),
+        ("data2.stage4", 8, 8),
+        ("stage4", 4, 2),
+        ("stage4", 8, 1),
+        ("data2", 4, 8),
+        ("stage4.zero_bubble", 4, 8),
+        ("data2.stage2.zero_bubble", 4, 2),
+        ("data2.stage2.interleaved.chunks2", 8, 8),
+        ("stage4.interleaved.chunks2", 8, 8),
+        ("stage4.interleaved.chunks3", 12, 4),
+    ],
+)
+def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches):
+    expected = sums_without_stages(num_layers, num_microbatches)
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
+        found = jax.jit(sums_on(NOISY, text))(state, noisy_batch(num_microbatches))
+        assert_equal_trees(found, expected, 1e-12)
+        assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
+
+
+@pytest.mark.parametrize("text", ["data2.stage2", "stage4.interleaved.chunks2"])
+def test_sums_without_gradients_are_the_same(text):
+    expected = sums_without_stages(8, 8)
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(8), optax.identity(), seed=3)
+        found = jax.jit(sums_on(NOISY, text, with_grads=False))(state, noisy_batch(8))
+        assert_equal_trees(found, expected._replace(grads=None), 1e-12)
+
+
+@functools.cache
+def batches_of(packed):
+    """Three steps of eight microbatches; the last one has dummy rows."""
+    dataset = random_dataset(3 * 8 * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
+    lengths = np.diff(dataset.offsets)
+    samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
+    plan = make_plan(samples, [BUCKET], microbatches_per_step=8)
+    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    return jax.tree.map(np.asarray, list(batches))
+
+
+def clipped_adamw():
+    """The norm to be clipped is that of all stages: of one alone it would be another."""
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
+
+
+def take_steps(step, state, packed):
+    losses = []
+    for batch in itertools.islice(itertools.cycle(batches_of(packed)), 10):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    return state, losses
+
+
+@functools.cache
+def trained_whole(packed):
+    with jax.enable_x64(True):
+        params, optimizer = jax.tree.map(np.float64, PARAMS), clipped_adamw()
+        step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
+        state, losses = take_steps(step, init_train_state(params, optimizer), packed)
+        return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.parametrize(
+    ("text", "packed"),
+    [
+        ("data2.stage2.gpipe", True),
+        ("stage4.1f1b", False),
+        ("data2.stage4.zero1", True),
+        ("data2.stage2.zero1.interleaved.chunks2", False),
+        ("data4.stage2.zero_bubble", True),
+        ("data2.stage2.tensor2.zero1", False),
+        ("stage2.tensor2.sequence_parallel.interleaved.chunks2", False),
+    ],
+)
+def test_the_transformer_trains_as_one_device(text, packed):
+    """10 steps of AdamW, clipped by the norm of the whole gradient."""
+    expected_losses, expected = trained_whole(packed)
+    model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
+    with jax.enable_x64(True):
+        state = init_state(jax.tree.map(np.float64, PARAMS), optimizer, model=model, **on)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state)
+        step = jax.jit(make_layout_step(model, optimizer, **on), donate_argnums=0)
+        state, losses = take_steps(step, state, packed)
+        assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
+        assert step._cache_size() == 1
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+        assert_equal_trees(gather_params(state, model=model, **on), expected, 1e-12)
+        assert losses[-1] < losses[0] - 0.3
+
+
+def test_a_stage_holds_its_own_layers_only():
+    on, optimizer = on_layout("data2.stage4.zero1"), optax.adam(1e-2)
+    params = LayeredParams({"in": np.zeros((64, 64))}, {"k": np.zeros((4, 64, 64)), "b": np.zeros((4, 64))})
+    state = init_state(params, optimizer, **on)
+    moments = state.opt_state[0].mu
+    assert state.params.layers["k"].sharding.spec == PartitionSpec("stage")
+    assert moments.layers["k"].sharding.spec == PartitionSpec("stage", "data")
+    assert moments.layers["b"].sharding.spec == PartitionSpec("stage")
+    assert state.params.layers["k"].addressable_shards[0].data.shape == (1, 64, 64)
+    assert moments.layers["k"].addressable_shards[0].data.shape == (1, 32, 64)
+    assert moments.ends["in"].addressable_shards[0].data.shape == (32, 64)
+    assert state.params.ends["in"].sharding.is_fully_replicated
+
+
+def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
+    dataset = random_dataset(25, 12)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
+    optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
+    state = init_state(PARAMS, optimizer, model=model, **on)
+    step = compile_buckets(make_layout_step(model, optimizer, **on), state, plan, progress=False, **on)
+    losses = []
+    for batch in load(plan, dataset, **on):
+        with no_recompiles() if losses else no_recompiles("count"):
+            given, (state, metrics) = state, step(state, batch)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(given.opt_state))
+        losses.append(float(metrics.loss))
+    assert len(losses) > 3
+    assert losses[-1] < losses[0]
+
+
+def test_evaluations_drop_nothing_out():
+    on, keys = on_layout("data2.stage2.interleaved.chunks2"), []
+    model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
+    batch = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
+    params = simple_state(4).params
+    state = init_state(params, optax.sgd(0.1), seed=0, **on)
+    _, metrics = jax.jit(make_layout_eval_step(model, **on))(state, batch)
+    assert {*keys} == {None}
+    _, expected = jax.jit(make_eval_step(layered_loss_fn(SIMPLE)))(params, batch)
+    assert_equal_trees(metrics, expected, 1e-5)
+
+
+def simple_state(num_layers, width=8, dtype=np.float32):
+    params = LayeredParams({"in": np.ones(width, dtype)}, {"k": np.full((num_layers, width, width), 0.1, dtype)})
+    return init_train_state(params, optax.identity())
+
+
+SIMPLE = LayeredModel(
+    lambda ends, microbatch, axes: microbatch * ends["in"],
+    lambda own, x, microbatch, axes: x + jnp.tanh(x @ own["k"]),
+    lambda ends, x, microbatch, axes: (jnp.sum(x * x * ends["in"]), jnp.float32(1)),
+)
+
+
+def test_temporaries_do_not_grow_with_microbatches():
+    """In activations, as they are sent from stage to stage."""
+
+    def held(text, num_microbatches):
+        batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
+        executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()
+        return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
+
+    eager = [held("stage4.eager_1f1b", m) for m in (8, 16, 32)]
+    assert max(eager) - min(eager) < 0.1
+    assert eager[0] < 20
+    assert held("stage4.gpipe", 32) - held("stage4.gpipe", 8) > 23.9
+    # It keeps 4 on the first stage where the eager schedule keeps 7.
+    assert held("stage4.1f1b", 16) == pytest.approx(eager[0] - 3, abs=0.1)
+
+
+@pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.chunks2"])
+def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
+    batch, layout = jax.ShapeDtypeStruct((16, 4, 8), np.float32), Layout.parse(text)
+    executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()
+    counts = count_collectives(executable)
+    assert counts.keys() == {"all-reduce", "collective-permute"}
+    assert counts["all-reduce"].per_step >= 1
+    assert counts["all-reduce"].in_loops == 0
+    assert counts["collective-permute"].in_loops == 2
+    assert counts["collective-permute"].per_step == (4 if layout.chunks == 2 else 0)  # layers to chunks, and back
+    schedule = make_schedule(layout.schedule, layout.stage, 8, layout.chunks)
+    sent = [each.times for each in list_collectives(executable) if each.kind == "collective-permute"]
+    assert sorted(sent)[-2:] == [schedule.ticks.max() + 1] * 2
+
+
+def test_idle_ticks_do_not_reach_the_gradient():
+    """The root of 0, which idle stages would see, has an infinite derivative."""
+    rooted = LayeredModel(
+        lambda ends, microbatch, axes: microbatch * ends,
+        lambda own, x, microbatch, axes: own * jnp.sqrt(x),
+        lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(microbatch.size)),
+    )
+    state = init_train_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
+    batch = jnp.arange(1.0, 7).reshape(2, 3)
+    expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
+    assert_equal_trees(jax.jit(sums_on(rooted, "stage4.zero_bubble"))(state, batch), expected, 1e-5)
+
+
+def test_gradients_of_bfloat16_are_summed_in_float32():
+    """In bfloat16, 256 + 1 is 256."""
+    product = LayeredModel(
+        lambda ends, microbatch, axes: microbatch,
+        lambda own, x, microbatch, axes: x * own,
+        lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1)),
+    )
+    state = init_train_state(LayeredParams((), jnp.ones(4, jnp.bfloat16)), optax.identity())
+    sums = jax.jit(sums_on(product, "stage2.interleaved.chunks2"))(state, jnp.ones((300, 1), jnp.bfloat16))
+    assert sums.grads.layers.dtype == jnp.float32
+    assert sums.grads.layers.tolist() == [300] * 4
+    assert float(sums.loss) == float(sums.weight) == 300
+
+
+def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
+    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), PARAMS
+
+    def init(text, params=params, model=model):
+        return init_state(params, optimizer, model=model, **on_layout(text))
+
+    with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages"):
+        init("stage8")
+    with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
+        init("stage3")
+    with pytest.raises(ValueError, match=r"4 layers do not divide into 4 stages of 2 chunks .* a multiple of 8$"):
+        init("stage4.interleaved.chunks2")
+    with pytest.raises(ValueError, match=r"^chunks2 needs the schedule interleaved, not eager_1f1b"):
+        init("stage2.chunks2")
+    with pytest.raises(
+        ValueError, match=r"^zero2 of the layout data2.stage2.zero2 does not go with stages: zero1 does"
+    ):
+        init("data2.stage2.zero2")
+    with pytest.raises(ValueError, match=r"^sequence2 of the layout .* 'data', 'stage' and 'tensor' only"):
+        init("stage2.sequence2")
+    with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, not a dict"):
+        init("stage2", {"w": np.zeros(3)}, None)
+    with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
+        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, **on_layout("stage2"))
+    with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, and .* leave out LayeredModel.stack"):
+        make_layout_step(model._replace(stack=stack_layers), optimizer, **on_layout("stage2"))
+    with pytest.raises(ValueError, match="no 'stage'"):
+        sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
+    with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):
+        jax.eval_shape(sums_on(SIMPLE, "stage3"), simple_state(4), jnp.ones((3, 2, 8)))
+    with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):
+        jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.chunks2"), simple_state(4), jnp.ones((6, 2, 8)))
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
+        jax.eval_shape(sums_on(SIMPLE, "data2.stage2"), simple_state(4), jnp.ones((3, 2, 8)))
+    narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])
+    with pytest.raises(ValueError, match=r"must return x with the shapes .* float32\[2,8\] -> float32\[2,2\]"):
+        jax.eval_shape(sums_on(narrow, "stage2"), simple_state(4), jnp.ones((2, 2, 8)))
