@@ -92,7 +92,8 @@ def memory_bill(
       The bill.
 
     Raises:
-      ValueError: a layout that is not supported; ZeRO-3 of a loss function or of parameters that are not by layers.
+      ValueError: a layout that is not supported, or has stages; ZeRO-3 of a loss function, or of parameters that are
+        not by layers.
 
     Example:
       >>> params = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32)}
@@ -108,6 +109,8 @@ def memory_bill(
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
+    if layout.stage > 1:
+        raise UserError(f"memory_bill does not count stages, and the layout {layout} has {layout.stage}")
     check_layout(layout, params, model)
     if layout.tensor > 1:
         raise UserError(f"memory_bill does not count what lies along 'tensor', which {layout} has {layout.tensor} of")

@@ -113,8 +113,8 @@ def sum_scheduled(
       num_chunks: V.
       with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
         whatever the schedule.
-      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis, such
-        as `"tensor"`, over which the model itself reduces what must be. None: none does.
+      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis,
+        such as `"tensor"`, over which the model itself reduces what must be. None: none does.
       grad_specs: likewise for gradients, the same but for dimensions along `"data"`: they are reduced to these shards,
         padded as `reduce_in_buckets` does. None: as `param_specs`.
 
@@ -447,7 +447,8 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         chunk_of_target = np.empty_like(source)
         chunk_of_target[target] = part // num_stages
         sent = _chunk_at(layers, jnp.asarray(slot)[stage])
-        arrived = jax.lax.ppermute(sent, STAGE_AXIS, list(zip(source.tolist(), target.tolist(), strict=True)))
+        pairs = list(zip(source.tolist(), target.tolist(), strict=True))
+        arrived = sent if (source == target).all() else jax.lax.ppermute(sent, STAGE_AXIS, pairs)
         stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
         chunks = jax.tree.map(stored, chunks, arrived)
     return chunks

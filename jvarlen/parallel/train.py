@@ -67,8 +67,9 @@ def init_state(
     """The state before the first step, placed on a mesh. No device ever holds the whole optimizer state.
 
     Args:
-      params: `LayeredParams`, or any pytree of arrays below ZeRO-3. If the devices belong to several processes, each
-        passes the same whole arrays. A step that donates its state may delete them: use only the result.
+      params: `LayeredParams`, or without stages and below ZeRO-3 any pytree of arrays. If the devices belong to several
+        processes, each passes the same whole arrays. A step that donates its state may delete them: use only the
+        result.
       optimizer: any Optax optimizer.
       mesh: has the sizes of the layout, such as that of `layout_mesh`.
       layout: what is sharded.
@@ -81,11 +82,12 @@ def init_state(
       `TrainState` of arrays on the mesh. Sharded arrays lie along their largest dimension that N, the size of `"data"`,
       divides. Where N divides none, parameters are whole, and arrays of the optimizer are padded with zeros, which it
       never sees. Arrays with fewer than 1,024 elements are whole on every device. With `tensorN`, parameters are those
-      of `split_params`, and arrays of the optimizer lie like them.
+      of `split_params`, and arrays of the optimizer lie like them. With `stageN`, arrays of layers lie along `"stage"`
+      too: each stage has consecutive layers.
 
     Raises:
       ValueError: a layout that is not supported, or not that of the mesh; parameters that are not those of the model,
-        or not by layers at ZeRO-3.
+        or not by layers at ZeRO-3 or with stages; layers that do not divide into stages and chunks.
     """
     check_layout(layout, params, model)
     if extra is not None and isinstance(model, LayeredModel):
@@ -121,11 +123,11 @@ def make_train_step(
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
     Args:
-      model: a `LayeredModel`, or any loss function below ZeRO-3: see `jvarlen.make_train_step`.
+      model: a `LayeredModel`, or without stages and below ZeRO-3 any loss function: see `jvarlen.make_train_step`.
       optimizer: any Optax optimizer. It gets whole arrays, which the compiler splits: global norms and the like are
         those of the whole model.
       mesh: has the sizes of the layout, such as that of `layout_mesh`.
-      layout: what is sharded.
+      layout: what is sharded, and the schedule of stages.
       norms: whether the metrics include the global norms of gradient and updates.
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in each,
         or `"whole"` gradients, reduced once, which sends less and holds more.
@@ -135,8 +137,8 @@ def make_train_step(
       same mesh. The state is that of `init_state`, and is returned with the same shardings.
 
     Raises:
-      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 of a loss function; when it is traced,
-        as `jvarlen.make_train_step`.
+      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function; when it
+        is traced, as `jvarlen.make_train_step`, or microbatches or layers that a schedule cannot take.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
@@ -176,6 +178,8 @@ def make_train_step(
 
 def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) -> StepFn:
     """An evaluation step for a state of `init_state`. At ZeRO-3 it gathers parameters layer by layer.
+
+    With stages, microbatches follow each other through them, whatever the schedule.
 
     A model by layers gets no key, so that nothing is dropped out.
 

@@ -91,7 +91,7 @@ def test_what_a_layout_cannot_train_is_refused():
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
     with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
         memory_bill(Layout(data=4, zero=3), params, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"stage2 of the layout data2\.stage2"):
+    with pytest.raises(ValueError, match=r"does not count stages, and the layout data2\.stage2 has 2$"):
         memory_bill(Layout(data=2, stage=2), params, optax.sgd(1.0))
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
         memory_bill(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
