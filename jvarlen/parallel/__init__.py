@@ -8,7 +8,8 @@
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
-  of ticks, for a program. `slices`: where to cut a sequence. `pipeline`: a model in stages over a mesh axis.
+  of ticks, for a program. `scheduled`: that program, for a model by layers. `slices`: where to cut a sequence.
+  `pipeline`: GPipe for a model of any stages.
 
 The names below are imported when they are first used: layouts and schedules are made without JAX.
 """

@@ -188,7 +188,7 @@ def test_the_transformer_trains_as_one_device(text, packed):
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
         assert step._cache_size() == 1
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
-        assert_equal_trees(gather_params(state, model=model, **on), expected, 1e-12)
+        assert_equal_trees(gather_params(state, model=model, **on), expected, 1e-11 if "tensor" in text else 1e-12)
         assert losses[-1] < losses[0] - 0.3
 
 
