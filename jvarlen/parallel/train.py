@@ -96,7 +96,7 @@ def init_state(
         )
     mesh = _checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-    other_specs = _other_specs(params, model, layout)
+    other_specs = _other_specs(params, _tensor_specs(model, layout), layout)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = split_params(params, model.specs, layout.tensor)
     shapes = jax.eval_shape(lambda params: init_train_state(_cropped(params, model, layout), optimizer), params)
@@ -158,7 +158,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state = state._replace(params=_cropped(state.params, model, layout))
-        other_specs = _other_specs(state.params, model, layout)
+        other_specs = _other_specs(state.params, _tensor_specs(model, layout), layout)
         shardings = _shardings(state, mesh, layout, other_specs)
         following, metrics = train_step_of_sums(unpadded(state, layout, other_specs), batch)
         following, params = padded(following, layout, other_specs), following.params
@@ -268,9 +268,8 @@ def _check_axes(layout: Layout) -> None:
         raise UserError(f"zero{layout.zero} of the layout {layout} does not go with stages: zero1 does")
 
 
-def _other_specs(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
+def _other_specs(params: Any, tensor_specs: Any, layout: Layout) -> Any:
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
-    tensor_specs = _tensor_specs(model, layout)
     if layout.stage == 1:
         return tensor_specs
     whole = jax.tree.map(lambda _: PartitionSpec(), params)
@@ -317,14 +316,14 @@ def _sums_of(
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
-    given = model
+    tensor_specs = _tensor_specs(model, layout)
     if isinstance(model, LayeredModel) and layout.tensor > 1:
         model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         options: dict[str, Any] = {}
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
-        params, other_specs = state.params, _other_specs(state.params, given, layout)
+        params, other_specs = state.params, _other_specs(state.params, tensor_specs, layout)
         if other_specs is not None:
             state = state._replace(params=_padded(params, layout, other_specs))
         specs_of = functools.partial(shard_specs, num_shards=layout.data, other_specs=other_specs)
