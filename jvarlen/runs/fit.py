@@ -25,7 +25,7 @@ from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
-from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.mesh import layout_mesh, replicate
 from jvarlen.distributed.processes import (
     agree,
     gather_texts,
@@ -169,6 +169,8 @@ def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple
         num_devices = config.layout.num_devices
     if mesh is None and (num_devices is not None or has_processes or jax.process_count() > 1):
         mesh = launch(dataclasses.replace(config, devices=num_devices))
+        if config.layout is not None and config.layout.stage > 1:
+            mesh = layout_mesh(config.layout, mesh.devices.flatten().tolist())
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:

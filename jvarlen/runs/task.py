@@ -70,6 +70,11 @@ class Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
+        if layout is not None and layout.stage > 1:
+            raise UserError(
+                f"stage{layout.stage} of the layout {layout} takes a LayeredModel as loss_fn, with LayeredParams: the "
+                "parameters of the built-in model are not stacked in runs"
+            )
         model = dataclasses.replace(model, vocab_size=vocab_size)
         by_layers = layout is not None and layout.zero == 3
         loss_fn = layered(model)._replace(stack=stack_layers) if by_layers else make_loss_fn(model)

@@ -144,7 +144,7 @@ def test_a_model_by_layers_of_ones_own_stops_on_one_layout_and_goes_on_with_anot
     try:
         whole = fit(config, data, **own)
         interrupting = data._replace(train=run_fit.Interrupting(data.train, len(data.train) + 500))
-        stopped = fit(dataclasses.replace(config, parallel="data3.zero2"), interrupting, **own)
+        stopped = fit(dataclasses.replace(config, parallel="data3.stage2.zero1"), interrupting, **own)
         assert 0 < stopped.summary.num_steps < run_fit.NUM_STEPS
         further = dataclasses.replace(config, resume=stopped.run_dir, parallel="data4.zero3")
         resumed = fit(further, data, **own)
@@ -198,6 +198,7 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
     ("parallel", "message"),
     [
         ("data2.tensor2", "tensor2 of the layout data2.tensor2 cannot be trained on"),
+        ("data2.stage2", "stage2 of the layout data2.stage2 takes a LayeredModel"),
         ("data2.zeroo1", "zeroo1"),
     ],
 )
