@@ -116,6 +116,11 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
     assert names["chunks"].sum() == names["total"][:6].sum()
 
 
+def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("sequence_parallel.md", capsys)
+    assert names["expected"] > 25
+
+
 def test_the_guide_to_schedules_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("schedules.md", capsys)
     assert names["chosen"].sum() == 2048
