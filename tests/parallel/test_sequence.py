@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import sequence
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
@@ -22,8 +23,10 @@ from jvarlen.parallel.sequence import (
     spread_rows,
     unspread_rows,
 )
+from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "sequence")
+MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):
@@ -281,4 +284,25 @@ def test_targets_of_whole_rows_cross_the_borders_of_shards():
         expected = jax.value_and_grad(layered_loss_fn(next_token_model()), has_aux=True)(params, microbatch)
         spread = spread_rows(microbatch, num_devices)
         found = summed_step(next_token_model(), num_devices, 16, SPREAD)(params, spread)
+    assert_equal_trees(found, expected)
+
+
+def of_the_whole_transformer(packed):
+    """Parameters, rows of 16 positions, two of them more than any sample has, and the loss and gradients."""
+    microbatch = jax.tree.map(
+        lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed)
+    )
+    if not packed:
+        microbatch = microbatch._replace(lengths=np.pad(microbatch.lengths, (0, 1)))
+    with jax.enable_x64(True):
+        params = stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0)))
+        found = jax.jit(jax.value_and_grad(layered_loss_fn(layered(MODEL)), has_aux=True))(params, microbatch)
+    return jax.tree.map(np.asarray, (params, microbatch, found))
+
+
+@pytest.mark.parametrize(("num_devices", "packed"), [(2, True), (4, False)])
+def test_the_transformer_takes_whole_rows_and_computes_its_positions(num_devices, packed):
+    params, microbatch, expected = of_the_whole_transformer(packed)
+    with jax.enable_x64(True):
+        found = summed_step(layered(MODEL), num_devices, 16, P())(params, microbatch)
     assert_equal_trees(found, expected)
