@@ -23,6 +23,7 @@ from jvarlen.parallel.sequence import (
     spread_rows,
     unspread_rows,
 )
+from jvarlen.parallel.tensor import merge_params, partition_specs, split_params, tensor_parallel_model
 from tests.parallel.test_layers import microbatch_of
 
 SPREAD = P(None, "sequence")
@@ -306,3 +307,25 @@ def test_the_transformer_takes_whole_rows_and_computes_its_positions(num_devices
     with jax.enable_x64(True):
         found = summed_step(layered(MODEL), num_devices, 16, P())(params, microbatch)
     assert_equal_trees(found, expected)
+
+
+def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
+    params, microbatch, expected = of_the_whole_transformer(packed=False)
+    model = layered(MODEL)
+    specs = partition_specs(model.specs)
+
+    def on_device(params, microbatch):
+        axes = Axes(tensor="tensor", sequence="sequence", positions=shard_positions(16))
+        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(model, lambda _: axes), axes))
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "sequence")
+
+    step = jax.shard_map(
+        on_device,
+        mesh=layout_mesh(Layout(sequence=2, tensor=2)),
+        in_specs=(specs, P()),
+        out_specs=((P(), P()), specs),
+        check_vma=False,
+    )
+    with jax.enable_x64(True):
+        sums, grads = jax.jit(step)(split_params(params, model.specs, 2), microbatch)
+        assert_equal_trees((sums, merge_params(grads, model.specs, 2)), expected)
