@@ -1,8 +1,8 @@
 """Context parallelism: causal attention over rows whose positions are spread over a mesh axis.
 
 A row is cut into 2N chunks, and device d of N holds chunks d and 2N − 1 − d: "zigzag". Early positions see few keys and
-late ones many, so that each device has the same work: of the pairs of chunks that causal attention looks at, 2N + 1. A
-step of the work takes the keys and values of one device, of which every other device needs two pairs of chunks whole.
+late ones many, so that each device has the same work: 2N + 1 of the pairs of chunks that causal attention looks at.
+Three of them are within a device, where two are half masked, and two with the keys of each other device, both whole.
 
 The functions of a model call `attend_over_axis` inside `shard_map(check_vma=False)`; everything else in a causal model
 is local to a position. Losses are sums over the positions of this device, so that the sum of all devices' losses is the
