@@ -406,11 +406,10 @@ def _queries_of(query: Float[Array, "B S H K"], num_kv_heads: int, segments: Arr
     num_parts, num_groups = parts.shape[1], query.shape[2] // num_kv_heads
     places_MxQ = jnp.arange(num_parts * parts.shape[4] // num_groups, dtype=jnp.int32).reshape(num_parts, -1)
     places_2xMxR = jnp.broadcast_to(jnp.tile(places_MxQ, num_groups), (2, num_parts, parts.shape[4]))
+    if segments is not None:
+        segments = jnp.tile(jnp.moveaxis(_split(segments), 2, 1), num_groups)
     # If they did not depend on the queries, JAX would compute the masks of all pairs before a loop over layers.
-    parts, places_2xMxR = lax.optimization_barrier((parts, places_2xMxR))
-    if segments is None:
-        return _Queries(parts, places_2xMxR, None)
-    return _Queries(parts, places_2xMxR, jnp.tile(jnp.moveaxis(_split(segments), 2, 1), num_groups))
+    return lax.optimization_barrier(_Queries(parts, places_2xMxR, segments))
 
 
 def _parts_of(array: Float[Array, "B S H K"], num_kv_heads: int) -> Float[Array, "2 M B J R K"]:

@@ -1,6 +1,8 @@
 """Rows spread over a mesh axis: the numbers of whole rows, equal work, and what is sent and held."""
 
 import collections
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +214,20 @@ def test_a_ring_of_more_devices_holds_no_more():
     )
     assert longer < ring + 64
     assert gathered > longer + 4 * 64 * 256
+
+
+def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
+    def loss_of(x, segments):
+        def layer(x, _):
+            axes = Axes(sequence="sequence")
+            return attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"), None
+
+        return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
+
+    shapes = jax.ShapeDtypeStruct((1, 8 * 128, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, 8 * 128), jnp.int32)
+    program = on_devices(8, jax.grad(loss_of), (SPREAD, SPREAD), SPREAD).lower(*shapes).compile()
+    masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
+    assert max(masks) == 64 * 64  # of one pair of chunks
 
 
 def test_what_cannot_attend_is_refused():
