@@ -79,6 +79,16 @@ def run_guide(name):
     return names
 
 
+@pytest.mark.slow
+def test_the_lines_of_the_parallel_guide_run(capsys):
+    names: dict = {}
+    for script in blocks("parallel.md", "python"):
+        if "torch_ref" not in script:  # for torchrun
+            exec(script, names)
+    assert names["bill"].wire_bytes > 0
+    assert "all-gather" in capsys.readouterr().out
+
+
 def assert_prints_what_it_shows(name, capsys):
     """Runs a guide, whose blocks of text must be what it prints, in order; what it leaves behind."""
     names = run_guide(name)
@@ -114,6 +124,11 @@ def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
 def test_the_guide_to_collectives_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("collectives.md", capsys)
     assert names["chunks"].sum() == names["total"][:6].sum()
+
+
+def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("sequence_parallel.md", capsys)
+    assert names["expected"] > 25
 
 
 def test_the_guide_to_schedules_prints_what_it_shows(capsys):

@@ -173,6 +173,8 @@ def _attend_in_chunks(
             return one_chunk(start, queries, segments)
         first_queries = jnp.arange(start, end, size)
         chunks = (first_queries, _split(queries, 3, size), None if segments is None else _split(segments, 1, size))
+        # If they did not depend on the queries, JAX would compute all masks, T² of them, before a loop over layers.
+        chunks = jax.lax.optimization_barrier(chunks)
         attended = jax.lax.map(lambda chunk: one_chunk(*chunk), chunks)
         return jnp.moveaxis(attended, 0, 3).reshape(*queries.shape[:3], -1, queries.shape[4])[:, :, :, : end - start]
 

@@ -54,9 +54,10 @@ def layered(config: TransformerConfig) -> LayeredModel:
             graphs_on(axes)[1],
             block,
             x_BxTxD,
-            rows_of(microbatch),
+            rows_of(microbatch, axes),
             axis_name=axes.tensor,
             sequence_parallel=axes.sequence_parallel,
+            sequence_axis=axes.sequence,
         )
 
     def loss(

@@ -1,7 +1,7 @@
 """The demo transformer: a small byte-level decoder in Flax NNX.
 
-Letters: B rows, T positions, S those of this device (all but under sequence parallelism), D width, H heads, K head
-size, V values of a token, 256 for bytes.
+Letters: B rows, T positions (of rows that are spread over a mesh axis, those of this device), S those of this device
+(all but under sequence parallelism), D width, H heads, K head size, V values of a token, 256 for bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from jvarlen.attention.attention import (
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.parallel.layers import Axes
+from jvarlen.parallel.sequence import attend_over_axis
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
@@ -94,6 +95,8 @@ class Rows(NamedTuple):
       lengths: int[B], tokens of a row that holds one sample; None for packed rows.
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
+
+    Where rows are spread over a mesh axis, segments and positions are those of this device's positions.
     """
 
     lengths: Any = None
@@ -135,8 +138,11 @@ class _Block(nnx.Module):
         self.down = _Linear(config, 4 * part, width, rngs=rngs)
 
     def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B T D"]:
-        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, axes=axes)
-        if rows.segment_ids is None:
+        num_positions = None if axes.sequence is None else rows.positions.shape[1] * jax.lax.axis_size(axes.sequence)
+        q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
+        if axes.sequence is not None:
+            attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)
+        elif rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
         else:
             attended = attend_within_segments(
@@ -172,7 +178,7 @@ class _Block(nnx.Module):
 
 
 # All blocks are alike: one of them is traced.
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel"))
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "sequence_axis"))
 def run_block(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -181,9 +187,10 @@ def run_block(
     *,
     axis_name: str | None = None,
     sequence_parallel: bool = False,
+    sequence_axis: str | None = None,
 ) -> jax.Array:
-    """The residual stream after a block with these parameters; `axis_name` and the other as `tensor` of `Axes`."""
-    axes = Axes(tensor=axis_name, sequence_parallel=sequence_parallel)
+    """The residual stream after a block with these parameters; `axis_name` and the others as `tensor` of `Axes`."""
+    axes = Axes(tensor=axis_name, sequence=sequence_axis, sequence_parallel=sequence_parallel)
     return nnx.merge(graphdef, params)(x_BxTxD, rows, axes)
 
 
@@ -214,8 +221,8 @@ class Transformer(nnx.Module):
         """The input of the first block: embeddings of the token before each position, in the compute type.
 
         Args:
-          tokens_BxT: int[B, T].
-          rows: where samples begin and end.
+          tokens_BxT: int[B, T], whole rows.
+          rows: where samples begin and end in them.
           axes: what is bound.
 
         Returns:
@@ -224,6 +231,8 @@ class Transformer(nnx.Module):
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
+        if axes.sequence is not None:
+            inputs_BxT = inputs_BxT[:, axes.positions]
         return self.embed_inputs(inputs_BxT, axes)
 
     def embed_inputs(self, inputs_BxT: Int[Array, "B T"], axes: Axes = _UNSPLIT) -> Float[Array, "B S D"]:
@@ -310,19 +319,28 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
     return loss_fn
 
 
-def rows_of(microbatch: Batch | PackedBatch) -> Rows:
-    """The `Rows` of a microbatch."""
+def rows_of(microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT) -> Rows:
+    """The `Rows` of a microbatch of whole rows, at the positions of this device."""
     if isinstance(microbatch, PackedBatch):
-        return Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
-    return Rows(lengths=microbatch.lengths)
+        rows = Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
+        return rows if axes.sequence is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
+    if axes.sequence is None:
+        return Rows(lengths=microbatch.lengths)
+    return Rows(
+        lengths=microbatch.lengths,
+        positions=jnp.broadcast_to(axes.positions, (len(microbatch.tokens), len(axes.positions))),
+    )
 
 
 def sum_losses(
     logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch, vocab_size: int, axes: Axes = _UNSPLIT
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The weighted sum of the cross-entropy in nats, and the sum of the weights."""
-    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, microbatch.tokens, vocab_size=vocab_size, axes=axes)
-    return jnp.sum(losses_BxT * microbatch.weights), jnp.sum(microbatch.weights)
+    """The weighted sum of the cross-entropy in nats at this device's positions, and the sum of the weights."""
+    tokens, weights = microbatch.tokens, microbatch.weights
+    if axes.sequence is not None:
+        tokens, weights = tokens[:, axes.positions], weights[:, axes.positions]
+    losses_BxT = vocabulary_cross_entropy(logits_BxTxV, tokens, vocab_size=vocab_size, axes=axes)
+    return jnp.sum(losses_BxT * weights), jnp.sum(weights)
 
 
 def flat_params(params: nnx.State) -> dict[str, np.ndarray]:

@@ -7,6 +7,7 @@
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
+- `sequence`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
   of ticks, for a program. `scheduled`: that program, for a model by layers. `slices`: where to cut a sequence.
   `pipeline`: GPipe for a model of any stages.
@@ -34,6 +35,13 @@ if TYPE_CHECKING:
         one_f_one_b,
         token_slices,
         zero_bubble,
+    )
+    from jvarlen.parallel.sequence import (
+        attend_over_axis,
+        sequence_positions,
+        shard_positions,
+        spread_rows,
+        unspread_rows,
     )
     from jvarlen.parallel.slices import choose_slices, slice_seconds
     from jvarlen.parallel.tensor import (
@@ -63,6 +71,7 @@ __all__ = [
     "Schedule",
     "TensorSpec",
     "Timeline",
+    "attend_over_axis",
     "check_tensor_divides",
     "choose_slices",
     "column_linear",
@@ -83,13 +92,17 @@ __all__ = [
     "one_f_one_b",
     "partition_specs",
     "row_linear",
+    "sequence_positions",
+    "shard_positions",
     "slice_seconds",
     "split_params",
+    "spread_rows",
     "sum_over_positions",
     "take_features",
     "take_positions",
     "tensor_parallel_model",
     "token_slices",
+    "unspread_rows",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
     "zero_bubble",
@@ -110,6 +123,13 @@ _NAMES_OF = {
         "one_f_one_b",
         "token_slices",
         "zero_bubble",
+    ),
+    "parallel.sequence": (
+        "attend_over_axis",
+        "sequence_positions",
+        "shard_positions",
+        "spread_rows",
+        "unspread_rows",
     ),
     "parallel.slices": ("choose_slices", "slice_seconds"),
     "parallel.tensor": (

@@ -1,6 +1,8 @@
 """Attention: the same numbers in all forms of mask, each sample on its own, no T×T array where that is promised."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -274,3 +276,15 @@ def test_cudnn_gives_the_same_numbers():
         expected = attend(q, k, v, lengths, implementation="xla")[row, :query_end].astype(jnp.float32)
         actual = attend(q, k, v, lengths, implementation="cudnn")[row, :query_end].astype(jnp.float32)
         np.testing.assert_allclose(actual, expected, atol=3e-2)
+
+
+def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
+    def loss_of(x):
+        def layer(x, _):
+            return attend(x, x, x, jnp.full(1, 4096), implementation="chunked"), None
+
+        return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
+
+    program = jax.jit(jax.grad(loss_of)).lower(jax.ShapeDtypeStruct((1, 4096, 1, 4), jnp.float32)).compile()
+    masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
+    assert 256 * 256 <= max(masks) <= 256 * 4096

@@ -1,0 +1,347 @@
+"""Rows spread over a mesh axis: the numbers of whole rows, equal work, and what is sent and held."""
+
+import collections
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import sequence
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.sequence import (
+    attend_over_axis,
+    sequence_positions,
+    shard_positions,
+    spread_rows,
+    unspread_rows,
+)
+from jvarlen.parallel.tensor import merge_params, partition_specs, split_params, tensor_parallel_model
+from tests.parallel.test_layers import microbatch_of
+
+SPREAD = P(None, "sequence")
+MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
+
+
+def on_devices(num_devices, call, in_specs, out_specs):
+    mesh = layout_mesh(Layout(sequence=num_devices))
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+
+def assert_equal_trees(found, expected, rtol=1e-12):
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.abs(expected_leaf).max() > 1e-6
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * np.abs(expected_leaf).max())
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+def test_every_position_is_in_one_shard_and_shards_have_an_early_and_a_late_chunk(num_shards):
+    positions = sequence_positions(12 * num_shards, num_shards)
+    assert positions.dtype == np.int32
+    assert sorted(positions.ravel()) == list(range(12 * num_shards))
+    for shard, held in enumerate(positions):
+        early, late = 6 * shard, 6 * (2 * num_shards - 1 - shard)
+        assert held.tolist() == [*range(early, early + 6), *range(late, late + 6)]
+
+
+def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
+    with pytest.raises(ValueError, match=r"row of 30 positions .* 4 shards in 8 equal chunks: nearest are 24 and 32 p"):
+        sequence_positions(30, 4)
+    with pytest.raises(ValueError, match=r"row of 3 positions .* 2 shards in 4 equal chunks: nearest are 4 positions"):
+        sequence_positions(3, 2)
+    with pytest.raises(ValueError, match=r"num_shards \(0\)"):
+        sequence_positions(8, 0)
+    with pytest.raises(ValueError, match="row of 6 positions"):
+        spread_rows(np.zeros(6), 2)
+
+
+def test_spread_rows_lie_on_their_devices_and_come_back():
+    rows = {"tokens": np.arange(48, dtype=np.int32).reshape(1, 2, 24), "weights": np.arange(24.0)}
+    spread = spread_rows(rows, 4)
+    sharding = NamedSharding(layout_mesh(Layout(sequence=4)), P(None, None, "sequence"))
+    for shard in jax.device_put(spread["tokens"], sharding).addressable_shards:
+        held = sequence_positions(24, 4)[shard.device.id]
+        np.testing.assert_array_equal(shard.data, rows["tokens"][..., held])
+    back = unspread_rows(spread, 4)
+    assert all(back[name].dtype == rows[name].dtype for name in rows)
+    assert all(np.array_equal(back[name], rows[name]) for name in rows)
+
+
+def test_arrays_with_other_last_axes_are_not_spread():
+    with pytest.raises(ValueError, match=r"last axis.*\['lengths'\] int64\[2\].*\['tokens'\] int64\[2,8\]"):
+        spread_rows({"lengths": np.ones(2, int), "tokens": np.ones((2, 8), int)}, 2)
+    with pytest.raises(ValueError, match="there are none"):
+        unspread_rows((), 2)
+    with pytest.raises(ValueError, match="last axis"):
+        spread_rows(np.float32(1), 2)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
+def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_device(num_devices):
+    chunks = sequence_positions(2 * num_devices, num_devices)
+    seen = collections.Counter()
+    for own in range(num_devices):
+        visited = [(own, sequence._own_pairs())]
+        visited += [(r, sequence._pairs_with(jnp.int32(r), jnp.int32(own))) for r in range(num_devices) if r != own]
+        pairs = [
+            (chunks[own][q], chunks[source][k], bool(causal))
+            for source, pairs in visited
+            for q, k, causal in zip(*pairs, strict=True)
+        ]
+        assert len(pairs) == 2 * num_devices + 1
+        assert all(causal == (q == k) for q, k, causal in pairs)
+        seen.update((int(q), int(k)) for q, k, _ in pairs)
+    assert seen == {(q, k): 1 for q in range(2 * num_devices) for k in range(q + 1)}
+
+
+def arrays_of(seq_length, packed, dtype=np.float64):
+    """Queries, keys, values and gradients of outputs, segments, and lengths: a full row, a padded and a dummy one."""
+    rng = np.random.default_rng(seq_length)
+    arrays = [rng.normal(size=(3, seq_length, num_heads, 4)).astype(dtype) for num_heads in (4, 2, 2, 4)]
+    lengths = np.array([seq_length, seq_length // 2 + 1, 0])
+    is_token = np.arange(seq_length) < lengths[:, None]
+    arrays[3] *= is_token[:, :, None, None]
+    segments = np.cumsum(rng.random((3, seq_length)) < 0.2, axis=1, dtype=np.int32) + 1
+    return arrays, segments * is_token if packed else None, lengths
+
+
+def of_whole_rows(arrays, segments, lengths):
+    arrays, segments, lengths = jax.tree.map(jnp.asarray, (arrays, segments, lengths))
+
+    def loss_of(query, key, value):
+        if segments is None:
+            attended = attend(query, key, value, lengths, implementation="mask")
+        else:
+            attended = attend_within_segments(query, key, value, segments, implementation="xla")
+        return jnp.sum(attended * arrays[3])
+
+    return jax.value_and_grad(loss_of, argnums=(0, 1, 2))(*arrays[:3])
+
+
+def step_over_axis(num_devices, implementation, *, packed):
+    def on_device(query, key, value, grad, segments):
+        def loss_of(query, key, value):
+            axes = Axes(sequence="sequence")
+            attended = attend_over_axis(
+                query, key, value, axes=axes, segment_ids=segments, implementation=implementation
+            )
+            return jnp.sum(attended * grad), attended
+
+        (loss, attended), grads = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)(query, key, value)
+        return jax.lax.psum(loss, "sequence"), attended, grads
+
+    specs = (*[SPREAD] * 4, SPREAD if packed else None)
+    return on_devices(num_devices, on_device, specs, (P(), SPREAD, (SPREAD,) * 3))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("num_devices", "implementation"), [(1, "ring"), (2, "ring"), (4, "gather"), (4, "ring")])
+def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementation, packed, monkeypatch):
+    monkeypatch.setattr(sequence, "_QUERIES", 2)  # of 3 a chunk: in two parts, of which the last is filled up
+    seq_length = 6 * num_devices
+    arrays, segments, lengths = arrays_of(seq_length, packed)
+    order = sequence_positions(seq_length, num_devices).ravel()
+    with jax.enable_x64(True):
+        expected, expected_grads = of_whole_rows(arrays, segments, lengths)
+        step = step_over_axis(num_devices, implementation, packed=packed)
+        spread = None if segments is None else segments[:, order]
+        loss, attended, grads = step(*(array[:, order] for array in arrays), spread)
+    assert np.isfinite(attended).all()
+    np.testing.assert_allclose(loss, expected, rtol=1e-12)
+    assert_equal_trees(grads, [grad[:, order] for grad in expected_grads])
+
+
+def test_without_an_axis_rows_are_whole():
+    for packed in (False, True):
+        arrays, segments, lengths = jax.tree.map(jnp.asarray, arrays_of(6, packed, np.float32))
+        attended = attend_over_axis(*arrays[:3], axes=Axes(), segment_ids=segments)
+        np.testing.assert_allclose(np.sum(attended * arrays[3]), of_whole_rows(arrays, segments, lengths)[0], rtol=1e-5)
+
+
+def test_in_bfloat16_sums_are_float32():
+    arrays, _, lengths = arrays_of(32, False, np.float32)
+    arrays = [np.asarray(jnp.asarray(array, jnp.bfloat16)) for array in arrays]
+    order = sequence_positions(32, 2).ravel()
+    _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), None)
+    assert {leaf.dtype for leaf in (attended, *grads)} == {jnp.dtype("bfloat16")}
+    _, expected_grads = of_whole_rows([array.astype(np.float32) for array in arrays], None, lengths)
+    for grad, wide in zip(grads, expected_grads, strict=True):
+        assert np.abs(grad.astype(np.float32) - wide[:, order]).max() < 0.02 * np.abs(wide).max()
+
+
+def program_of_layers(num_devices, implementation, shard_length):
+    """Two layers of attention in a loop, and their gradient. Keys and values take 256 bytes a position."""
+
+    def loss_of(x):
+        def layer(x, _):
+            axes = Axes(sequence="sequence")
+            return attend_over_axis(x, x, x, axes=axes, implementation=implementation), None
+
+        return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
+
+    x = jax.ShapeDtypeStruct((2, num_devices * shard_length, 4, 4), jnp.float32)
+    return on_devices(num_devices, jax.grad(loss_of), SPREAD, SPREAD).lower(x).compile()
+
+
+@pytest.mark.parametrize("num_devices", [2, 4])
+def test_gather_and_ring_send_as_many_bytes(num_devices):
+    sent = collections.Counter()
+    for implementation in ("gather", "ring"):
+        for each in list_collectives(program_of_layers(num_devices, implementation, 8)):
+            part = 1 if each.kind == "collective-permute" else (num_devices - 1) / num_devices
+            sent[implementation, each.kind] += each.times * each.num_bytes * part
+    hops = 2 * (num_devices - 1) * 8 * 256  # keys and values twice, their gradients once
+    assert sent == {
+        ("gather", "all-gather"): 2 * hops,
+        ("gather", "reduce-scatter"): hops,
+        ("ring", "collective-permute"): 3 * hops,
+    }
+
+
+def test_a_ring_of_more_devices_holds_no_more():
+    ring, longer, gathered = (
+        program_of_layers(num_devices, implementation, 64).memory_analysis().temp_size_in_bytes
+        for num_devices, implementation in ((4, "ring"), (8, "ring"), (8, "gather"))
+    )
+    assert longer < ring + 64
+    assert gathered > longer + 4 * 64 * 256
+
+
+def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
+    def loss_of(x, segments):
+        def layer(x, _):
+            axes = Axes(sequence="sequence")
+            return attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"), None
+
+        return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
+
+    shapes = jax.ShapeDtypeStruct((1, 8 * 128, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, 8 * 128), jnp.int32)
+    program = on_devices(8, jax.grad(loss_of), (SPREAD, SPREAD), SPREAD).lower(*shapes).compile()
+    masks = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"pred\[([\d,]+)\]", program.as_text())]
+    assert max(masks) == 64 * 64  # of one pair of chunks
+
+
+def test_what_cannot_attend_is_refused():
+    def attend_on(num_devices, length, key_heads=2, key_length=None, **options):
+        def on_device(query, key):
+            return attend_over_axis(query, key, key, **{"axes": Axes(sequence="sequence"), **options})
+
+        shapes = (1, length, 4, 2), (1, key_length or length, key_heads, 2)
+        return on_devices(num_devices, on_device, (SPREAD, SPREAD), SPREAD)(*map(np.ones, shapes))
+
+    with pytest.raises(ValueError, match=r"row of 6 positions cannot be spread over 2 shards .* 4 and 8 positions"):
+        attend_on(2, 6)
+    with pytest.raises(ValueError, match="4 heads of queries must be a multiple of the 3 of keys"):
+        attend_on(2, 8, key_heads=3)
+    with pytest.raises(ValueError, match=r"query float32\[1,4,4,2\], key float32\[1,2,2,2\]"):
+        attend_on(2, 8, key_length=4)
+    with pytest.raises(ValueError, match=r"implementation \('tree'\) must be one of 'gather', 'ring'"):
+        attend_on(2, 8, implementation="tree")
+    with pytest.raises(ValueError, match="no axis 'rows' is bound"):
+        attend_on(2, 8, axes=Axes(sequence="rows"))
+    with pytest.raises(ValueError, match="no axis 'sequence' is bound"):
+        shard_positions(8)
+
+
+def next_token_model():
+    """Predicts targets from inputs of one attention layer; both are made from whole rows, and may be spread."""
+
+    def layer(own, x, microbatch, axes):
+        query, key, value = (jnp.reshape(x @ own[name], (*x.shape[:2], 2, -1)) for name in ("query", "key", "value"))
+        attended = attend_over_axis(query, key, value, axes=axes, implementation="ring")
+        return x + jnp.tanh(attended.reshape(x.shape))
+
+    def loss(ends, x, microbatch, axes):
+        found = jnp.take_along_axis(jax.nn.log_softmax(x @ ends.T), microbatch["targets"][..., None], axis=-1)[..., 0]
+        return -jnp.sum(found * microbatch["weights"]), jnp.sum(microbatch["weights"])
+
+    return LayeredModel(lambda ends, microbatch, axes: ends[microbatch["inputs"]], layer, loss)
+
+
+def with_axes(model, axes_of):
+    """A model whose functions get more axes."""
+    calls = {name: getattr(model, name) for name in ("embed", "layer", "loss")}
+    return model._replace(
+        **{name: lambda *args, call=call: call(*args[:-1], axes_of(args[-1])) for name, call in calls.items()}
+    )
+
+
+def summed_step(model, num_devices, seq_length, batch_specs):
+    def on_device(params, microbatch):
+        def axes_of(axes):
+            return axes._replace(sequence="sequence", positions=shard_positions(seq_length))
+
+        loss_fn = layered_loss_fn(with_axes(model, axes_of))
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "sequence")
+
+    return on_devices(num_devices, on_device, (P(), batch_specs), P())
+
+
+def test_targets_of_whole_rows_cross_the_borders_of_shards():
+    num_devices = 4
+    rng = np.random.default_rng(0)
+    tokens, lengths = rng.integers(0, 11, (3, 17)), np.array([16, 9, 0])
+    microbatch = {
+        "inputs": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "weights": (np.arange(16) < lengths[:, None]).astype(np.float64),
+    }
+    layers = {name: rng.normal(size=(2, 8, 8)) for name in ("query", "key", "value")}
+    params = LayeredParams(rng.normal(size=(11, 8)), layers)
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(layered_loss_fn(next_token_model()), has_aux=True)(params, microbatch)
+        spread = spread_rows(microbatch, num_devices)
+        found = summed_step(next_token_model(), num_devices, 16, SPREAD)(params, spread)
+    assert_equal_trees(found, expected)
+
+
+def of_the_whole_transformer(packed):
+    """Parameters, rows of 16 positions, two of them more than any sample has, and the loss and gradients."""
+    microbatch = jax.tree.map(
+        lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed)
+    )
+    if not packed:
+        microbatch = microbatch._replace(lengths=np.pad(microbatch.lengths, (0, 1)))
+    with jax.enable_x64(True):
+        params = stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0)))
+        found = jax.jit(jax.value_and_grad(layered_loss_fn(layered(MODEL)), has_aux=True))(params, microbatch)
+    return jax.tree.map(np.asarray, (params, microbatch, found))
+
+
+@pytest.mark.parametrize(("num_devices", "packed"), [(2, True), (4, False)])
+def test_the_transformer_takes_whole_rows_and_computes_its_positions(num_devices, packed):
+    params, microbatch, expected = of_the_whole_transformer(packed)
+    with jax.enable_x64(True):
+        found = summed_step(layered(MODEL), num_devices, 16, P())(params, microbatch)
+    assert_equal_trees(found, expected)
+
+
+def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
+    params, microbatch, expected = of_the_whole_transformer(packed=False)
+    model = layered(MODEL)
+    specs = partition_specs(model.specs)
+
+    def on_device(params, microbatch):
+        axes = Axes(tensor="tensor", sequence="sequence", positions=shard_positions(16))
+        loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(model, lambda _: axes), axes))
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "sequence")
+
+    step = jax.shard_map(
+        on_device,
+        mesh=layout_mesh(Layout(sequence=2, tensor=2)),
+        in_specs=(specs, P()),
+        out_specs=((P(), P()), specs),
+        check_vma=False,
+    )
+    with jax.enable_x64(True):
+        sums, grads = jax.jit(step)(split_params(params, model.specs, 2), microbatch)
+        assert_equal_trees((sums, merge_params(grads, model.specs, 2)), expected)
