@@ -15,7 +15,7 @@ LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/te
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
   $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
 
-.PHONY: train test check lint docs lowest suite bench gpu clean
+.PHONY: train test check lint docs lowest suite compositions bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
@@ -28,6 +28,10 @@ check: lint
 
 suite: $(VENV)/installed-dev
 	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# 200 random layouts and models for ten steps each, of which the suite tries a few for three.
+compositions: $(VENV)/installed-dev
+	COMPOSITIONS=200 COMPOSITION_STEPS=10 $(VENV)/bin/python -m pytest --numprocesses 2 $(ARGS) tests/parallel/test_compositions.py
 
 lint: $(VENV)/installed-dev
 	$(VENV)/bin/ruff check .

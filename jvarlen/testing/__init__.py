@@ -1,12 +1,21 @@
 """Checks for users' own tests. Each returns, or raises an AssertionError that says why.
 
+- `layouts`: does a model train to the same numbers on any layout?
 - `partition`: is a loss the same for any split of a step?
 - `plans`: does every sample come once; are two plans the same?
 - `recompiles`: does a function compile nothing once it has seen its shapes?
 """
 
+from jvarlen.testing.layouts import assert_layout_invariant
 from jvarlen.testing.partition import Split, assert_partition_invariant
 from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
 from jvarlen.testing.recompiles import assert_no_recompiles
 
-__all__ = ["Split", "assert_exactly_once", "assert_no_recompiles", "assert_partition_invariant", "assert_same_batches"]
+__all__ = [
+    "Split",
+    "assert_exactly_once",
+    "assert_layout_invariant",
+    "assert_no_recompiles",
+    "assert_partition_invariant",
+    "assert_same_batches",
+]

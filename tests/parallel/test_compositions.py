@@ -1,0 +1,104 @@
+"""Random layouts of random models: the numbers of one device. `make compositions` tries many, the suite some."""
+
+import os
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Batch, PackedBatch
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout
+from jvarlen.testing import assert_layout_invariant
+
+NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "6"))
+NUM_STEPS = int(os.environ.get("COMPOSITION_STEPS", "3"))
+
+
+def random_layout(draw):
+    """On at most eight devices, and the number of layers and of microbatches a shard that it takes."""
+    while True:
+        data, stage, tensor = (draw.choice([1, 1, 2, 2, 3, 4, 5, 7]) for _ in range(3))
+        if 2 <= data * stage * tensor <= 8:
+            break
+    zero = draw.randrange(4) if data > 1 else 0
+    if stage > 1:
+        schedule = draw.choice(["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"])
+        zero = min(zero, 1)
+    else:
+        schedule = "eager_1f1b"
+    chunks = draw.choice([2, 3]) if schedule == "interleaved" else 1
+    layout = Layout(
+        data=data, stage=stage, tensor=tensor, zero=zero, schedule=schedule, chunks=chunks,
+        sequence_parallel=tensor > 1 and draw.random() < 0.5,
+    )  # fmt: skip
+    of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
+    return layout, stage * chunks * draw.choice([1, 2]), of_shard
+
+
+def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
+    """Microbatches of two rows, some of which are empty, and sometimes all of a shard's."""
+    rng = np.random.default_rng(draw.randrange(2**32))
+    lengths = rng.integers(0, length + 1, (num_microbatches, 2))
+    lengths[rng.random(num_microbatches) < 0.3] = 0
+    lengths[0, 0] = length
+    places = np.arange(length)
+    is_real = places < lengths[..., None]
+    tokens = np.where(is_real, rng.integers(0, vocab_size, is_real.shape), 0).astype(np.int32)
+    weights = np.where(is_real, rng.uniform(0.5, 2, is_real.shape), 0)
+    if not packed:
+        return Batch(tokens, lengths.astype(np.int32), weights, np.float64((lengths > 0).sum()))
+    first = lengths[..., None] // 2  # two samples a row
+    segment_ids = np.where(is_real, 1 + (places >= first), 0).astype(np.int32)
+    positions = np.where(is_real, np.where(places >= first, places - first, places), 0).astype(np.int32)
+    return PackedBatch(tokens, segment_ids, positions, weights, np.float64(2 * (lengths > 0).sum()))
+
+
+# Of one's own: tied ends, dropout, and widths that no number of shards divides.
+TIED = LayeredModel(
+    embed=lambda ends, batch, axes: ends["table"][batch.tokens],
+    layer=lambda own, x, batch, axes: (
+        x + jnp.tanh(x @ own["k"] + own["b"]) * jax.random.bernoulli(axes.key, 0.8, x.shape)
+    ),
+    loss=lambda ends, x, batch, axes: (
+        jnp.sum(optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, batch.tokens) * batch.weights),
+        jnp.sum(batch.weights),
+    ),
+)
+
+
+def tied_params(rng, num_layers, vocab_size, width):
+    layers = {"k": rng.normal(size=(num_layers, width, width)) / width, "b": rng.normal(size=(num_layers, width))}
+    return LayeredParams({"table": rng.normal(size=(vocab_size, width)) / 4}, layers)
+
+
+def composition(number):
+    """A layout, and a model, parameters and a batch for it."""
+    draw = random.Random(number)
+    layout, num_layers, of_shard = random_layout(draw)
+    vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.tensor
+    batch = random_batch(draw, layout.data * of_shard, length, vocab_size, packed=draw.random() < 0.4)
+    if layout.tensor == 1 and draw.random() < 0.5:
+        rng = np.random.default_rng(number)
+        return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
+    heads = layout.tensor * draw.choice([1, 2])
+    config = TransformerConfig(num_layers=num_layers, width=heads * 6, num_heads=heads, vocab_size=vocab_size)
+    return layout, layered(config), stack_layers(init_params(config, seed=number)), batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_COMPOSITIONS))
+def test_a_random_composition_trains_as_one_device(number):
+    layout, model, params, batch = composition(number)
+    assert assert_layout_invariant(model, params, batch, [layout], num_steps=NUM_STEPS) == [layout]
+
+
+def test_compositions_vary():
+    layouts = [random_layout(random.Random(number))[0] for number in range(200)]
+    for name in ("data", "stage", "tensor", "zero", "schedule", "chunks", "sequence_parallel"):
+        assert len({getattr(layout, name) for layout in layouts}) > 1, name
+    assert len(set(map(str, layouts))) > 60
+    assert sum(min(layout.data, layout.stage, layout.tensor) > 1 for layout in layouts) > 10
