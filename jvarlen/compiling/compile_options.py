@@ -28,6 +28,8 @@ _COMMAND_BUFFERS = "xla_gpu_enable_command_buffer"
 _LATENCY_HIDING = "xla_gpu_enable_latency_hiding_scheduler"
 _ALL_REDUCE_BYTES = "xla_gpu_all_reduce_combine_threshold_bytes"
 _DISABLED_PASSES = "xla_disable_hlo_passes"
+_YNN_FUSIONS = "xla_cpu_experimental_ynn_fusion_type"
+_IF_KNOWN = {_YNN_FUSIONS}  # options that are left out where jaxlib does not know them
 _FIELD_OF_OPTION = {
     _COMMAND_BUFFERS: "command_buffers",
     _LATENCY_HIDING: "latency_hiding_scheduler",
@@ -175,6 +177,7 @@ class CompileOptions:
                 options[_ALL_REDUCE_BYTES] = 0  # buckets stay apart
         elif self.grad_bucket_bytes is not None and num_devices > 1:
             options[_DISABLED_PASSES] = "cpu-all-reduce-combiner"  # which merges all buckets at the end of the step
+            options[_YNN_FUSIONS] = ""  # products in fusions hold up the thread that would run a reduction meanwhile
         named = {name: _parse(name, value) for name, _, value in (each.partition("=") for each in self.xla_options)}
         if _DISABLED_PASSES in options and _DISABLED_PASSES in named:
             named[_DISABLED_PASSES] = f"{options[_DISABLED_PASSES]},{named[_DISABLED_PASSES]}"
@@ -193,7 +196,7 @@ def _parse(name: str, text: str) -> OptionValue:
     return text
 
 
-def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Device) -> None:
+def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Device) -> dict[str, OptionValue]:
     """Compiles an empty program with the options, in some ten milliseconds.
 
     It bypasses JAX's caches and triggers none of its events.
@@ -202,15 +205,21 @@ def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Devic
       options: what `CompileOptions.compiler_options` gives.
       device: one of this process's.
 
+    Returns:
+      The options, without those that an installed jaxlib may not know and does not.
+
     Raises:
       ValueError: options that the installed jaxlib does not know, cannot read, or does not take together. All are
         listed.
     """
     if not options:
-        return
+        return {}
     error = _error_of(options, device)
     if error is None:
-        return
+        return dict(options)
+    known = {name: value for name, value in options.items() if name not in _IF_KNOWN}
+    if len(known) < len(options):
+        return check_compiler_options(known, device)
     alone = {name: _error_of({name: value}, device) for name, value in options.items()}
     reasons = [
         f"{name}={options[name]!r} ({str(reason).splitlines()[0]})"

@@ -234,8 +234,8 @@ def make_recipe(
         donate=donate,
         grad_buckets=options.grad_buckets,
     )
-    check_compiler_options(recipe.compiler_options, recipe.device)
-    return recipe
+    known = check_compiler_options(recipe.compiler_options, recipe.device)
+    return dataclasses.replace(recipe, compiler_options=known)
 
 
 def _retraced(traced: jax.stages.Traced, hoisted: tuple[int, ...], *, metrics_only: bool) -> Callable[..., Any]:
