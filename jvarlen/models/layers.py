@@ -66,7 +66,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
         logits_BxTxV = nnx.merge(graphs_on(axes)[0], ends).logits(x_BxTxD, axes)
         return sum_losses(logits_BxTxV, microbatch, config.vocab_size, axes)
 
-    return LayeredModel(embed, layer, loss, specs=_tensor_specs(config))
+    return LayeredModel(embed, layer, loss, specs=_tensor_specs(config), by_positions=True)
 
 
 def _tensor_specs(config: TransformerConfig) -> LayeredParams:

@@ -61,6 +61,9 @@ class LayeredModel(NamedTuple):
         what lies along the axis `"tensor"`; None if nothing does.
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
         they are `LayeredParams`.
+      by_positions: whether the functions work on some positions of a row at a time, those of `axes.positions`: they get
+        whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and what a position
+        learns of earlier ones it learns through `attend_over_axis`. Then rows can be spread over `"sequence"`.
     """
 
     embed: Callable[..., Any]
@@ -68,6 +71,7 @@ class LayeredModel(NamedTuple):
     loss: Callable[..., tuple[Any, ...]]
     specs: LayeredParams | None = None
     stack: Callable[[Any], LayeredParams] | None = None
+    by_positions: bool = False
 
 
 def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
