@@ -133,14 +133,17 @@ def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...
 
 
 def reduce_in_buckets(
-    grads: Any, buckets: Sequence[Sequence[int]], axis_name: str, dims: Sequence[int | None] = ()
+    grads: Any,
+    buckets: Sequence[Sequence[int]],
+    axis_name: str | tuple[str, ...],
+    dims: Sequence[int | None] = (),
 ) -> Any:
-    """Sums gradients over a mesh axis, with one collective a bucket; those in no bucket stay as they are.
+    """Sums gradients over mesh axes, with one collective a bucket; those in no bucket stay as they are.
 
     Args:
       grads: a pytree of arrays.
       buckets: places in `jax.tree.leaves(grads)`, those of a bucket of one dtype.
-      axis_name: of the mesh.
+      axis_name: of the mesh, or several.
       dims: for each gradient, the dimension along which each device keeps its shard of the sum, padded with zeros if
         the size of the axis does not divide it; None: all of it. It is given for all of a bucket or for none. Empty:
         all stay whole.
@@ -157,14 +160,16 @@ def reduce_in_buckets(
     return jax.tree.unflatten(structure, leaves)
 
 
-def _sum(members: Sequence[jax.Array], axis_name: str) -> list[jax.Array]:
+def _sum(members: Sequence[jax.Array], axis_name: str | tuple[str, ...]) -> list[jax.Array]:
     """Sums of arrays, by one collective."""
     row = jax.lax.psum(_concatenate([member.ravel() for member in members]), axis_name)
     parts = _split(row, [member.size for member in members])
     return [part.reshape(member.shape) for part, member in zip(parts, members, strict=True)]
 
 
-def _sum_to_shards(members: Sequence[jax.Array], along: Sequence[Any], axis_name: str) -> list[jax.Array]:
+def _sum_to_shards(
+    members: Sequence[jax.Array], along: Sequence[Any], axis_name: str | tuple[str, ...]
+) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
     moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in zip(members, along, strict=True)]

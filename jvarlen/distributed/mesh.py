@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
@@ -20,6 +21,7 @@ __all__ = [
     "NO_MESH",
     "MeshLayout",
     "auto_axes",
+    "axes_in",
     "batch_shardings",
     "check_compiled_for",
     "check_shards_divide",
@@ -134,6 +136,14 @@ def _split_hint(devices: Sequence[Any], needed: int) -> str:
     return f". A CPU is split before JAX is first used: jax.config.update('jax_num_cpu_devices', {needed})"
 
 
+def axes_in(spec: Any) -> tuple[str, ...]:
+    """The mesh axes of a `PartitionSpec`, or of the name or names of axes over which something is reduced."""
+    entries = (spec,) if isinstance(spec, str) else spec
+    return tuple(
+        name for entry in entries if entry is not None for name in (entry if isinstance(entry, tuple) else (entry,))
+    )
+
+
 def auto_axes(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes.
 
@@ -164,12 +174,13 @@ def compiling_for(mesh: Mesh | None) -> Iterator[None]:
         _compiled_mesh.reset(token)
 
 
-def check_compiled_for(mesh: Mesh | None, axis_name: str) -> None:
+def check_compiled_for(mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> None:
     """Raises ValueError if a step without a mesh is compiled for a mesh: every device would compute everything."""
     compiled = _compiled_mesh.get()
-    if mesh is None and compiled is not None and compiled.shape.get(axis_name, 1) > 1:
+    num_shards = 1 if compiled is None else math.prod(compiled.shape.get(name, 1) for name in axes_in(axis_name))
+    if mesh is None and num_shards > 1:
         raise UserError(
-            f"the step was made without a mesh and is compiled for one of {compiled.shape[axis_name]} shards, each of "
+            f"the step was made without a mesh and is compiled for one of {num_shards} shards, each of "
             "which would compute the whole step: give make_train_step, or make_eval_step, the mesh as well"
         )
 
@@ -192,20 +203,21 @@ def devices_of(mesh: Mesh | None) -> list[jax.Device]:
     return [default] if isinstance(default, jax.Device) else jax.local_devices(backend=default)[:1]
 
 
-def num_shards_of(mesh: Mesh, axis_name: str) -> int:
-    """p, the number of devices along a mesh axis; raises ValueError if there is no such axis."""
-    if axis_name not in mesh.shape:
-        raise UserError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {axis_name!r}")
-    return mesh.shape[axis_name]
+def num_shards_of(mesh: Mesh, axis_name: str | tuple[str, ...]) -> int:
+    """p, the number of devices along a mesh axis, or along several; raises ValueError if there is no such axis."""
+    names = axes_in(axis_name)
+    if missing := [name for name in names if name not in mesh.shape]:
+        raise UserError(f"the mesh has axes {', '.join(mesh.axis_names)}, but no {missing[0]!r}")
+    return math.prod(mesh.shape[name] for name in names)
 
 
-def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str = DATA_AXIS) -> None:
-    """Raises ValueError if the microbatches of a step do not divide evenly over a mesh axis."""
+def check_shards_divide(num_microbatches: int, mesh: Mesh, axis_name: str | tuple[str, ...] = DATA_AXIS) -> None:
+    """Raises ValueError if the microbatches of a step do not divide evenly over a mesh axis, or several."""
     num_shards = num_shards_of(mesh, axis_name)
     if num_microbatches % num_shards:
         raise UserError(
             f"{num_microbatches} microbatches a step do not spread over {num_shards} shards of mesh axis "
-            f"{axis_name!r}: the shards must divide microbatches_per_step"
+            f"{' and '.join(map(repr, axes_in(axis_name)))}: the shards must divide microbatches_per_step"
         )
 
 

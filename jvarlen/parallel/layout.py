@@ -31,7 +31,7 @@ class Layout:
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
-        one above 0 without data parallelism.
+        one above 0 on one data shard.
 
     Example:
       >>> layout = Layout.parse("zero2.data4")
@@ -51,8 +51,8 @@ class Layout:
     tensor: int = 1
     """Parts of a matrix product: size of the mesh axis `"tensor"`."""
     zero: int = 0
-    """ZeRO level: what is sharded over `"data"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3 also
-    parameters."""
+    """ZeRO level: what is sharded over `"data"` and `"sequence"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3
+    also parameters."""
     schedule: Schedule = "eager_1f1b"
     """Schedule of the pipeline."""
     chunks: int = 1
@@ -70,7 +70,7 @@ class Layout:
             raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
-        if self.zero and self.data == 1:
+        if self.zero and self.num_shards == 1:
             raise UserError(f"zero{self.zero} shards over the axis 'data', whose size is 1: add a word such as data2")
 
     @classmethod
@@ -126,6 +126,16 @@ class Layout:
     def axis_sizes(self) -> dict[str, int]:
         """The size of each mesh axis, in their order."""
         return {name: getattr(self, name) for name in MESH_AXES}
+
+    @property
+    def data_axes(self) -> str | tuple[str, str]:
+        """The mesh axes over which a step is reduced and ZeRO shards: `"data"`, and `"sequence"` if it has several."""
+        return "data" if self.sequence == 1 else ("data", "sequence")
+
+    @property
+    def num_shards(self) -> int:
+        """How many devices these axes have."""
+        return self.data * self.sequence
 
     @property
     def num_devices(self) -> int:

@@ -119,7 +119,7 @@ def memory_bill(
     specs_of_state = state_specs(state, layout)
     specs = jax.tree.map(lambda _: PartitionSpec(), params)
     if layout.zero >= 2 and accumulate == "shards":
-        specs = shard_specs(params, layout.data, padded=layout.zero == 2)
+        specs = shard_specs(params, layout, padded=layout.zero == 2)
     wide = jax.tree.map(_accumulated, params)
     grads = _bytes_of(params, specs, layout.data)
     return MemoryBill(
@@ -159,7 +159,7 @@ def _gathered_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | 
         return _bytes_of(params)
     if isinstance(model, LayeredModel) and model.stack is not None:
         params = jax.eval_shape(model.stack, params)
-    specs = shard_specs(params, layout.data, padded=False)
+    specs = shard_specs(params, layout, padded=False)
 
     def of_shards(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, num_layers: int = 1) -> int:
         return _bytes_of((leaf, _accumulated(leaf))) // num_layers if any(spec) else 0

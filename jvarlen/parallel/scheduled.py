@@ -22,12 +22,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.grad_buckets import reduce_in_buckets
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import layout, schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
 from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
-from jvarlen.parallel.zero import staged_specs
+from jvarlen.parallel.zero import gather_shards, staged_specs
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
@@ -95,6 +95,8 @@ def sum_scheduled(
     with_grads: bool = True,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
+    axis_name: str | tuple[str, ...] = DATA_AXIS,
+    rows_along: str | None = None,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model.
 
@@ -114,9 +116,12 @@ def sum_scheduled(
       with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
         whatever the schedule.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis,
-        such as `"tensor"`, over which the model itself reduces what must be. None: none does.
-      grad_specs: likewise for gradients, the same but for dimensions along `"data"`: they are reduced to these shards,
-        padded as `reduce_in_buckets` does. None: as `param_specs`.
+        such as `"tensor"`, over which the model itself reduces what must be. What lies along the data axes is gathered
+        once, before the loop. None: none does.
+      grad_specs: likewise for gradients, the same but for dimensions along the data axes: they are reduced to these
+        shards, padded as `reduce_in_buckets` does. None: as `param_specs`.
+      axis_name: the data axes, over which sums are reduced.
+      rows_along: as for `sum_step`.
 
     Returns:
       A function of the state, whose `params` are `LayeredParams`, and a batch. Layers lie along `"stage"`, and so do
@@ -133,7 +138,8 @@ def sum_scheduled(
       Bubble Pipeline Parallelism".
     """
     mesh = auto_axes(mesh)
-    num_shards, num_stages = (num_shards_of(mesh, axis_name) for axis_name in (DATA_AXIS, STAGE_AXIS))
+    batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
+    num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
     make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
@@ -141,7 +147,7 @@ def sum_scheduled(
         check_layers_divide(num_layers, num_stages, num_chunks)
         check_differentiable(state.params)
         num_microbatches = microbatches_of(batch)
-        check_shards_divide(num_microbatches, mesh)
+        check_shards_divide(num_microbatches, mesh, batch_axes)
         of_shard = num_microbatches // num_shards
         if with_grads:
             plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks))
@@ -153,7 +159,8 @@ def sum_scheduled(
                 stacked = params if model.stack is None else model.stack(params)
                 return stacked.ends, _to_chunks(stacked.layers, num_stages, plan.num_chunks)
 
-            ends, chunks = arrange(params)
+            whole = params if param_specs is None else gather_shards(params, param_specs)
+            ends, chunks = arrange(whole)
             device = _Device(
                 model=model,
                 ends=ends,
@@ -163,11 +170,14 @@ def sum_scheduled(
                 num_layers=num_layers,
             )
             sums = _run_ticks(device, num_stages)
+            if rows_along is not None and sums.num_tokens is not None:  # all devices along it see the same rows
+                is_first = jax.lax.axis_index(rows_along) == 0
+                sums = sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
             if not with_grads:
-                return jax.lax.psum(sums, (DATA_AXIS, STAGE_AXIS))
-            _, pull = jax.vjp(arrange, jax.tree.map(_wide_zeros, params))
+                return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
+            _, pull = jax.vjp(arrange, jax.tree.map(_wide_zeros, whole))
             (grads,) = pull(tuple(sums.grads))
-            return _reduce(sums._replace(grads=grads), grad_specs)
+            return _reduce(sums._replace(grads=grads), grad_specs, axis_name)
 
         whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
         params_lie = staged_specs(whole if param_specs is None else param_specs)
@@ -175,7 +185,7 @@ def sum_scheduled(
         on_devices = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(params_lie, PartitionSpec(DATA_AXIS)),
+            in_specs=(params_lie, PartitionSpec(batch_axes)),
             out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
             axis_names=set(mesh.axis_names),
             # Unchecked, as in `sum_step`; besides, devices take different branches.
@@ -405,20 +415,20 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     return sums
 
 
-def _reduce(sums: StepSums, grad_specs: LayeredParams | None) -> StepSums:
+def _reduce(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
     """Sums over the data shards; of layers not over the stages, which have different ones."""
     leaves, structure = jax.tree.flatten(sums.grads)
     specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)) or [
         PartitionSpec()
     ] * len(leaves)
-    dims = [spec.index(DATA_AXIS) if DATA_AXIS in spec else None for spec in specs]
+    dims = [spec.index(axis_name) if axis_name in spec else None for spec in specs]
     sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
-    leaves = reduce_in_buckets(leaves, sharded, DATA_AXIS, dims)
+    leaves = reduce_in_buckets(leaves, sharded, axis_name, dims)
     whole = [place for place, dim in enumerate(dims) if dim is None]
-    for place, leaf in zip(whole, jax.lax.psum([leaves[place] for place in whole], DATA_AXIS), strict=True):
+    for place, leaf in zip(whole, jax.lax.psum([leaves[place] for place in whole], axis_name), strict=True):
         leaves[place] = leaf
     ends, layers = jax.tree.unflatten(structure, leaves)
-    others = jax.lax.psum(sums._replace(grads=None), DATA_AXIS)
+    others = jax.lax.psum(sums._replace(grads=None), axis_name)
     others, ends = jax.lax.psum((others, ends), STAGE_AXIS)
     return others._replace(grads=LayeredParams(ends, layers))
 

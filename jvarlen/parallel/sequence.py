@@ -27,12 +27,13 @@ from jaxtyping import Array, Float, Int32, Integer
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.attention.attention import attend, attend_within_segments
-from jvarlen.parallel.layers import Axes
+from jvarlen.parallel.layers import Axes, LayeredModel
 
 __all__ = [
     "SEQUENCE_AXIS",
     "OverAxisImplementation",
     "attend_over_axis",
+    "sequence_model",
     "sequence_positions",
     "shard_positions",
     "spread_rows",
@@ -91,6 +92,30 @@ def shard_positions(seq_length: int, axis_name: str = SEQUENCE_AXIS) -> Int32[Ar
       ValueError: a length that is not a multiple of 2N, or an axis that is not bound.
     """
     return jnp.asarray(sequence_positions(seq_length, _size_of(axis_name)))[lax.axis_index(axis_name)]
+
+
+def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
+    """A model whose functions compute the positions of this device, inside `shard_map` over the sequence axis.
+
+    Args:
+      model: works by positions.
+      seq_length: T, of whole rows.
+
+    Returns:
+      A model for `layered_loss_fn`. Its sums are those of the positions of this device.
+
+    Raises:
+      ValueError: a length that is not a multiple of 2N.
+    """
+
+    def bound(call: Callable[..., Any]) -> Callable[..., Any]:
+        def call_with_axes(*args: Any) -> Any:
+            *others, given = args
+            return call(*others, given._replace(sequence=SEQUENCE_AXIS, positions=shard_positions(seq_length)))
+
+        return call_with_axes
+
+    return model._replace(embed=bound(model.embed), layer=bound(model.layer), loss=bound(model.loss))
 
 
 def spread_rows(arrays: Any, num_shards: int) -> Any:

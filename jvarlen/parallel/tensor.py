@@ -339,7 +339,7 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
     def bound(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_with_axes(*args: Any) -> Any:
             *others, given = args
-            return call(*others, axes._replace(key=given.key))
+            return call(*others, given._replace(tensor=axes.tensor, sequence_parallel=axes.sequence_parallel))
 
         return call_with_axes
 

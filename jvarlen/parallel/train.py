@@ -21,8 +21,8 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.scheduled import check_chunks, check_layers_divide, sum_scheduled
+from jvarlen.parallel.sequence import SEQUENCE_AXIS, sequence_model
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
@@ -46,7 +46,7 @@ from jvarlen.parallel.zero import (
 from jvarlen.training import step as training_step
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums
-from jvarlen.training.step_sums import StepSums, sum_step
+from jvarlen.training.step_sums import StepSums, microbatches_of, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
 __all__ = ["Accumulate", "check_layout", "gather_params", "init_state", "make_eval_step", "make_train_step"]
@@ -118,7 +118,7 @@ def make_train_step(
     mesh: Mesh,
     layout: Layout,
     norms: bool = False,
-    accumulate: Accumulate = "shards",
+    accumulate: Accumulate | None = None,
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -129,8 +129,9 @@ def make_train_step(
       mesh: has the sizes of the layout, such as that of `layout_mesh`.
       layout: what is sharded, and the schedule of stages.
       norms: whether the metrics include the global norms of gradient and updates.
-      accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in each,
-        or `"whole"` gradients, reduced once, which sends less and holds more.
+      accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
+        each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
+        ZeRO-3 also gathers parameters once a step, and shards otherwise.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
@@ -146,9 +147,10 @@ def make_train_step(
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    if layout.zero == 0 and layout.stage == 1 and layout.tensor == 1:
+    if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
-    check_choices(accumulate=(accumulate, Accumulate))
+    if accumulate is not None:
+        check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
         _sums_of(model, mesh, layout, accumulate),
         _sums_of(model, mesh, layout, with_grads=False),
@@ -165,7 +167,7 @@ def make_train_step(
         if other_specs is not None:
             params = _padded(params, layout, other_specs)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
-            params = _on_shards(params, mesh, shard_specs(state.params, layout.data, other_specs=other_specs))
+            params = _on_shards(params, mesh, shard_specs(state.params, layout, other_specs=other_specs))
         return following._replace(
             params=_constrain(params, shardings.params),
             opt_state=_constrain(following.opt_state, shardings.opt_state),
@@ -196,7 +198,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
-    if layout.zero < 3 and layout.stage == 1 and layout.tensor == 1:
+    if layout.zero < 3 and layout.stage == layout.tensor == layout.sequence == 1:
         loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
         return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
     sums_of = _sums_of(model, mesh, layout, with_grads=False)
@@ -256,16 +258,7 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
 
 
 def _check_axes(layout: Layout) -> None:
-    supported = (DATA_AXIS, STAGE_AXIS, TENSOR_AXIS)
-    unsupported = [f"{name}{size}" for name, size in layout.axis_sizes.items() if size > 1 and name not in supported]
-    if unsupported:
-        raise UserError(
-            f"{' and '.join(unsupported)} of the layout {layout} cannot be trained on: steps spread over the axes "
-            "'data', 'stage' and 'tensor' only"
-        )
     check_chunks(layout.schedule, layout.chunks)
-    if layout.stage > 1 and layout.zero > 1:
-        raise UserError(f"zero{layout.zero} of the layout {layout} does not go with stages: zero1 does")
 
 
 def _other_specs(params: Any, tensor_specs: Any, layout: Layout) -> Any:
@@ -289,6 +282,11 @@ def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
+    if layout.sequence > 1 and not (isinstance(model, LayeredModel) and model.by_positions):
+        raise UserError(
+            f"sequence{layout.sequence} takes a LayeredModel with by_positions=True, whose functions take the "
+            "positions of axes.positions and attend by attend_over_axis"
+        )
     if layout.stage > 1 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
@@ -311,26 +309,36 @@ def _sums_of(
     model: LayeredModel | LossFn,
     mesh: Mesh,
     layout: Layout,
-    accumulate: Accumulate = "shards",
+    accumulate: Accumulate | None = None,
     *,
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
     tensor_specs = _tensor_specs(model, layout)
+    model_on_axes = model
     if isinstance(model, LayeredModel) and layout.tensor > 1:
-        model = tensor_parallel_model(model, Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel))
+        axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
+        model_on_axes = tensor_parallel_model(model, axes)
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"axis_name": layout.data_axes}
+        model, seq_length = model_on_axes, _length_of(batch)
+        if layout.sequence > 1 and seq_length >= layout.sequence_from and isinstance(model, LayeredModel):
+            model, options["rows_along"] = sequence_model(model, seq_length), SEQUENCE_AXIS
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
         params, other_specs = state.params, _other_specs(state.params, tensor_specs, layout)
         if other_specs is not None:
             state = state._replace(params=_padded(params, layout, other_specs))
-        specs_of = functools.partial(shard_specs, num_shards=layout.data, other_specs=other_specs)
+        specs_of = functools.partial(shard_specs, layout=layout, other_specs=other_specs)
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
             sum_of = functools.partial(sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks)
             options["param_specs"] = other_specs
+            if layout.zero == 3:
+                specs = options["param_specs"] = specs_of(state.params, padded=False)
+            if layout.zero >= 2 and accumulate == "shards" and with_grads:
+                num_shards = layout.data if "rows_along" in options else layout.num_shards
+                _refuse_shards(params, specs, layout, microbatches_of(batch) // num_shards)
         elif layout.zero == 3 and isinstance(model, LayeredModel):
             if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
                 stacked = state.params
@@ -342,18 +350,34 @@ def _sums_of(
             else:
                 loss_fn = layered_loss_fn(gathering_model(model, in_shards))
             specs = options["param_specs"] = specs_of(state.params, padded=False)
-            sum_of = functools.partial(sum_step, loss_fn, axis_name=DATA_AXIS)
+            sum_of = functools.partial(sum_step, loss_fn)
         else:
             options["param_specs"] = other_specs
-            options["accumulates_shards"] = layout.zero == 2 and accumulate == "shards"
-            sum_of = functools.partial(sum_step, _loss_fn(model), axis_name=DATA_AXIS)
+            options["accumulates_shards"] = layout.zero == 2 and accumulate != "whole"
+            sum_of = functools.partial(sum_step, _loss_fn(model))
         sums = sum_of(mesh=mesh, with_grads=with_grads, grad_specs=specs, **options)(state, batch)
-        if not with_grads:
+        if not with_grads or specs is None:
             return sums
         grads = _constrain(sums.grads, _on(mesh, specs))
         return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
 
     return sums_of
+
+
+def _length_of(batch: Any) -> int:
+    """The length of a batch's rows: the longest third dimension of its arrays, [M, B, T, …]; 0 if none has three."""
+    return max((leaf.shape[2] for leaf in jax.tree.leaves(batch) if leaf.ndim > 2), default=0)
+
+
+def _refuse_shards(params: Any, specs: Any, layout: Layout, of_shard: int) -> None:
+    """Raises ValueError for ZeRO-2 and 3 that would communicate in every microbatch of a pipeline, with the bytes."""
+    sharded = jax.tree.map(lambda leaf, spec: leaf.size * leaf.dtype.itemsize if any(spec) else 0, params, specs)
+    num_bytes = sum(jax.tree.leaves(sharded))
+    what = "gather parameters and reduce gradients" if layout.zero == 3 else "reduce gradients"
+    raise UserError(
+        f"zero{layout.zero} with stages and accumulate='shards' would {what} of {num_bytes:,} bytes in each of "
+        f"{of_shard} microbatches: leave accumulate out, and this is done once a step"
+    )
 
 
 def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:

@@ -1,4 +1,4 @@
-"""ZeRO: what of a state is sharded over the data axis, and layers that gather their parameters.
+"""ZeRO: what of a state is sharded over the data axes, and layers that gather their parameters.
 
 Shards lie along one dimension of an array. Parameters are sharded only where the number of shards divides one; arrays
 of the optimizer, and gradients, are padded where it divides none. Letters: N shards, L layers.
@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
-from jvarlen.distributed.mesh import DATA_AXIS
+from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.pipeline import STAGE_AXIS
@@ -28,6 +28,7 @@ __all__ = [
     "MIN_SHARDED",
     "Tapped",
     "crop",
+    "gather_shards",
     "gathering_model",
     "pad",
     "padded",
@@ -56,21 +57,21 @@ _NOT_SAVED = {
 }
 
 
-def shard_specs(params: Any, num_shards: int, *, padded: bool = True, other_specs: Any = None) -> Any:
-    """How parameters, their gradients and their optimizer state lie over the data axis where they are sharded.
+def shard_specs(params: Any, layout: Layout, *, padded: bool = True, other_specs: Any = None) -> Any:
+    """How parameters, their gradients and their optimizer state lie over the data axes where they are sharded.
 
     Args:
       params: pytree of arrays or shapes.
-      num_shards: N.
+      layout: tells N and the axes.
       padded: whether dimensions that N does not divide may be sharded, as of gradients and optimizer state.
-      other_specs: which dimensions of each lie along `"stage"` or `"tensor"`, and so not along `"data"`; None: none.
+      other_specs: which dimensions of each lie along `"stage"` or `"tensor"`, and so not along these; None: none.
 
     Returns:
       A pytree of `PartitionSpec`. Each shards the largest dimension that N divides, the first of equal ones; or else,
       if `padded`, the largest that has at least N elements. Arrays with no such dimension, or with fewer than 1,024
       elements, are whole. Of `LayeredParams`, both count within a layer.
     """
-    spec = functools.partial(_spec, num_shards=num_shards, padded=padded)
+    spec = functools.partial(_spec, layout=layout, padded=padded)
     taken = jax.tree.map(lambda _: _WHOLE, params) if other_specs is None else other_specs
     if isinstance(params, LayeredParams):
         layers = jax.tree.map(functools.partial(spec, begin=1), params.layers, taken.layers)
@@ -78,16 +79,16 @@ def shard_specs(params: Any, num_shards: int, *, padded: bool = True, other_spec
     return jax.tree.map(spec, params, taken)
 
 
-def _spec(leaf: Any, taken: PartitionSpec, *, num_shards: int, padded: bool, begin: int = 0) -> PartitionSpec:
+def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begin: int = 0) -> PartitionSpec:
     shape, axes = np.shape(leaf), [*taken, *(None,) * (np.ndim(leaf) - len(taken))]
     free = [dim for dim in range(begin, len(shape)) if axes[dim] is None]
-    dims = [dim for dim in free if shape[dim] % num_shards == 0]
+    dims = [dim for dim in free if shape[dim] % layout.num_shards == 0]
     if not dims and padded:
-        dims = [dim for dim in free if shape[dim] >= num_shards]
+        dims = [dim for dim in free if shape[dim] >= layout.num_shards]
     if not dims or math.prod(shape[begin:]) < MIN_SHARDED:
         return taken
     largest = max(dims, key=lambda dim: (shape[dim], -dim))
-    axes[largest] = DATA_AXIS
+    axes[largest] = layout.data_axes
     while axes[-1] is None:
         axes.pop()
     return PartitionSpec(*axes)
@@ -102,7 +103,7 @@ def staged_specs(specs: LayeredParams) -> LayeredParams:
 def padded_shape(shape: tuple[int, ...], spec: PartitionSpec, axis_sizes: Mapping[str, int]) -> tuple[int, ...]:
     """The shape of an array whose sharded dimensions are padded to multiples of the sizes of their axes."""
     axes = [*spec, *(None,) * (len(shape) - len(spec))]
-    multiples = [1 if axis is None else axis_sizes[axis] for axis in axes]
+    multiples = [math.prod(axis_sizes[axis] for axis in axes_in([axis])) for axis in axes]
     return tuple(-(-size // multiple) * multiple for size, multiple in zip(shape, multiples, strict=True))
 
 
@@ -115,7 +116,7 @@ class _OfParam(NamedTuple):
 
 def _by_params(state: TrainState, layout: Layout, other_specs: Any) -> Any:
     """For each array of the optimizer, padded or not, an `_OfParam`."""
-    lie = shard_specs(state.params, layout.data, other_specs=other_specs) if layout.zero else other_specs
+    lie = shard_specs(state.params, layout, other_specs=other_specs) if layout.zero else other_specs
     specs = jax.tree.leaves(lie, is_leaf=_is_spec)
     params = {
         path: (np.shape(leaf), spec)
@@ -153,7 +154,7 @@ def state_specs(state: TrainState, layout: Layout, other_specs: Any = None) -> T
         return whole
     params = whole.params if other_specs is None else other_specs
     if layout.zero == 3:
-        params = shard_specs(state.params, layout.data, padded=False, other_specs=other_specs)
+        params = shard_specs(state.params, layout, padded=False, other_specs=other_specs)
     of_params = _by_params(state, layout, other_specs)
     return whole._replace(
         params=params,
@@ -224,7 +225,7 @@ class Tapped(NamedTuple):
 
 
 def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
-    """A model whose functions take shards of their parameters, inside `shard_map` over the data axis.
+    """A model whose functions take shards of their parameters, inside `shard_map` over the data axes.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
     whole. Their gradients are reduced to the same shards; of `Tapped` parameters, they become those of the taps.
@@ -246,7 +247,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
                 if isinstance(params, Tapped):
                     params = jax.tree.map(_gather, params.shards, specs, params.taps)
                 else:
-                    params = jax.tree.map(_gather, params, specs)
+                    params = gather_shards(params, specs)
                 return call(params, *arrays, axes)
 
             if again:  # forward and backward of a loop are different loops, and have no common subexpressions
@@ -278,35 +279,52 @@ def tapped_loss_fn(model: LayeredModel, specs: LayeredParams) -> LossFn:
     return layered_loss_fn(gathering_model(model, specs)._replace(stack=stack_both))
 
 
+def gather_shards(params: Any, specs: Any) -> Any:
+    """Whole parameters from shards, inside `shard_map` over the data axes; gradients are reduced to the same shards."""
+    return jax.tree.map(_gather, params, specs)
+
+
 def _is_saved(primitive: Primitive, *_: Any, **__: Any) -> bool:
     return primitive.name not in _NOT_SAVED
 
 
+class _Along(NamedTuple):
+    """The dimension of an array that lies along the data axes, and these axes."""
+
+    dim: int
+    axes: Any
+
+
+def _along_data(spec: PartitionSpec) -> _Along | None:
+    """None: no dimension lies along the data axes."""
+    return next((_Along(dim, axes) for dim, axes in enumerate(spec) if DATA_AXIS in axes_in([axes])), None)
+
+
 def _gather(shard: jax.Array, spec: PartitionSpec, tap: jax.Array | None = None) -> jax.Array:
-    dim = spec.index(DATA_AXIS) if DATA_AXIS in spec else None
+    along = _along_data(spec)
     if tap is not None:
-        return _gather_dim_tapped(shard, tap, dim)
-    return shard if dim is None else _gather_dim(shard, dim)
+        return _gather_dim_tapped(shard, tap, along)
+    return shard if along is None else _gather_dim(shard, along)
 
 
-def _all_gather(shard: jax.Array, dim: int | None) -> jax.Array:
-    return shard if dim is None else jax.lax.all_gather(shard, DATA_AXIS, axis=dim, tiled=True)
+def _all_gather(shard: jax.Array, along: _Along | None) -> jax.Array:
+    return shard if along is None else jax.lax.all_gather(shard, along.axes, axis=along.dim, tiled=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather_dim(shard: jax.Array, dim: int) -> jax.Array:
-    return _all_gather(shard, dim)
+def _gather_dim(shard: jax.Array, along: _Along) -> jax.Array:
+    return _all_gather(shard, along)
 
 
-def _gather_dim_forward(shard: jax.Array, dim: int) -> tuple[jax.Array, None]:
+def _gather_dim_forward(shard: jax.Array, along: _Along) -> tuple[jax.Array, None]:
     # Not by `_gather_dim`: the policy of what is saved must see the primitive.
-    return _all_gather(shard, dim), None
+    return _all_gather(shard, along), None
 
 
-def _gather_dim_backward(dim: int, _: None, grad: jax.Array) -> tuple[jax.Array]:
+def _gather_dim_backward(along: _Along, _: None, grad: jax.Array) -> tuple[jax.Array]:
     """Sums over the shards in float32 at least, which the transpose of a gather would not do."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    summed = jax.lax.psum_scatter(wide, DATA_AXIS, scatter_dimension=dim, tiled=True)
+    summed = jax.lax.psum_scatter(wide, along.axes, scatter_dimension=along.dim, tiled=True)
     return (summed.astype(grad.dtype),)
 
 
@@ -314,15 +332,15 @@ _gather_dim.defvjp(_gather_dim_forward, _gather_dim_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _gather_dim_tapped(shard: jax.Array, tap: jax.Array, dim: int | None) -> jax.Array:
-    return _all_gather(shard, dim)
+def _gather_dim_tapped(shard: jax.Array, tap: jax.Array, along: _Along | None) -> jax.Array:
+    return _all_gather(shard, along)
 
 
-def _gather_dim_tapped_forward(shard: jax.Array, tap: jax.Array, dim: int | None) -> tuple[jax.Array, None]:
-    return _all_gather(shard, dim), None
+def _gather_dim_tapped_forward(shard: jax.Array, tap: jax.Array, along: _Along | None) -> tuple[jax.Array, None]:
+    return _all_gather(shard, along), None
 
 
-def _gather_dim_tapped_backward(dim: int | None, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
+def _gather_dim_tapped_backward(along: _Along | None, _: None, grad: jax.Array) -> tuple[None, jax.Array]:
     return None, grad
 
 

@@ -26,7 +26,7 @@ from jvarlen.distributed.grad_buckets import (
     order_of_grads,
     reduce_in_buckets,
 )
-from jvarlen.distributed.mesh import auto_axes, check_compiled_for, check_shards_divide
+from jvarlen.distributed.mesh import auto_axes, axes_in, check_compiled_for, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.training.train_state import TrainState, divide_once
 
@@ -66,7 +66,8 @@ def sum_step(
     loss_fn: LossFn,
     *,
     mesh: Mesh | None = None,
-    axis_name: str = "data",
+    axis_name: str | tuple[str, ...] = "data",
+    rows_along: str | None = None,
     with_grads: bool = True,
     param_specs: Any = None,
     tap: Callable[[Any, Any], Any] | None = None,
@@ -78,7 +79,9 @@ def sum_step(
     Args:
       loss_fn: as for `make_train_step`.
       mesh: as for `make_train_step`.
-      axis_name: as for `make_train_step`.
+      axis_name: as for `make_train_step`, or several axes, over all of which sums are reduced.
+      rows_along: of these axes, the one along which the loss computes on parts of rows. Microbatches are spread over
+        the others. None: over all.
       with_grads: whether gradients are summed as well.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
         loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
@@ -102,20 +105,21 @@ def sum_step(
         microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         if mesh is None:
             return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
-        check_shards_divide(microbatches_of(batch), mesh, axis_name)
+        over = tuple(name for name in axes_in(axis_name) if name != rows_along)
+        check_shards_divide(microbatches_of(batch), mesh, over)
         sizes = bucket_bytes_here() if with_grads else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             if tap is not None and with_grads:
                 leaves, structure = jax.tree.flatten(state.params)
                 dims = _sharded_dims(param_specs, state.params, axis_name)
-                whole_shapes = (
-                    _gathered_shape(*each, mesh.shape[axis_name]) for each in zip(leaves, dims, strict=True)
-                )
+                num_shards = num_shards_of(mesh, axis_name)
+                whole_shapes = (_gathered_shape(*each, num_shards) for each in zip(leaves, dims, strict=True))
                 zeros = jax.tree.unflatten(structure, map(jnp.zeros, whole_shapes, (leaf.dtype for leaf in leaves)))
                 one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
             else:
                 one = _microbatch_sums(loss_fn, state, with_grads)
+            one = _counting_once(one, rows_along)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
             are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, axis_name))
             _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
@@ -136,7 +140,7 @@ def sum_step(
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
-        split, whole = PartitionSpec(axis_name), PartitionSpec()
+        split, whole = PartitionSpec(over), PartitionSpec()
         state_lies: Any = whole if param_specs is None else TrainState(param_specs, whole, whole, whole, whole)
         grads_lie = whole if grad_specs is None or not with_grads else grad_specs
         shards = jax.shard_map(
@@ -144,12 +148,27 @@ def sum_step(
             mesh=mesh,
             in_specs=(state_lies, split),
             out_specs=StepSums._make([whole] * 5 + [grads_lie]),
-            axis_names={axis_name, *_axes_of(param_specs)},
+            axis_names={*axes_in(axis_name), *_axes_of(param_specs)},
             check_vma=False,
         )
         return shards(state._replace(opt_state=None), (microbatches, keys))
 
     return sums_of
+
+
+def _counting_once(one: Callable[[Any], StepSums], rows_along: str | None) -> Callable[[Any], StepSums]:
+    """Tokens that all devices along an axis see, counted by the first of them."""
+    if rows_along is None:
+        return one
+
+    def one_counted(microbatch: Any) -> StepSums:
+        sums = one(microbatch)
+        if sums.num_tokens is None:
+            return sums
+        is_first = jax.lax.axis_index(rows_along) == 0
+        return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
+
+    return one_counted
 
 
 def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
@@ -190,10 +209,10 @@ def _gathered_shape(shard: jax.Array, dim: int | None, num_shards: int) -> tuple
 
 def _axes_of(specs: Any) -> set[str]:
     leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
-    return {axis for spec in leaves for axis in spec if axis is not None}
+    return {axis for spec in leaves for axis in axes_in(spec)}
 
 
-def _sharded_dims(specs: Any, grads: Any, axis_name: str) -> tuple[int | None, ...]:
+def _sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
     """Of each gradient, the dimension that lies along the axis; None: it is whole."""
     if specs is None:
         return (None,) * len(jax.tree.leaves(grads))
@@ -235,7 +254,7 @@ def _reduce(
     buckets: Sequence[Sequence[int]],
     together: Sequence[int],
     dims: Sequence[int | None],
-    axis_name: str,
+    axis_name: str | tuple[str, ...],
 ) -> StepSums:
     """Sums over the shards.
 
@@ -244,7 +263,7 @@ def _reduce(
       buckets: places of gradients with a collective each.
       together: places of gradients that are reduced with the other sums.
       dims: as of `_sharded_dims`.
-      axis_name: of the mesh.
+      axis_name: of the mesh, or several.
     """
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
     reduced = sums._replace(grads=[leaves[place] for place in together])
@@ -391,7 +410,7 @@ def _is_number(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
-def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
+def _check_reduced(reduced: StepSums, name: str, axis_name: str | tuple[str, ...]) -> None:
     """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
     by_name: dict[str, Any] = {"loss_sum": reduced.loss, "weight_sum": reduced.weight}
     if all(by_name.values()) and not reduced.sums:

@@ -1,0 +1,154 @@
+"""The axis "sequence" of a layout: parts of rows in long buckets, data in short ones, on one state."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Bucket, compile_buckets, init_train_state, load, make_plan, make_train_step, no_recompiles
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import (
+    Layout,
+    communication_bill,
+    init_state,
+    layered_loss_fn,
+    layout_mesh,
+    make_eval_step,
+)
+from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.testing import assert_layout_invariant
+
+MODEL = TransformerConfig(num_layers=2, width=32, num_heads=2)
+SHORT, LONG = Bucket(4, 8), Bucket(2, 32)
+
+
+def planned(mesh=None):
+    """Steps of both buckets, in turns."""
+    lengths = np.tile([3, 32, 8, 20, 5, 31, 7, 17], 8)
+    plan = make_plan(lengths, [SHORT, LONG], microbatches_per_step=4, order="shuffle")
+    rng = np.random.default_rng(0)
+    dataset = [rng.integers(0, 256, n).astype(np.int32) for n in lengths]
+    batches = list(itertools.islice(load(plan, dataset, mesh=mesh), 4))
+    assert len({batch.tokens.shape for batch in batches}) == 2
+    return batches
+
+
+def trained(step, state, batches):
+    metrics = []
+    for batch in batches:
+        state, found = step(state, batch)
+        metrics.append(jax.device_get(found))
+    return state, metrics
+
+
+@functools.cache
+def on_one_device():
+    params, optimizer = stack_layers(init_params(MODEL, 0)), optax.adamw(1e-3)
+    step = jax.jit(make_train_step(layered_loss_fn(layered(MODEL)), optimizer, norms=True))
+    return trained(step, init_train_state(params, optimizer), planned())[1]
+
+
+@pytest.mark.parametrize("text", ["data2.sequence2.zero3.sequence_from16", "sequence4.zero1.sequence_from16"])
+def test_one_state_serves_buckets_on_either_side(text):
+    layout = Layout.parse(text)
+    mesh, optimizer, model = layout_mesh(layout), optax.adamw(1e-3), layered(MODEL)
+    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    step = compile_buckets(
+        make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True),
+        state,
+        [SHORT, LONG],
+        microbatches_per_step=4,
+        layout=layout,
+        progress=False,
+    )
+    batches = planned(mesh)
+    with no_recompiles():
+        state, metrics = trained(step, state, batches)
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings  # nothing is to be moved between steps
+    for found, expected in zip(metrics, on_one_device(), strict=True):
+        np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
+        np.testing.assert_allclose(found.grad_norm, expected.grad_norm, rtol=1e-4)
+        assert found.num_tokens == expected.num_tokens
+
+
+def traffic_of(text, bucket):
+    layout = Layout.parse(text)
+    optimizer, model = optax.sgd(1e-3), layered(MODEL)
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, model=model, **on)
+    step = make_layout_step(model, optimizer, **on)
+    compiled = compile_buckets(step, state, [bucket], microbatches_per_step=4, progress=False, mesh=on["mesh"])
+    return {(row.kind, row.axes): row for row in communication_bill(compiled, bucket)}
+
+
+def test_short_buckets_communicate_as_data_parallel_ones_do():
+    both = ("data", "sequence")
+    short, data = traffic_of("data2.sequence2.sequence_from16", SHORT), traffic_of("data4", SHORT)
+    assert short.keys() == {("all-reduce", both)}
+    assert short["all-reduce", both][2:] == data["all-reduce", ("data",)][2:]
+
+
+def test_long_buckets_add_the_keys_and_values_of_attention_only():
+    long = traffic_of("data2.sequence2.sequence_from16", LONG)
+    assert long.keys() == {
+        ("all-reduce", ("data", "sequence")),
+        ("all-gather", ("sequence",)),
+        ("reduce-scatter", ("sequence",)),
+    }
+    whole = traffic_of("data4", LONG)["all-reduce", ("data",)]
+    assert long["all-reduce", ("data", "sequence")][2:] == whole[2:]
+
+
+@pytest.mark.parametrize("text", ["data2.stage2.sequence2.zero3", "data2.sequence2.tensor2.sequence_parallel.zero2"])
+def test_parts_of_rows_go_with_every_other_axis(text):
+    rng = np.random.default_rng(1)
+    lengths = [12, 5, 0, 12]
+    tokens = [rng.integers(0, 256, 12).astype(np.int32)[:n] for n in lengths]
+    plan = make_plan([12, 5, 12], [(1, 12)], microbatches_per_step=4)
+    batch = next(iter(load(plan, [tokens[0], tokens[1], tokens[3]])))
+    model = layered(MODEL)
+    assert_layout_invariant(model, stack_layers(init_params(MODEL, 0)), batch, [text], num_steps=2)
+
+
+def test_evaluation_counts_every_token_once():
+    layout = Layout.parse("data2.sequence2.zero3.sequence_from16")
+    mesh, optimizer, model = layout_mesh(layout), optax.sgd(1.0), layered(MODEL)
+    state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
+    evaluate = jax.jit(make_eval_step(model, mesh=mesh, layout=layout))
+    first = on_one_device()[0]
+    metrics = evaluate(state, planned()[0])[1]
+    np.testing.assert_allclose(metrics.loss, first.loss, rtol=1e-5)
+    assert metrics.num_tokens == first.num_tokens
+
+
+def test_what_cannot_be_spread_is_refused():
+    layout = Layout.parse("data2.sequence2")
+    mesh, optimizer = layout_mesh(layout), optax.sgd(1.0)
+    params = stack_layers(init_params(MODEL, 0))
+
+    def step_on(model, rows_and_length, num_microbatches=4):
+        state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+        step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
+        batch = jax.eval_shape(lambda: planned()[0])
+        arrays = (num_microbatches, *rows_and_length)
+        batch = batch._replace(
+            tokens=jax.ShapeDtypeStruct(arrays, jnp.int32),
+            lengths=jax.ShapeDtypeStruct(arrays[:2], jnp.int32),
+            weights=jax.ShapeDtypeStruct(arrays, jnp.float32),
+        )
+        jax.eval_shape(step, state, batch)
+
+    step_on(layered(MODEL), (2, 16))
+    with pytest.raises(ValueError, match=r"row of 18 positions cannot be spread over 2 shards.* nearest are 16 and 20"):
+        step_on(layered(MODEL), (2, 18))
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards of mesh axis 'data'"):
+        step_on(layered(MODEL), (2, 16), 3)
+    with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
+        step_on(layered(MODEL)._replace(by_positions=False), (2, 16))
+    with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
+        make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, mesh=mesh, layout=layout)
