@@ -1,5 +1,6 @@
 """Random layouts of random models: the numbers of one device. `make compositions` tries many, the suite some."""
 
+import dataclasses
 import os
 import random
 
@@ -15,25 +16,25 @@ from jvarlen.parallel import LayeredModel, LayeredParams, Layout
 from jvarlen.testing import assert_layout_invariant
 
 NUM_COMPOSITIONS = int(os.environ.get("COMPOSITIONS", "6"))
+LONG = 10**6  # longer than any row
 NUM_STEPS = int(os.environ.get("COMPOSITION_STEPS", "3"))
 
 
 def random_layout(draw):
     """On at most eight devices, and the number of layers and of microbatches a shard that it takes."""
     while True:
-        data, stage, tensor = (draw.choice([1, 1, 2, 2, 3, 4, 5, 7]) for _ in range(3))
-        if 2 <= data * stage * tensor <= 8:
+        data, stage, sequence, tensor = (draw.choice([1, 1, 2, 2, 2, 3, 4, 5, 7]) for _ in range(4))
+        if 2 <= data * stage * sequence * tensor <= 8:
             break
-    zero = draw.randrange(4) if data > 1 else 0
+    zero = draw.randrange(4) if data * sequence > 1 else 0
+    schedule = "eager_1f1b"
     if stage > 1:
         schedule = draw.choice(["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"])
-        zero = min(zero, 1)
-    else:
-        schedule = "eager_1f1b"
     chunks = draw.choice([2, 3]) if schedule == "interleaved" else 1
     layout = Layout(
-        data=data, stage=stage, tensor=tensor, zero=zero, schedule=schedule, chunks=chunks,
+        data=data, stage=stage, sequence=sequence, tensor=tensor, zero=zero, schedule=schedule, chunks=chunks,
         sequence_parallel=tensor > 1 and draw.random() < 0.5,
+        sequence_from=LONG if sequence > 1 and draw.random() < 0.3 else 0,
     )  # fmt: skip
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
     return layout, stage * chunks * draw.choice([1, 2]), of_shard
@@ -79,9 +80,10 @@ def composition(number):
     """A layout, and a model, parameters and a batch for it."""
     draw = random.Random(number)
     layout, num_layers, of_shard = random_layout(draw)
-    vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.tensor
-    batch = random_batch(draw, layout.data * of_shard, length, vocab_size, packed=draw.random() < 0.4)
-    if layout.tensor == 1 and draw.random() < 0.5:
+    vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.sequence * layout.tensor
+    num_microbatches = of_shard * (layout.num_shards if layout.sequence_from else layout.data)
+    batch = random_batch(draw, num_microbatches, length, vocab_size, packed=draw.random() < 0.4)
+    if layout.sequence == layout.tensor == 1 and draw.random() < 0.5:
         rng = np.random.default_rng(number)
         return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
     heads = layout.tensor * draw.choice([1, 2])
@@ -98,7 +100,7 @@ def test_a_random_composition_trains_as_one_device(number):
 
 def test_compositions_vary():
     layouts = [random_layout(random.Random(number))[0] for number in range(200)]
-    for name in ("data", "stage", "tensor", "zero", "schedule", "chunks", "sequence_parallel"):
-        assert len({getattr(layout, name) for layout in layouts}) > 1, name
-    assert len(set(map(str, layouts))) > 60
-    assert sum(min(layout.data, layout.stage, layout.tensor) > 1 for layout in layouts) > 10
+    for field in dataclasses.fields(Layout):
+        assert len({getattr(layout, field.name) for layout in layouts}) > 1, field.name
+    assert len(set(map(str, layouts))) > 100
+    assert sum(sum(size > 1 for size in layout.axis_sizes.values()) > 2 for layout in layouts) > 20
