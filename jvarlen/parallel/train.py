@@ -49,7 +49,17 @@ from jvarlen.training.step import StepFn, metrics_of, step_of_sums
 from jvarlen.training.step_sums import StepSums, microbatches_of, sum_step
 from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-__all__ = ["Accumulate", "check_layout", "gather_params", "init_state", "make_eval_step", "make_train_step"]
+__all__ = [
+    "Accumulate",
+    "check_layout",
+    "gather_params",
+    "init_state",
+    "length_of",
+    "make_eval_step",
+    "make_train_step",
+    "model_on_axes",
+    "other_specs_of",
+]
 
 Accumulate = Literal["shards", "whole"]
 
@@ -96,7 +106,7 @@ def init_state(
         )
     mesh = _checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
-    other_specs = _other_specs(params, _tensor_specs(model, layout), layout)
+    other_specs = other_specs_of(params, model, layout)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = split_params(params, model.specs, layout.tensor)
     shapes = jax.eval_shape(lambda params: init_train_state(_cropped(params, model, layout), optimizer), params)
@@ -160,7 +170,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state = state._replace(params=_cropped(state.params, model, layout))
-        other_specs = _other_specs(state.params, _tensor_specs(model, layout), layout)
+        other_specs = other_specs_of(state.params, model, layout)
         shardings = _shardings(state, mesh, layout, other_specs)
         following, metrics = train_step_of_sums(unpadded(state, layout, other_specs), batch)
         following, params = padded(following, layout, other_specs), following.params
@@ -261,8 +271,9 @@ def _check_axes(layout: Layout) -> None:
     check_chunks(layout.schedule, layout.chunks)
 
 
-def _other_specs(params: Any, tensor_specs: Any, layout: Layout) -> Any:
+def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
     """How parameters lie along "stage" and "tensor"; None if both have one device."""
+    tensor_specs = _tensor_specs(model, layout)
     if layout.stage == 1:
         return tensor_specs
     whole = jax.tree.map(lambda _: PartitionSpec(), params)
@@ -314,19 +325,13 @@ def _sums_of(
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a step over all shards, from parameters that lie as the layout says, to gradients in shards."""
-    tensor_specs = _tensor_specs(model, layout)
-    model_on_axes = model
-    if isinstance(model, LayeredModel) and layout.tensor > 1:
-        axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
-        model_on_axes = tensor_parallel_model(model, axes)
+    whole_model = model
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         options: dict[str, Any] = {"axis_name": layout.data_axes}
-        model, seq_length = model_on_axes, _length_of(batch)
-        if layout.sequence > 1 and seq_length >= layout.sequence_from and isinstance(model, LayeredModel):
-            model, options["rows_along"] = sequence_model(model, seq_length), SEQUENCE_AXIS
+        model, options["rows_along"] = model_on_axes(whole_model, layout, length_of(batch))
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
-        params, other_specs = state.params, _other_specs(state.params, tensor_specs, layout)
+        params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
         if other_specs is not None:
             state = state._replace(params=_padded(params, layout, other_specs))
         specs_of = functools.partial(shard_specs, layout=layout, other_specs=other_specs)
@@ -337,7 +342,7 @@ def _sums_of(
             if layout.zero == 3:
                 specs = options["param_specs"] = specs_of(state.params, padded=False)
             if layout.zero >= 2 and accumulate == "shards" and with_grads:
-                num_shards = layout.data if "rows_along" in options else layout.num_shards
+                num_shards = layout.data if options["rows_along"] else layout.num_shards
                 _refuse_shards(params, specs, layout, microbatches_of(batch) // num_shards)
         elif layout.zero == 3 and isinstance(model, LayeredModel):
             if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked
@@ -364,7 +369,28 @@ def _sums_of(
     return sums_of
 
 
-def _length_of(batch: Any) -> int:
+def model_on_axes(
+    model: LayeredModel | LossFn, layout: Layout, seq_length: int
+) -> tuple[LayeredModel | LossFn, str | None]:
+    """A model whose functions run inside `shard_map` over the axes of a layout.
+
+    Args:
+      model: of the whole.
+      layout: binds `"tensor"`, and `"sequence"` for rows that are long enough.
+      seq_length: of rows.
+
+    Returns:
+      The model, and the axis over which rows are spread; None if they are whole.
+    """
+    if isinstance(model, LayeredModel) and layout.tensor > 1:
+        axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
+        model = tensor_parallel_model(model, axes)
+    if isinstance(model, LayeredModel) and layout.sequence > 1 and seq_length >= layout.sequence_from:
+        return sequence_model(model, seq_length), SEQUENCE_AXIS
+    return model, None
+
+
+def length_of(batch: Any) -> int:
     """The length of a batch's rows: the longest third dimension of its arrays, [M, B, T, …]; 0 if none has three."""
     return max((leaf.shape[2] for leaf in jax.tree.leaves(batch) if leaf.ndim > 2), default=0)
 
