@@ -19,6 +19,7 @@ from jvarlen._common.pytree import is_key
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
+    "STAGE_AXIS",
     "MeshLayout",
     "auto_axes",
     "axes_in",
@@ -38,7 +39,7 @@ __all__ = [
     "with_auto_axes",
 ]
 
-DATA_AXIS = "data"
+DATA_AXIS, STAGE_AXIS = "data", "stage"
 NO_MESH = Mesh(np.empty((), object), ())  # for code that names its mesh and must not meet another one around it
 
 

@@ -9,8 +9,8 @@
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
-  of ticks, for a program. `scheduled`: that program, for a model by layers. `slices`: where to cut a sequence.
-  `pipeline`: GPipe for a model of any stages.
+  of ticks, for a program. `scheduled`: that program, for a model by layers. `residuals`: a layer and its derivative,
+  cut into passes. `slices`: where to cut a sequence. `pipeline`: the same program for a model of any stages.
 
 The names below are imported when they are first used: layouts and schedules are made without JAX.
 """

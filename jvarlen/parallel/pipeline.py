@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import leaves_by_name
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, update_state
 from jvarlen.training.step_sums import microbatches_of, sum_microbatch
@@ -36,7 +36,6 @@ __all__ = [
     "place_stages",
 ]
 
-STAGE_AXIS = "stage"
 _AXES = (DATA_AXIS, STAGE_AXIS)
 
 

@@ -1,8 +1,8 @@
 """A step of a model by layers in stages, as one program that runs the tables of a schedule.
 
 It is a loop over ticks. In a tick each stage takes the branch of its own action, then all stages exchange results. No
-derivative is taken of the loop: a backward pass is an action that computes its stage again from the kept input, and
-differentiates that. So what a stage holds is what the schedule says, whatever the number of microbatches.
+derivative is taken of the loop: a backward pass is an action, which computes its stage again from the kept input or
+takes the kept residuals. So what a stage holds is what the schedule says, whatever the number of microbatches.
 
 Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
 """
@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,18 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.grad_buckets import reduce_in_buckets
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import layout, schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
-from jvarlen.parallel.pipeline import STAGE_AXIS
+from jvarlen.parallel.residuals import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
 from jvarlen.parallel.zero import gather_shards, staged_specs
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["check_chunks", "check_layers_divide", "make_schedule", "sum_scheduled"]
+__all__ = ["Keeps", "check_chunks", "check_layers_divide", "make_schedule", "sum_scheduled"]
+
+Keeps = Literal["inputs", "residuals"]
 
 
 def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
@@ -92,6 +94,7 @@ def sum_scheduled(
     mesh: Mesh,
     schedule: layout.Schedule = "eager_1f1b",
     num_chunks: int = 1,
+    keeps: Keeps = "inputs",
     with_grads: bool = True,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
@@ -105,14 +108,17 @@ def sum_scheduled(
     as consecutive layers: once a step they change places, and their gradients change back. Each stage sends and
     receives no more than its own share.
 
-    A stage keeps the inputs of forward passes, and computes the rest again in the backward pass. With `zero_bubble`, so
-    do weight gradients. The forward pass of the last part is left to its backward pass.
+    A stage keeps the inputs of forward passes, and runs its layers again in the backward pass. With `zero_bubble`, so
+    do weight gradients. The forward pass of the last part is left to its backward pass. Or it keeps residuals: what the
+    backward pass of each layer takes from the forward pass. Then layers run once, and the backward pass computes again
+    only what does not depend on their inputs, such as masks of the microbatch and of dropout.
 
     Args:
       model: the model.
       mesh: has axes `"data"` and `"stage"`.
       schedule: a word of `Layout`.
       num_chunks: V.
+      keeps: what a stage holds from a forward pass to its backward pass.
       with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
         whatever the schedule.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis,
@@ -128,9 +134,9 @@ def sum_scheduled(
       their gradients. All sums are reduced once, outside the loop.
 
     Raises:
-      ValueError: an axis is missing; as `make_schedule`; when it is traced: layers that do not divide into S · V parts,
-        data shards that do not divide the microbatches of a step, or a layer whose output differs from its input in
-        shape or dtype.
+      ValueError: an axis is missing; an unknown word; as `make_schedule`; when it is traced: layers that do not divide
+        into S · V parts, data shards that do not divide the microbatches of a step, or a layer whose output differs
+        from its input in shape or dtype.
 
     References:
       Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"; Narayanan et
@@ -141,6 +147,7 @@ def sum_scheduled(
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
     make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
+    check_choices(keeps=(keeps, Keeps))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
@@ -150,7 +157,7 @@ def sum_scheduled(
         check_shards_divide(num_microbatches, mesh, batch_axes)
         of_shard = num_microbatches // num_shards
         if with_grads:
-            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks))
+            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), keeps)
         else:
             plan = _forward_only(num_stages, of_shard)
 
@@ -200,21 +207,25 @@ class _Plan(NamedTuple):
     """A schedule for the program.
 
     Attributes:
-      rows: int32[T, S] by name: tables as of `Tables`; `part`, the part of the model; and `keeps_slot`, where a forward
-        pass keeps its input. Actions that the program does not need are −1 in `kind`.
+      rows: int32[T, S] by name: tables as of `Tables`; `part`, the part of the model; slots that an action writes:
+        `keeps_slot` what a forward pass keeps, `hands_slot` what a backward pass hands on to weight gradients, and
+        `puts_slot` the output of the last part; and `output_slot`, from which that is read. Actions that the program
+        does not need are −1 in `kind`.
       num_parts: S · V.
       num_chunks: V.
-      num_slots: of the buffers of inputs, of kept inputs and of gradients.
+      num_slots: by buffer.
       with_grads: whether there are backward passes.
       splits_backward: whether weight gradients are actions of their own.
+      keeps: as for `sum_scheduled`.
     """
 
     rows: dict[str, np.ndarray]
     num_parts: int
     num_chunks: int
-    num_slots: tuple[int, int, int]
+    num_slots: dict[str, int]
     with_grads: bool
     splits_backward: bool
+    keeps: Keeps
 
 
 _ROWS = (
@@ -229,31 +240,64 @@ _ROWS = (
 )
 
 
-def _plan_of(schedule: schedules.Schedule) -> _Plan:
+def _plan_of(schedule: schedules.Schedule, keeps: Keeps) -> _Plan:
     tables = schedule.tables()
     rows = {name: getattr(tables, name) for name in _ROWS}
+    kind, slot = tables.kind, tables.activation_slot
     rows["part"] = tables.chunk * schedule.num_stages + np.arange(schedule.num_stages)
-    num_parts, splits = schedule.num_stages * schedule.num_chunks, "W" in schedule.kinds
-    kind = tables.kind
-    rows["keeps_slot"] = np.where(kind == FORWARD, tables.activation_slot, -1)
-    # The backward pass of the last part computes all of its forward pass, and that of the first has no input gradient.
-    idle = (kind == FORWARD) & (rows["part"] == num_parts - 1)
-    idle |= (kind == BACKWARD) & (rows["part"] == 0) & splits
-    rows["kind"] = np.where(idle, -1, kind)
-    num_slots = tables.num_inputs, tables.num_activations, tables.num_gradients
-    return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, splits)
+    num_parts = schedule.num_stages * schedule.num_chunks
+    is_last = rows["part"] == num_parts - 1
+    rows["keeps_slot"] = np.where(kind == FORWARD, slot, -1)
+    rows["hands_slot"] = np.where(kind == BACKWARD, slot, -1)
+    last_slots, rows["output_slot"] = np.unique(np.where(is_last, slot, slot.max() + 1), return_inverse=True)
+    rows["output_slot"] = np.where(is_last, rows["output_slot"].reshape(slot.shape), -1)
+    rows["puts_slot"] = np.where(kind == FORWARD, rows["output_slot"], -1)
+    if keeps == "inputs":  # the backward pass of the last part computes all of its forward pass
+        rows["kind"] = np.where((kind == FORWARD) & is_last, -1, kind)
+    return _Plan(
+        rows=rows,
+        num_parts=num_parts,
+        num_chunks=schedule.num_chunks,
+        num_slots={
+            "inputs": tables.num_inputs,
+            "kept": tables.num_activations,
+            "handed": tables.num_activations,
+            "outputs": len(last_slots) - (not is_last.all()),
+            "gradients": tables.num_gradients,
+        },
+        with_grads=True,
+        splits_backward="W" in schedule.kinds,
+        keeps=keeps,
+    )
 
 
 def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
     """The forward passes of GPipe, with one chunk a stage."""
     schedule = schedules.gpipe(num_stages, num_microbatches)
-    plan = _plan_of(schedule)
-    rows = plan.rows | {"kind": schedule.tables().kind}  # the last part too
-    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in rows.items()}
-    return plan._replace(rows=rows, num_slots=(plan.num_slots[0], 0, 0), with_grads=False)
+    plan = _plan_of(schedule, "residuals")
+    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in plan.rows.items()}
+    return plan._replace(rows=rows, with_grads=False)
 
 
-_Done = tuple[Any, Any, StepSums]  # output, gradient of the input, sums
+class _Buffers(NamedTuple):
+    """What a stage holds, with a leading axis of slots; or one of each, which an action takes or returns.
+
+    Attributes:
+      inputs: inputs that arrive; what an action returns is the input of the next stage.
+      kept: what forward passes keep.
+      handed: what backward passes hand on to weight gradients.
+      outputs: of the last part, for the loss.
+      gradients: output gradients that arrive; what an action returns is the gradient of its input.
+    """
+
+    inputs: Any
+    kept: Any = ()
+    handed: Any = ()
+    outputs: Any = ()
+    gradients: Any = ()
+
+
+_Done = tuple[_Buffers, StepSums]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,26 +327,70 @@ class _Device:
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, _axes_at(key, self.num_layers)))
 
+    def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
+        following = self.model.layer(own, x, microbatch, _axes_at(key, index))
+        check_layer(x, following)
+        return following
+
+    def indices(self, part: Any) -> jax.Array:
+        """The layers of a part."""
+        per_part = self.num_layers // self.plan.num_parts
+        return part * per_part + jnp.arange(per_part)
+
     def run_layers(self, layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> Any:
         """The output of a part of the model, by a scan over its layers."""
-        per_part = self.num_layers // self.plan.num_parts
 
-        def run_layer(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
+        def run(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             own, index = own_and_index
-            following = self.model.layer(own, x, microbatch, _axes_at(key, index))
-            check_layer(x, following)
-            return following, None
+            return self.run_layer(own, x, microbatch, key, index), None
 
-        return jax.lax.scan(run_layer, x, (layers, part * per_part + jnp.arange(per_part)))[0]
+        return jax.lax.scan(run, x, (layers, self.indices(part)))[0]
+
+    @functools.cached_property
+    def passes(self) -> Passes:
+        """Those of one layer."""
+        first = self.microbatch_at(0)
+        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
+        x = jax.eval_shape(self.embed, self.ends, *first)
+        return split_passes(self.run_layer, own, x, *first, jnp.int32(0), weights_apart=self.plan.splits_backward)
+
+    def run_forward(self, layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> tuple[Any, Any]:
+        """The output of a part, and the residuals of its layers."""
+
+        def run(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, Any]:
+            own, index = own_and_index
+            return self.passes.forward(own, x, microbatch, key, index)
+
+        return jax.lax.scan(run, x, (layers, self.indices(part)))
+
+    def run_backward(self, layers: Any, kept: Any, of_y: Any, microbatch: Any, key: Any, part: Any) -> tuple[Any, Any]:
+        """The gradient of a part's input, and those of its layers, or what their weight gradients take."""
+
+        def run(of_y: Any, of_layer: tuple[Any, Any, jax.Array]) -> tuple[Any, Any]:
+            own, residuals, index = of_layer
+            return self.passes.backward(own, residuals, of_y, microbatch, key, index)
+
+        return jax.lax.scan(run, of_y, (layers, kept, self.indices(part)), reverse=True)
+
+    def run_weights(self, layers: Any, kept: Any, handed: Any, microbatch: Any, key: Any, part: Any) -> Any:
+        """The gradients of a part's layers."""
+        weights = self.passes.weights
+        assert weights is not None
+
+        def run(_: None, of_layer: tuple[Any, Any, Any, jax.Array]) -> tuple[None, Any]:
+            own, residuals, handed, index = of_layer
+            return None, weights(own, residuals, handed, microbatch, key, index)
+
+        return jax.lax.scan(run, None, (layers, kept, handed, self.indices(part)))[1]
 
     def sum_loss(self, x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
         """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
-            return self.model.loss(ends, _with_floats(x, floats), microbatch, _axes_at(key, self.num_layers + 1))
+            return self.model.loss(ends, with_floats(x, floats), microbatch, _axes_at(key, self.num_layers + 1))
 
-        state = TrainState((self.ends, _floats_of(x)), None)
+        state = TrainState((self.ends, floats_of(x)), None)
         return sum_microbatch(loss_fn, state, microbatch, with_grads=with_grads)
 
     @functools.cached_property
@@ -310,67 +398,88 @@ class _Device:
         """Zeros in the shapes of an action's results."""
         first = self.microbatch_at(0)
         x = _zeros(jax.eval_shape(self.embed, self.ends, *first))
-        y = jax.eval_shape(self.run_layers, _chunk_at(self.chunks, 0), x, *first, 0)
+        layers = _chunk_at(self.chunks, 0)
+        y = jax.eval_shape(self.run_layers, layers, x, *first, 0)
         sums = _zeros(jax.eval_shape(functools.partial(self.sum_loss, with_grads=self.plan.with_grads), y, *first))
-        if self.plan.with_grads:
-            sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(_wide_zeros, self.chunks)))
-        return x, _floats_of(x), sums
+        if not self.plan.with_grads:
+            return _Buffers(x), sums
+        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(_wide_zeros, self.chunks)))
+        if self.plan.keeps == "inputs":
+            return _Buffers(x, gradients=floats_of(x)), sums
+        y, kept = _zeros(jax.eval_shape(self.run_forward, layers, x, *first, 0))
+        handed: Any = ()
+        if self.plan.splits_backward:
+            handed = _zeros(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), *first, 0)[1])
+        return _Buffers(x, kept, handed, y, floats_of(x)), sums
 
-    def idle(self, action: Mapping[str, Any], received: Any, sums: StepSums) -> _Done:
+    def idle(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
         """No action. Computing on whatever is there and dropping it could turn an infinite derivative into NaN."""
-        return *self.nothing[:2], sums
+        return self.nothing[0], sums
 
-    def forward(self, action: Mapping[str, Any], received: Any, sums: StepSums) -> _Done:
+    def forward(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
         """The output of a part."""
-        microbatch_and_key = self.microbatch_at(action["microbatch"])
-        x = self.input_of(action, received, microbatch_and_key)
-        x = self.run_layers(_chunk_at(self.chunks, action["chunk"]), x, *microbatch_and_key, action["part"])
+        part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
+        x = self.input_of(action, received.inputs, microbatch_and_key)
+        layers = _chunk_at(self.chunks, action["chunk"])
+        if self.plan.with_grads and self.plan.keeps == "residuals":
+            y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
+            return self.nothing[0]._replace(inputs=y, kept=kept, outputs=y), sums
+        y = self.run_layers(layers, x, *microbatch_and_key, part)
         if not self.plan.with_grads:
             sums = jax.lax.cond(
-                action["part"] == self.plan.num_parts - 1,
-                lambda: _add(sums, self.sum_loss(x, *microbatch_and_key, with_grads=False)),
+                part == self.plan.num_parts - 1,
+                lambda: _add(sums, self.sum_loss(y, *microbatch_and_key, with_grads=False)),
                 lambda: sums,
             )
-        return x, self.nothing[1], sums
+        return self.nothing[0]._replace(inputs=y), sums
 
-    def input_of(self, action: Mapping[str, Any], received: Any, microbatch_and_key: Any) -> Any:
-        return jax.lax.cond(
-            action["part"] == 0, lambda: self.embed(self.ends, *microbatch_and_key), lambda: received[0]
-        )
+    def input_of(self, action: Mapping[str, Any], arrived: Any, microbatch_and_key: Any) -> Any:
+        return jax.lax.cond(action["part"] == 0, lambda: self.embed(self.ends, *microbatch_and_key), lambda: arrived)
 
-    def backward(self, action: Mapping[str, Any], received: Any, sums: StepSums, *, weights: bool) -> _Done:
-        """The gradient of a part's input and, with `weights`, the sums with the gradients of its parameters."""
+    def backward(
+        self, action: Mapping[str, Any], received: _Buffers, sums: StepSums, *, is_weights: bool = False
+    ) -> _Done:
+        """The gradient of a part's input, and the sums of the loss and the ends.
+
+        Also the gradients of its layers, unless weight gradients are actions of their own. With `is_weights`, those
+        alone; from inputs, they take all the rest as well.
+        """
         part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
-        x = self.input_of(action, received, microbatch_and_key)
-
-        def run(layers: Any, floats: Any) -> tuple[Any, Any]:
-            y = self.run_layers(layers, _with_floats(x, floats), *microbatch_and_key, part)
-            return _floats_of(y), y
-
-        _, pull, y = jax.vjp(run, _chunk_at(self.chunks, action["chunk"]), _floats_of(x), has_aux=True)
+        layers = _chunk_at(self.chunks, action["chunk"])
+        kept, y = received.kept, received.outputs
+        if self.plan.keeps == "inputs":
+            x = self.input_of(action, received.kept, microbatch_and_key)
+            y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
         others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
 
         def from_loss() -> tuple[StepSums, Any, Any]:
             of_one = self.sum_loss(y, *microbatch_and_key, with_grads=True)
             ends, floats = of_one.grads
-            floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, _floats_of(y))
-            if not weights:
-                return others, of_ends, floats
+            floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
             return _add(others, of_one._replace(grads=None)), _add(of_ends, ends), floats
 
-        is_last = part == self.plan.num_parts - 1
-        others, of_ends, of_y = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received[1]))
-        of_layers, of_x = pull(of_y)
-        if not weights:
-            return self.nothing[0], of_x, sums
-
-        def through_embed() -> Any:
-            _, pull = jax.vjp(lambda ends: _floats_of(self.embed(ends, *microbatch_and_key)), self.ends)
+        def through_embed(of_x: Any) -> Any:
+            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *microbatch_and_key)), self.ends)
             return _add(of_ends, pull(of_x)[0])
 
-        of_ends = jax.lax.cond(part == 0, through_embed, lambda: of_ends)
-        totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, of_layers)
-        return self.nothing[0], of_x, others._replace(grads=LayeredParams(of_ends, totals))
+        of_x, rest = self.nothing[0].gradients, received.handed
+        if not is_weights or self.plan.keeps == "inputs":
+            is_last = part == self.plan.num_parts - 1
+            found = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received.gradients))
+            of_x, rest = self.run_backward(layers, kept, found[2], *microbatch_and_key, part)
+            if not is_weights:
+                others, of_ends = found[:2]
+                of_ends = jax.lax.cond(part == 0, through_embed, lambda _: of_ends, of_x)
+        done = self.nothing[0]
+        if is_weights:
+            rest = self.run_weights(layers, kept, rest, *microbatch_and_key, part)
+        else:
+            done = done._replace(gradients=of_x)
+        if is_weights or not self.plan.splits_backward:
+            totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, rest)
+        elif self.plan.keeps == "residuals":
+            done = done._replace(handed=rest)
+        return done, others._replace(grads=LayeredParams(of_ends, totals))
 
     @property
     def branches(self) -> list[Callable[..., _Done]]:
@@ -378,40 +487,51 @@ class _Device:
         assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
         if not self.plan.with_grads:
             return [self.idle, self.forward]
-        with_weights = functools.partial(self.backward, weights=True)
         if not self.plan.splits_backward:
-            return [self.idle, self.forward, with_weights]
-        return [self.idle, self.forward, functools.partial(self.backward, weights=False), with_weights]
+            return [self.idle, self.forward, self.backward]
+        return [self.idle, self.forward, self.backward, functools.partial(self.backward, is_weights=True)]
 
 
 def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
-    plan, (no_x, no_gradient, no_sums) = device.plan, device.nothing
+    plan, (none, no_sums) = device.plan, device.nothing
     stage = jax.lax.axis_index(STAGE_AXIS)
     to_next = [(s, (s + 1) % num_stages) for s in range(num_stages if plan.num_chunks > 1 else num_stages - 1)]
     to_previous = [(target, source) for source, target in to_next]
+    keeps_inputs = plan.with_grads and plan.keeps == "inputs"
 
-    def tick(carry: tuple[Any, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[Any, StepSums], None]:
-        (inputs, kept, gradients), sums = carry
+    def tick(carry: tuple[_Buffers, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[_Buffers, StepSums], None]:
+        held, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         # Read here: buffers that branches read are copied in every tick.
-        x = _read(inputs, action["input_slot"])
-        if plan.with_grads:
-            kept = _write(kept, action["keeps_slot"], x)
-            x = _read(kept, action["activation_slot"])
-        received = x, _read(gradients, action["gradient_slot"])
-        y, gradient, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
+        x = _read(held.inputs, action["input_slot"])
+        if keeps_inputs:
+            held = held._replace(kept=_write(held.kept, action["keeps_slot"], x))
+        received = _Buffers(
+            inputs=x,
+            kept=_read(held.kept, action["activation_slot"]),
+            handed=_read(held.handed, action["activation_slot"]),
+            outputs=_read(held.outputs, action["output_slot"]),
+            gradients=_read(held.gradients, action["gradient_slot"]),
+        )
+        done, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
+        held = held._replace(
+            kept=held.kept if keeps_inputs else _write(held.kept, action["keeps_slot"], done.kept),
+            handed=_write(held.handed, action["hands_slot"], done.handed),
+            outputs=_write(held.outputs, action["puts_slot"], done.outputs),
+        )
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
-            inputs = _write(inputs, action["arriving_input_slot"], jax.lax.ppermute(y, STAGE_AXIS, to_next))
+            arriving = jax.lax.ppermute(done.inputs, STAGE_AXIS, to_next)
+            held = held._replace(inputs=_write(held.inputs, action["arriving_input_slot"], arriving))
         if to_next and plan.with_grads:
-            arriving = jax.lax.ppermute(gradient, STAGE_AXIS, to_previous)
-            gradients = _write(gradients, action["arriving_gradient_slot"], arriving)
-        return ((inputs, kept, gradients), sums), None
+            arriving = jax.lax.ppermute(done.gradients, STAGE_AXIS, to_previous)
+            held = held._replace(gradients=_write(held.gradients, action["arriving_gradient_slot"], arriving))
+        return (held, sums), None
 
-    num_inputs, num_kept, num_gradients = plan.num_slots
-    buffers = _buffer(no_x, num_inputs), _buffer(no_x, num_kept), _buffer(no_gradient, num_gradients)
-    (_, sums), _ = jax.lax.scan(tick, (buffers, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
+    of_one = none._replace(kept=none.inputs) if keeps_inputs else none
+    held = _Buffers._make(map(_buffer, of_one, (plan.num_slots[name] for name in _Buffers._fields)))
+    (_, sums), _ = jax.lax.scan(tick, (held, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
     return sums
 
 
@@ -500,18 +620,6 @@ def _write(buffer: Any, slot: Any, value: Any) -> Any:
         return jax.lax.dynamic_update_index_in_dim(leaf, jnp.where(slot >= 0, own, before), slot, 0)
 
     return jax.tree.map(write, buffer, value)
-
-
-def _floats_of(x: Any) -> list[jax.Array]:
-    """The arrays of x that have gradients."""
-    return [leaf for leaf in jax.tree.leaves(x) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-
-def _with_floats(x: Any, floats: list[jax.Array]) -> Any:
-    leaves, structure = jax.tree.flatten(x)
-    given = iter(floats)
-    replaced = [next(given) if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf for leaf in leaves]
-    return jax.tree.unflatten(structure, replaced)
 
 
 def _add(sums: Any, more: Any) -> Any:

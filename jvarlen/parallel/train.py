@@ -21,7 +21,7 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import check_chunks, check_layers_divide, sum_scheduled
+from jvarlen.parallel.scheduled import Keeps, check_chunks, check_layers_divide, sum_scheduled
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, sequence_model
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
@@ -129,6 +129,7 @@ def make_train_step(
     layout: Layout,
     norms: bool = False,
     accumulate: Accumulate | None = None,
+    keeps: Keeps = "inputs",
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -142,6 +143,8 @@ def make_train_step(
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
         each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
+      keeps: what a stage holds from a forward pass to its backward pass: its `"inputs"`, from which the backward pass
+        runs its layers again, or `"residuals"` of its layers, with which they run once.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
@@ -159,10 +162,11 @@ def make_train_step(
     _check_model(model, layout)
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
+    check_choices(keeps=(keeps, Keeps))
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
-        _sums_of(model, mesh, layout, accumulate),
+        _sums_of(model, mesh, layout, accumulate, keeps),
         _sums_of(model, mesh, layout, with_grads=False),
         optimizer,
         norms=norms,
@@ -321,6 +325,7 @@ def _sums_of(
     mesh: Mesh,
     layout: Layout,
     accumulate: Accumulate | None = None,
+    keeps: Keeps = "inputs",
     *,
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
@@ -338,7 +343,7 @@ def _sums_of(
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
             sum_of = functools.partial(sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks)
-            options["param_specs"] = other_specs
+            options |= {"param_specs": other_specs, "keeps": keeps}
             if layout.zero == 3:
                 specs = options["param_specs"] = specs_of(state.params, padded=False)
             if layout.zero >= 2 and accumulate == "shards" and with_grads:

@@ -97,27 +97,32 @@ def sums_without_stages(num_layers, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("text", "num_layers", "num_microbatches"),
+    ("text", "num_layers", "num_microbatches", "keeps"),
     [
-        ("stage4.gpipe", 4, 8),
-        ("data2.stage2.1f1b", 4, 8),
-        ("stage4.1f1b", 4, 2),
-        ("data2.stage4", 8, 8),
-        ("stage4", 4, 2),
-        ("stage4", 8, 1),
-        ("data2", 4, 8),
-        ("stage4.zero_bubble", 4, 8),
-        ("data2.stage2.zero_bubble", 4, 2),
-        ("data2.stage2.interleaved.chunks2", 8, 8),
-        ("stage4.interleaved.chunks2", 8, 8),
-        ("stage4.interleaved.chunks3", 12, 4),
+        ("stage4.gpipe", 4, 8, "inputs"),
+        ("data2.stage2.gpipe", 8, 8, "residuals"),
+        ("data2.stage2.1f1b", 4, 8, "inputs"),
+        ("stage4.1f1b", 4, 2, "inputs"),
+        ("stage4.1f1b", 4, 8, "residuals"),
+        ("data2.stage4", 8, 8, "inputs"),
+        ("stage4", 4, 2, "inputs"),
+        ("stage4", 8, 1, "inputs"),
+        ("data2.stage4", 8, 8, "residuals"),
+        ("data2", 4, 8, "residuals"),
+        ("stage4.zero_bubble", 4, 8, "inputs"),
+        ("data2.stage2.zero_bubble", 4, 2, "inputs"),
+        ("stage4.zero_bubble", 4, 8, "residuals"),
+        ("data2.stage2.zero_bubble", 8, 8, "residuals"),
+        ("data2.stage2.interleaved.chunks2", 8, 8, "inputs"),
+        ("stage4.interleaved.chunks2", 8, 8, "residuals"),
+        ("stage4.interleaved.chunks3", 12, 4, "residuals"),
     ],
 )
-def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches):
+def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches, keeps):
     expected = sums_without_stages(num_layers, num_microbatches)
     with jax.enable_x64(True):
         state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
-        found = jax.jit(sums_on(NOISY, text))(state, noisy_batch(num_microbatches))
+        found = jax.jit(sums_on(NOISY, text, keeps=keeps))(state, noisy_batch(num_microbatches))
         assert_equal_trees(found, expected, 1e-12)
         assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
 
@@ -165,25 +170,25 @@ def trained_whole(packed):
 
 
 @pytest.mark.parametrize(
-    ("text", "packed"),
+    ("text", "packed", "keeps"),
     [
-        ("data2.stage2.gpipe", True),
-        ("stage4.1f1b", False),
-        ("data2.stage4.zero1", True),
-        ("data2.stage2.zero1.interleaved.chunks2", False),
-        ("data4.stage2.zero_bubble", True),
-        ("data2.stage2.tensor2.zero1", False),
-        ("stage2.tensor2.sequence_parallel.interleaved.chunks2", False),
+        ("data2.stage2.gpipe", True, "inputs"),
+        ("stage4.1f1b", False, "residuals"),
+        ("data2.stage4.zero1", True, "inputs"),
+        ("data2.stage2.zero1.interleaved.chunks2", False, "inputs"),
+        ("data4.stage2.zero_bubble", True, "residuals"),
+        ("data2.stage2.tensor2.zero1", False, "inputs"),
+        ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
     ],
 )
-def test_the_transformer_trains_as_one_device(text, packed):
+def test_the_transformer_trains_as_one_device(text, packed, keeps):
     """10 steps of AdamW, clipped by the norm of the whole gradient."""
     expected_losses, expected = trained_whole(packed)
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     with jax.enable_x64(True):
         state = init_state(jax.tree.map(np.float64, PARAMS), optimizer, model=model, **on)
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-        step = jax.jit(make_layout_step(model, optimizer, **on), donate_argnums=0)
+        step = jax.jit(make_layout_step(model, optimizer, keeps=keeps, **on), donate_argnums=0)
         state, losses = take_steps(step, state, packed)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
         assert step._cache_size() == 1
@@ -262,6 +267,70 @@ def test_temporaries_do_not_grow_with_microbatches():
     assert held("stage4.1f1b", 16) == pytest.approx(eager[0] - 3, abs=0.1)
 
 
+def test_residuals_are_held_as_the_schedule_says():
+    """In activations; a layer keeps two, its input and its tanh."""
+
+    def held(text, num_microbatches, keeps="residuals"):
+        batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
+        executable = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(simple_state(4), batch).compile()
+        return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
+
+    eager = held("stage4.eager_1f1b", 8)
+    assert held("stage4.eager_1f1b", 32) == pytest.approx(eager, abs=0.1)
+    assert eager - held("stage4.eager_1f1b", 8, "inputs") < 7 + 6
+    assert held("stage4.1f1b", 8) == pytest.approx(eager - 2 * 3, abs=0.1)
+    assert held("stage4.gpipe", 32) - held("stage4.gpipe", 8) < 24 * 3 + 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "of_inputs"), [("stage4", 4), ("stage4.interleaved.chunks2", 4), ("stage4.zero_bubble", 6)]
+)
+def test_layers_run_once_with_residuals(text, of_inputs):
+    """A layer has one product; its backward pass has two. Counted in the programs of all kinds of actions."""
+    batch, state = jax.ShapeDtypeStruct((8, 4, 8), np.float32), simple_state(8)
+    for keeps, expected in (("inputs", of_inputs), ("residuals", 3)):
+        lowered = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(state, batch)
+        assert lowered.as_text().count("stablehlo.dot_general") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "keeps", "times"),
+    [
+        ("stage4.gpipe", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("stage2.interleaved.chunks2", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("stage4.zero_bubble", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("stage4.zero_bubble", "inputs", {"F": 3, "B": 2, "W": 1}),
+    ],
+)
+def test_every_layer_works_as_often_as_the_schedule_says(text, keeps, times):
+    """Counted while it runs, for each microbatch. From inputs, B and W compute the forward pass, and W all of B."""
+    ran = []
+
+    def work(kind, x):
+        def noted(x):
+            ran.append(kind)
+            return np.zeros_like(x)
+
+        return x + jax.pure_callback(noted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    @jax.custom_vjp
+    def run(own, x):
+        return work("F", own + x)
+
+    def back(_, of_y):
+        of_x = work("B", of_y)
+        return work("W", of_x), of_x
+
+    run.defvjp(lambda own, x: (run(own, x), None), back)
+    model = SIMPLE._replace(layer=lambda own, x, microbatch, axes: run(own["k"], x))
+    params = LayeredParams({"in": np.ones(3, np.float32)}, {"k": np.zeros((4, 3), np.float32)})
+    step = jax.jit(sums_on(model, text, keeps=keeps))
+    jax.block_until_ready(step(init_train_state(params, optax.identity()), np.ones((4, 3), np.float32)))
+    num_of = {kind: ran.count(kind) / 4 for kind in "FBW"}
+    skipped = {"F": 1, "B": 0, "W": 0} if keeps == "inputs" else dict.fromkeys("FBW", 0)  # of the last part
+    assert num_of == {kind: 4 * number - skipped[kind] for kind, number in times.items()}
+
+
 @pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.chunks2"])
 def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
     batch, layout = jax.ShapeDtypeStruct((16, 4, 8), np.float32), Layout.parse(text)
@@ -287,7 +356,9 @@ def test_idle_ticks_do_not_reach_the_gradient():
     state = init_train_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
     batch = jnp.arange(1.0, 7).reshape(2, 3)
     expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
-    assert_equal_trees(jax.jit(sums_on(rooted, "stage4.zero_bubble"))(state, batch), expected, 1e-5)
+    for keeps in ("inputs", "residuals"):
+        found = jax.jit(sums_on(rooted, "stage4.zero_bubble", keeps=keeps))(state, batch)
+        assert_equal_trees(found, expected, 1e-5)
 
 
 def test_gradients_of_bfloat16_are_summed_in_float32():
