@@ -294,6 +294,7 @@ def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
 
 
 def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
+    _tensor_specs(model, layout)
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")

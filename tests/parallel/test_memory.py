@@ -38,21 +38,35 @@ def test_the_papers_table(n):
     assert bills[3].gathered == 6 * P // 4  # a layer in bfloat16, and its gradient in float32
 
 
-@pytest.mark.parametrize("text", ["data4", "data4.zero1", "data4.zero2", "data4.zero3", "data7.zero2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "data4",
+        "data4.zero2",
+        "data4.zero3",
+        "data7.zero2",
+        "data2.sequence2.zero2",
+        "data2.stage2.tensor2",
+        "data2.stage2.zero3",
+        "stage2.chunks2.interleaved",
+    ],
+)
 def test_the_bill_is_that_of_the_compiled_program(text):
     layout, bucket = Layout.parse(text), Bucket(2, 32)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
-    bill = memory_bill(layout, params, optimizer, (2, 32), model=model)
+    num_microbatches = (4 if layout.stage > 1 else 2) * layout.num_shards
+    bill = memory_bill(layout, params, optimizer, (2, 32), model=model, microbatches_per_step=num_microbatches)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert bill.params + bill.opt_state == on_first
     train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
-        train_step, state, [bucket], microbatches_per_step=2 * layout.data, mesh=mesh, progress=False
+        train_step, state, [bucket], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
     )
     (row,) = step.ledger
-    batch_bytes = 2 * (2 * 32 * 8 + 2 * 4)  # of two microbatches: tokens, weights, lengths
+    # Of a data shard's microbatches: tokens, weights, lengths. Rows that are spread are whole on every device.
+    batch_bytes = num_microbatches // layout.data * (2 * 32 * 8 + 2 * 4)
     assert row.argument_bytes == on_first + batch_bytes
     billed = bill.total - bill.params - bill.opt_state
     assert 0.8 < row.temp_bytes / billed < 1.4
@@ -91,10 +105,24 @@ def test_what_a_layout_cannot_train_is_refused():
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
     with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
         memory_bill(Layout(data=4, zero=3), params, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"does not count stages, and the layout data2\.stage2 has 2$"):
+    with pytest.raises(ValueError, match="stage2 takes LayeredParams, not a dict"):
         memory_bill(Layout(data=2, stage=2), params, optax.sgd(1.0))
     with pytest.raises(ValueError, match="zero3 takes a LayeredModel, and loss_fn is a loss function"):
         memory_bill(Layout(data=4, zero=3), BIG, optax.sgd(1.0), model=make_loss_fn(MODEL))
+
+
+def test_kept_residuals_are_counted_for_each_slot():
+    params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
+
+    def activations(num_microbatches, keeps, schedule="eager_1f1b"):
+        layout = Layout(stage=4, schedule=schedule)
+        counts = {"microbatches_per_step": num_microbatches, "keeps": keeps}
+        return memory_bill(layout, params, optimizer, (2, 32), model=model, **counts).activations
+
+    assert activations(8, "inputs") == activations(32, "inputs") < activations(8, "residuals")
+    more = activations(32, "residuals", "gpipe") - activations(8, "residuals", "gpipe")
+    per_layer = memory_bill(Layout(), params, optimizer, (2, 32), model=model).activations / 4
+    assert 0.5 < more / (24 * per_layer) < 1.5
 
 
 def in_bfloat16(tree):

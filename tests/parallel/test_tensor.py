@@ -19,7 +19,6 @@ from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.memory import memory_bill
 from jvarlen.parallel.tensor import (
     TensorSpec,
     check_tensor_divides,
@@ -478,7 +477,3 @@ def test_what_cannot_be_trained_over_tensor_is_refused():
     state = init_state(params, optimizer, model=layered(MODEL), **on)
     with pytest.raises(ValueError, match=needs):
         gather_params(state, **on)
-    with pytest.raises(
-        ValueError, match=r"memory_bill does not count what lies along 'tensor', .* data2.tensor2 has 2 of"
-    ):
-        memory_bill(layout, params, optimizer, Bucket(3, 8), model=layered(MODEL))
