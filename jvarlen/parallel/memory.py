@@ -5,6 +5,7 @@ Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches o
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def memory_bill(
     """
     check_layout(layout, params, model)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
-        params = jax.eval_shape(lambda params: split_params(params, model.specs, layout.tensor), params)
+        params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
     other_specs = other_specs_of(params, model, layout)
@@ -135,14 +136,15 @@ def memory_bill(
     grads = _bytes_of(params, specs, layout)
     activations = None
     if model is not None and bucket is not None:
-        activations = _Activations(model, layout, state, other_specs, bucket, batch_spec)
+        on_device = _Activations(model, layout, state, other_specs, bucket, batch_spec)
+        activations = on_device.num_bytes(microbatches_per_step, keeps)
     return MemoryBill(
         params=_bytes_of(params, specs_of_state.params, layout),
         grads=grads,
         accumulation=_bytes_of(wide, specs, layout) - grads,
         opt_state=_bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
         gathered=_gathered_bytes(params, layout, model, other_specs),
-        activations=activations and activations.num_bytes(microbatches_per_step, keeps),
+        activations=activations,
     )
 
 
