@@ -1,4 +1,4 @@
-"""Draws the SVG pictures of "How a plan is made", "Collectives" and "Pipeline schedules".
+"""Draws the SVG pictures of "How a plan is made", "Collectives", "Pipeline schedules" and "One plan, any layout".
 
 `python docs/pictures.py` writes them all. Pictures of the example are drawn here, and are byte-identical everywhere.
 Pictures of the built-in corpus depend on the Python version, because the corpus is its standard library. Letters: N
@@ -20,10 +20,11 @@ from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
+from jvarlen.reports.memory_figures import draw_memory
 from jvarlen.reports.plan_figures import draw_plan
 from jvarlen.reports.schedule_figures import draw_timelines
 
-__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "draw_schedules", "to_file"]
+__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "draw_layouts", "draw_schedules", "to_file"]
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -80,6 +81,25 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
         schedule = parallel.token_slices(4, 1, len(slices))
         sliced.append(schedule.simulate({"F": forward, "B": 2 * forward}, "mpmd"))
     yield "schedules-slices", draw_timelines(*sliced)
+
+
+def draw_layouts() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of each picture of layouts. What JAX keeps for the backward pass depends on its version."""
+    import jax
+    import optax
+
+    from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+
+    config = TransformerConfig(num_layers=24, width=1024, num_heads=16, vocab_size=32_000)
+    shapes = jax.eval_shape(lambda: stack_layers(init_params(config, seed=0)))
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    layouts = ("data8", "data8.zero1", "data8.zero3", "data2.tensor4.zero1", "data2.sequence4.zero3", "data2.stage4")
+    bills = {
+        text: parallel.memory_bill(parallel.Layout.parse(text), shapes, optimizer, (1, 8192), model=layered(config))
+        for text in layouts
+    }
+    yield "layouts-memory", draw_memory(bills)
+    yield "layouts-stages", draw_timelines(parallel.eager_1f1b(4, 8).simulate({"F": 1, "B": 2}))
 
 
 def to_file(svg: str) -> str:
@@ -247,7 +267,7 @@ def _text(
 def main() -> None:
     """Writes all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for name, svg in [*draw_example(), *draw_schedules(), *draw_corpus()]:
+    for name, svg in [*draw_example(), *draw_schedules(), *draw_layouts(), *draw_corpus()]:
         (FOLDER / f"{name}.svg").write_text(to_file(svg) + "\n")
 
 

@@ -213,6 +213,16 @@ def test_pictures_of_schedules_show_what_the_library_draws(pictures):
 
 
 @pytest.mark.slow
+def test_pictures_of_layouts_show_what_the_library_draws(pictures):
+    """But for the bytes of activations, which depend on the version of JAX."""
+    for name, svg in pictures.draw_layouts():
+        drawn, saved = (
+            [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
+            for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())
+        )
+        assert drawn == saved != [], f"{name} is out of date: run `python docs/pictures.py`"
+
+
 def test_pictures_of_the_corpus_show_what_the_library_draws(pictures):
     """Their numbers depend on the standard library of the Python that drew them."""
 
@@ -221,7 +231,8 @@ def test_pictures_of_the_corpus_show_what_the_library_draws(pictures):
 
     drawn = dict(pictures.draw_corpus())
     others = {**dict(pictures.draw_example()), **dict(pictures.draw_schedules())}
-    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*drawn, *others}
+    of_layouts = {"layouts-memory", "layouts-stages"}
+    assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*drawn, *others, *of_layouts}
     for name, svg in drawn.items():
         assert words(svg) == words((DOCS / "pictures" / f"{name}.svg").read_text()) != []
 

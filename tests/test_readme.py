@@ -126,6 +126,12 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
     assert names["chunks"].sum() == names["total"][:6].sum()
 
 
+@pytest.mark.slow
+def test_the_guide_to_layouts_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("layouts.md", capsys)
+    assert names["expected"][0] > names["expected"][-1] > 0
+
+
 def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("sequence_parallel.md", capsys)
     assert names["expected"] > 25
