@@ -129,7 +129,7 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
 @pytest.mark.slow
 def test_the_guide_to_layouts_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("layouts.md", capsys)
-    assert names["expected"][0] > names["expected"][-1] > 0
+    assert len(names["expected"]) == names["plan"].num_steps
 
 
 def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -36,8 +37,9 @@ def assert_layout_invariant(
 ) -> list[Layout]:
     """Asserts that some steps give the same losses, gradient norms and parameters on any layout as on one device.
 
-    Everything is computed in float64, where a mistake stands out from rounding. All steps are on the same batch.
-    Layouts need devices: `jvarlen.distributed.split_cpu` splits the CPU into several.
+    Parameters are compared after the first and after the last step. Everything is computed in float64, where a mistake
+    stands out from rounding. All steps are on the same batch. Layouts need devices: `jvarlen.distributed.split_cpu`
+    splits the CPU into several.
 
     Args:
       model: as for `parallel.make_train_step`.
@@ -72,16 +74,15 @@ def assert_layout_invariant(
     with jax.enable_x64(True):
         params, batch = (jax.tree.map(_in_float64, tree) for tree in (params, batch))
         whole = jax.jit(make_train_step(whole_loss_fn, optimizer, norms=True))
-        state, expected = _take_steps(whole, init_train_state(params, optimizer, seed=seed), batch, num_steps)
-        expected |= _by_name(state.params)
+        _, expected = _take_steps(whole, init_train_state(params, optimizer, seed=seed), batch, num_steps)
 
         def values_on(layout: Layout) -> dict[str, np.ndarray]:
             on: dict[str, Any] = {"mesh": parallel.layout_mesh(layout), "layout": layout}
             state = parallel.init_state(params, optimizer, model=model, seed=seed, **on)
             step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on))
             placed = jax.device_put(batch, batch_shardings(batch, on["mesh"]))
-            state, values = _take_steps(step, state, placed, num_steps)
-            return values | _by_name(parallel.gather_params(state, model=model, **on))
+            gather = functools.partial(parallel.gather_params, model=model, **on)
+            return _take_steps(step, state, placed, num_steps, gather)[1]
 
         differing = {}
         for layout in chosen:
@@ -97,19 +98,25 @@ def assert_layout_invariant(
 
 
 def _take_steps(
-    step: Callable[..., Any], state: TrainState, batch: Any, num_steps: int
+    step: Callable[..., Any],
+    state: TrainState,
+    batch: Any,
+    num_steps: int,
+    params_of: Callable[[TrainState], Any] = lambda state: state.params,
 ) -> tuple[TrainState, dict[str, np.ndarray]]:
-    """The state after some steps, and the loss and the gradient norm of each, by name."""
-    values = {}
+    """The state after some steps; by name, loss and gradient norm of each, and parameters after the first and last."""
+    values: dict[str, np.ndarray] = {}
     for number in range(num_steps):
         state, metrics = step(state, batch)
+        if number in (0, num_steps - 1):
+            values |= _by_name(params_of(state), f" after step {number}")
         values[f"loss of step {number}"] = np.asarray(metrics.loss)
         values[f"gradient norm of step {number}"] = np.asarray(metrics.grad_norm)
     return state, values
 
 
-def _by_name(params: Any) -> dict[str, np.ndarray]:
-    return {f"params{name}": np.asarray(leaf) for name, leaf in leaves_by_name(params).items()}
+def _by_name(params: Any, when: str) -> dict[str, np.ndarray]:
+    return {f"params{name}{when}": np.asarray(leaf) for name, leaf in leaves_by_name(params).items()}
 
 
 def _differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], rtol: float) -> list[str]:
