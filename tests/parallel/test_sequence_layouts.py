@@ -115,13 +115,15 @@ def test_parts_of_rows_go_with_every_other_axis(text):
     assert_layout_invariant(model, stack_layers(init_params(MODEL, 0)), batch, [text], num_steps=2)
 
 
-def test_evaluation_counts_every_token_once():
-    layout = Layout.parse("data2.sequence2.zero3.sequence_from16")
+@pytest.mark.parametrize("text", ["data2.sequence2.zero3", "data2.stage2.sequence2"])
+def test_evaluation_counts_every_token_once(text):
+    layout = Layout.parse(text)
     mesh, optimizer, model = layout_mesh(layout), optax.sgd(1.0), layered(MODEL)
     state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
     evaluate = jax.jit(make_eval_step(model, mesh=mesh, layout=layout))
-    first = on_one_device()[0]
-    metrics = evaluate(state, planned()[0])[1]
+    batch, first = planned()[0], on_one_device()[0]
+    assert batch.tokens.shape[2] == LONG.length
+    metrics = evaluate(state, batch)[1]
     np.testing.assert_allclose(metrics.loss, first.loss, rtol=1e-5)
     assert metrics.num_tokens == first.num_tokens
 
