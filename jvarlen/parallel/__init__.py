@@ -5,6 +5,7 @@
 - `layers`: a model by layers, which is what most of the others cut up.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
+- `portable`: states of any layout in the form of one device, as checkpoints hold them.
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.memory import memory_bill
+    from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import (
         Schedule,
         Timeline,
@@ -91,6 +93,7 @@ __all__ = [
     "merge_params",
     "one_f_one_b",
     "partition_specs",
+    "portable_form",
     "row_linear",
     "sequence_positions",
     "shard_positions",
@@ -114,6 +117,7 @@ _NAMES_OF = {
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.layout": ("Layout",),
     "parallel.memory": ("memory_bill",),
+    "parallel.portable": ("portable_form",),
     "parallel.schedules": (
         "Schedule",
         "Timeline",

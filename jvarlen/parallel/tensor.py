@@ -42,11 +42,13 @@ __all__ = [
     "crop_vocabularies",
     "enter_tensor_parallel",
     "leave_tensor_parallel",
+    "map_splits",
     "merge_params",
     "partition_specs",
     "row_linear",
     "split_params",
     "sum_over_positions",
+    "swap_blocks",
     "take_features",
     "take_positions",
     "tensor_parallel_model",
@@ -392,9 +394,9 @@ def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
         if missing := -np.shape(leaf)[dim] % num_devices:  # values of a vocabulary
             pad = np.pad if isinstance(leaf, np.ndarray) else jnp.pad
             leaf = pad(leaf, [(0, missing if i == dim else 0) for i in range(np.ndim(leaf))])
-        return _swap(leaf, dim, spec.num_blocks, num_devices)
+        return swap_blocks(leaf, dim, spec.num_blocks, num_devices)
 
-    return _map_splits(split, specs, params)
+    return map_splits(split, specs, params)
 
 
 def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
@@ -410,9 +412,9 @@ def merge_params(params: LayeredParams, specs: LayeredParams, num_devices: int) 
     """
 
     def merge(spec: TensorSpec, leaf: Any, dim: int) -> Any:
-        return _swap(leaf, dim, num_devices, spec.num_blocks)
+        return swap_blocks(leaf, dim, num_devices, spec.num_blocks)
 
-    return crop_vocabularies(_map_splits(merge, specs, params), specs)
+    return crop_vocabularies(map_splits(merge, specs, params), specs)
 
 
 def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredParams:
@@ -431,10 +433,10 @@ def crop_vocabularies(params: LayeredParams, specs: LayeredParams) -> LayeredPar
             return leaf
         return leaf[(slice(None),) * dim + (slice(spec.num_values),)]
 
-    return _map_splits(crop, specs, params)
+    return map_splits(crop, specs, params)
 
 
-def _swap(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
+def swap_blocks(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
     """Of a dimension of outer · inner runs, those of one inner place together."""
     if num_outer == 1 or num_inner == 1:
         return leaf
@@ -461,13 +463,13 @@ def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int)
     names = LayeredParams(
         *(jax.tree.map_with_path(lambda path, _: jax.tree_util.keystr(path), part) for part in params)
     )
-    _map_splits(check, specs, params, names)
+    map_splits(check, specs, params, names)
     if offenders:
         raise UserError(f"the {num_devices} devices of the axis {TENSOR_AXIS!r} do not divide {list_first(offenders)}")
 
 
-def _map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
-    """`change(spec, leaf, dim, …)` of what is split; others as they are."""
+def map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: LayeredParams) -> LayeredParams:
+    """`change(spec, leaf, dim, …)` of what lies along dimension dim, with `TensorSpec`; others as they are."""
 
     def changed(num_leading: int) -> Callable[..., Any]:
         def of_leaf(spec: Any, leaf: Any, *others: Any) -> Any:

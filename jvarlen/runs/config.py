@@ -217,8 +217,9 @@ class FitConfig(DataConfig, DeviceConfig):
     """Number of devices, for each process; all devices together must divide the microbatches of a step.
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
-    """How a step spreads over all devices, such as data4.zero2: data-parallel shards, and a ZeRO level from 0 to 3.
-    The numbers are the same. None: data parallelism."""
+    """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. None: data
+    parallelism."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)

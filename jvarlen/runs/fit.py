@@ -37,7 +37,6 @@ from jvarlen.distributed.processes import (
 from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.zero import unpadded
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, saved_settings
@@ -61,7 +60,8 @@ class FitResult(NamedTuple):
     Attributes:
       summary: figures of the run.
       run_dir: the directory of plan, metrics, settings, checkpoints, curves and summary.
-      state: parameters and optimizer state after the last step.
+      state: parameters and optimizer state after the last step, on any layout in the form of one device, that of the
+        parameters that `fit` got or of `init_params`; with ZeRO, arrays of the optimizer may be padded with zeros.
     """
 
     summary: Summary
@@ -169,7 +169,7 @@ def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple
         num_devices = config.layout.num_devices
     if mesh is None and (num_devices is not None or has_processes or jax.process_count() > 1):
         mesh = launch(dataclasses.replace(config, devices=num_devices))
-        if config.layout is not None and config.layout.stage > 1:
+        if config.layout is not None and config.layout.num_devices > config.layout.data:
             mesh = layout_mesh(config.layout, mesh.devices.flatten().tolist())
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
@@ -196,13 +196,14 @@ def _fit(
     state = task.init_state(course.optimizer, config.seed, mesh, config.layout)
     if mesh is not None and config.layout is None:
         state = _place(state, mesh)
+    form = task.form_of(state, course.optimizer, mesh, config.layout)
     checkpoints = held.enter_context(
         open_checkpoints(
             run_dir / "checkpoints",
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             config=saved_settings(config),
-            unpadded=None if config.layout is None else functools.partial(unpadded, layout=config.layout),
+            form=form,
         )
     )
     place = course.first_place()
@@ -256,7 +257,7 @@ def _fit(
             say("Ledger", ledger.table())
             say("Summary", str(summary))
             print(run_dir, flush=True)
-    return FitResult(summary, run_dir, trained.state)
+    return FitResult(summary, run_dir, trained.state if form is None else form.save(trained.state))
 
 
 class _Compiled(NamedTuple):

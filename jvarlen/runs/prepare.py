@@ -22,7 +22,7 @@ from jvarlen.distributed.processes import gather_texts, is_main_process, togethe
 from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.memory import memory_bill
-from jvarlen.parallel.train import check_layout
+from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.report import length_histogram
 from jvarlen.runs.config import FitConfig, shared_settings
@@ -76,8 +76,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
       mesh: the devices; None for one.
     """
     _check_mesh(config, mesh)
-    if config.layout is not None and task.loss_fn is not None:
-        check_layout(config.layout, task.params, task.loss_fn)
+    if config.layout is not None:
+        task.check_layout(config.layout, config.model)
     if config.compile.cache_dir is not None:
         use_compilation_cache(config.compile.cache_dir)  # now: drawing the weights is compiled as well
     with together("open the data"):
@@ -95,6 +95,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
     config = dataclasses.replace(config, plan=chooser.choose(lengths, eval_lengths, max_steps))
     with together("plan the training"):
         course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
+        if config.layout is not None:
+            check_portable(task.params, course.optimizer, layout=config.layout, model=task.loss_fn)
         rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
         plan, costs = course.plan_of_epoch(0), config.plan
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
@@ -109,8 +111,16 @@ def show_bills(prepared: Prepared, mesh: Mesh | None) -> None:
     bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = config.layout or Layout(data=1 if mesh is None else mesh.devices.size)
     batch_spec = prepared.batch_spec()
+    model, params = stack_for(layout, task.loss_fn, task.params)
     memory = memory_bill(
-        layout, task.params, course.optimizer, bucket, model=task.loss_fn, extra=task.extra, batch_spec=batch_spec
+        layout,
+        params,
+        course.optimizer,
+        bucket,
+        model=model,
+        extra=task.extra,
+        batch_spec=batch_spec,
+        microbatches_per_step=config.plan.microbatches_per_step,
     )
     shape = "×".join(map(str, bucket))
     say(f"Memory of a step of {shape} on {layout}", str(memory))
@@ -153,10 +163,5 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if config.layout is not None and config.layout.tensor > 1:
-        raise UserError(
-            f"tensor{config.layout.tensor} of the layout {config.layout} cannot be trained on by runs, whose "
-            "checkpoints can be resumed on any layout: use parallel.make_train_step"
-        )
     if mesh is not None:
         batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)

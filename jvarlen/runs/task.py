@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,13 +20,16 @@ from jvarlen.loading.plan_source import CollateFn, PlanSource
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
+from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.train import check_layout
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.summary import Evaluation
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, make_eval_step, make_train_step
-from jvarlen.training.train_state import TrainState, init_train_state
+from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
 __all__ = ["BatchSpec", "Task"]
 
@@ -70,15 +74,29 @@ class Task:
         """The same with the built-in model of these settings, if there is no loss yet."""
         if self.loss_fn is not None:
             return self
-        if layout is not None and layout.stage > 1:
-            raise UserError(
-                f"stage{layout.stage} of the layout {layout} takes a LayeredModel as loss_fn, with LayeredParams: the "
-                "parameters of the built-in model are not stacked in runs"
-            )
         model = dataclasses.replace(model, vocab_size=vocab_size)
-        by_layers = layout is not None and layout.zero == 3
-        loss_fn = layered(model)._replace(stack=stack_layers) if by_layers else make_loss_fn(model)
+        loss_fn = _by_layers(model) if _takes_layers(layout) else make_loss_fn(model)
         return dataclasses.replace(self, loss_fn=loss_fn, params=init_params(model, seed), is_language_model=True)
+
+    def check_layout(self, layout: Layout, model: TransformerConfig) -> None:
+        """Raises ValueError if a layout is not for this model, or without one for the built-in model of the settings.
+
+        Nothing is computed.
+        """
+        loss_fn, params = self.loss_fn, self._shapes
+        if loss_fn is None:
+            loss_fn = _by_layers(model) if _takes_layers(layout) else make_loss_fn(model)
+            params = jax.eval_shape(lambda: init_params(model, 0))
+            if model.num_heads % layout.tensor:
+                raise UserError(
+                    f"tensor{layout.tensor} of the layout {layout} does not divide the model's num_heads "
+                    f"({model.num_heads})"
+                )
+        loss_fn, params = stack_for(layout, loss_fn, params)
+        check_layout(layout, params, loss_fn)
+        if layout.tensor > 1:
+            split = functools.partial(split_params, specs=loss_fn.specs, num_devices=layout.tensor)
+            jax.eval_shape(split, params)
 
     def measure(self, evaluation: Evaluation) -> float:
         """The metric of an evaluation, lower is better: bits per token, or the user's loss."""
@@ -135,7 +153,16 @@ class Task:
         of_state: dict[str, Any] = {"extra": self.extra, "seed": seed if takes_key else None}
         if mesh is None or layout is None:
             return init_train_state(self.params, optimizer, **of_state)
-        return parallel.init_state(self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn, **of_state)
+        model, params = stack_for(layout, self.loss_fn, self.params)
+        return parallel.init_state(params, optimizer, mesh=mesh, layout=layout, model=model, **of_state)
+
+    def form_of(
+        self, state: TrainState, optimizer: optax.GradientTransformation, mesh: Mesh | None, layout: Layout | None
+    ) -> PortableForm | None:
+        """The form of states on one device, which checkpoints hold; None if states have it already."""
+        if mesh is None or layout is None:
+            return None
+        return portable_form(state, self.params, optimizer, mesh=mesh, layout=layout, model=self.loss_fn)
 
     def train_step(
         self, optimizer: optax.GradientTransformation, mesh: Mesh | None = None, layout: Layout | None = None
@@ -144,14 +171,37 @@ class Task:
         if mesh is None or layout is None:
             return make_train_step(self.whole_loss_fn, optimizer, mesh=mesh)
         assert self.loss_fn is not None
-        return parallel.make_train_step(self.loss_fn, optimizer, mesh=mesh, layout=layout)
+        model, _ = stack_for(layout, self.loss_fn, self._shapes)
+        return parallel.make_train_step(model, optimizer, mesh=mesh, layout=layout)
 
     def eval_step(self, mesh: Mesh | None = None, layout: Layout | None = None) -> StepFn:
         """The step of evaluations to compile."""
         loss_fn = self.eval_loss_fn or self.loss_fn
-        if mesh is None or layout is None or not isinstance(loss_fn, LayeredModel):
+        if mesh is None or layout is None:
             return make_eval_step(_whole(loss_fn, takes_key=False), mesh=mesh)
-        return parallel.make_eval_step(loss_fn, mesh=mesh, layout=layout)
+        trained = self.loss_fn
+        if isinstance(loss_fn, LayeredModel) and isinstance(trained, LayeredModel) and loss_fn.stack is trained.stack:
+            model, _ = stack_for(layout, loss_fn, self._shapes)
+            return parallel.make_eval_step(model, mesh=mesh, layout=layout)
+        step = make_eval_step(_whole(loss_fn, takes_key=False), mesh=mesh)
+
+        def eval_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
+            params = portable_params(state.params, self._shapes, layout=layout, model=self.loss_fn)
+            return state, step(state._replace(params=params), batch)[1]
+
+        return eval_step
+
+    @property
+    def _shapes(self) -> Any:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), _dtype(leaf)), self.params)
+
+
+def _takes_layers(layout: Layout | None) -> bool:
+    return layout is not None and (layout.zero == 3 or layout.num_devices > layout.data)
+
+
+def _by_layers(model: TransformerConfig) -> LayeredModel:
+    return layered(model)._replace(stack=stack_layers)
 
 
 def _whole(loss_fn: LossFn | LayeredModel | None, *, takes_key: bool = True) -> LossFn:

@@ -28,10 +28,10 @@ import re
 import shutil
 import uuid
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import dacite
 import jax
@@ -45,7 +45,7 @@ from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
 from jvarlen.training.manifest import check_manifest, write_manifest
 
-__all__ = ["Checkpoints", "Place", "open_checkpoints", "read_params"]
+__all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params"]
 
 _OLD_NAMES = {"held_out_bits_per_byte_before": "held_out_before"}  # of fields of `Place` in earlier checkpoints
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
@@ -83,6 +83,47 @@ class Place:
     held_out_before: float | None = None
 
 
+@runtime_checkable
+class StateForm(Protocol):
+    """The form of states in checkpoints, where it is not that of the steps."""
+
+    @property
+    def shapes(self) -> Any:
+        """A pytree of `jax.ShapeDtypeStruct`: the form of checkpoints, without padding."""
+
+    def like(self, state: Any) -> Any:
+        """What `save` gives, without computing it.
+
+        Args:
+          state: of the steps.
+
+        Returns:
+          The form of checkpoints: arrays that the state shares, and `jax.ShapeDtypeStruct` with shardings of others.
+          Ends of dimensions may be padded with zeros.
+        """
+
+    def save(self, state: Any) -> Any:
+        """A state in the form of checkpoints. It compiles nothing.
+
+        Args:
+          state: of the steps.
+
+        Returns:
+          The form of checkpoints; arrays that are the same are shared with the state.
+        """
+
+    def restore(self, saved: Any, state: Any) -> Any:
+        """The inverse of `save`.
+
+        Args:
+          saved: with the shapes and shardings of `like(state)`.
+          state: of the steps; its arrays are not read.
+
+        Returns:
+          A state with the shapes and shardings of `state`.
+        """
+
+
 class Checkpoints:
     """The checkpoints of one run, opened by `open_checkpoints`. Several processes all make the same calls."""
 
@@ -93,10 +134,10 @@ class Checkpoints:
         config: Mapping[str, Any],
         keep_last: int,
         keep_best: int,
-        unpadded: Callable[[Any], Any] | None = None,
+        form: StateForm | None = None,
     ):
         self._directory = directory
-        self._unpadded = unpadded
+        self._form = form
         self._checkpointer = checkpointer
         self._config = dict(config)
         self._keep_last, self._keep_best = keep_last, keep_best
@@ -133,12 +174,13 @@ class Checkpoints:
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
         about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
+        saved = state if self._form is None else self._form.save(state)
         try:
             if is_main_process():
                 _remove_parts(self._directory)
                 part.mkdir()
                 _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
-            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(state)))
+            self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(saved)))
         except OSError as error:
             failed: Future[None] = Future()
             failed.set_exception(error)
@@ -257,9 +299,8 @@ class Checkpoints:
 
     def _describe(self, state: Any) -> dict[str, str]:
         """Type and shape of every leaf without padding, by its path."""
-        if self._unpadded is not None:
-            state = jax.eval_shape(self._unpadded, state)
-        return {name: describe(leaf) for name, leaf in leaves_by_name(state).items()}
+        shapes = state if self._form is None else self._form.shapes
+        return {name: describe(leaf) for name, leaf in leaves_by_name(shapes).items()}
 
     def _restore(self, step: int, state: Any) -> tuple[Any, Place]:
         agree("the checkpoint to resume from", step)  # by then process 0 has given it its name
@@ -270,11 +311,13 @@ class Checkpoints:
             if differing := [name for name in saved | given if saved.get(name) != given.get(name)]:
                 leaves = "; ".join(f"{name} {saved.get(name)}, here {given.get(name)}" for name in differing)
                 raise UserError(f"it is of another model or optimizer: {leaves}")
-            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(state))
+            like = state if self._form is None else self._form.like(state)
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(like))
             restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
             restore_args = jax.tree.map(_with_any_padding, restore_args)
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
-            return _with_keys(self._checkpointer.restore(path / "state", args=args), state), place
+            saved_state = _with_keys(self._checkpointer.restore(path / "state", args=args), like)
+            return saved_state if self._form is None else self._form.restore(saved_state, state), place
         except (ValueError, LookupError, TypeError, OSError) as error:
             raise UserError(f"checkpoint {step} in {self._directory} cannot be resumed: {error}") from error
 
@@ -286,7 +329,7 @@ def open_checkpoints(
     keep_last: int = 2,
     keep_best: int = 0,
     config: Mapping[str, Any] | None = None,
-    unpadded: Callable[[Any], Any] | None = None,
+    form: StateForm | None = None,
 ) -> Iterator[Checkpoints]:
     """A block with the checkpoints of a directory; at its end everything saved is on disk.
 
@@ -297,8 +340,7 @@ def open_checkpoints(
       keep_last: how many of the newest checkpoints are kept, at least 1.
       keep_best: how many checkpoints with the lowest metrics are kept as well.
       config: settings of the run, as JSON values, kept in every checkpoint.
-      unpadded: `unpadded(state)` is the state without zeros that only pad its arrays to a number of shards. A
-        checkpoint is restored to any padding. None: nothing is padded.
+      form: in which states are saved, such as that of `jvarlen.parallel.portable_form`; None: as they are.
 
     Yields:
       `Checkpoints`.
@@ -318,7 +360,7 @@ def open_checkpoints(
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
-    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best, unpadded)
+    checkpoints = Checkpoints(directory, checkpointer, config or {}, keep_last, keep_best, form)
     try:
         yield checkpoints
     except BaseException:

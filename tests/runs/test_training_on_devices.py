@@ -197,8 +197,8 @@ def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ("data2.tensor2", "tensor2 of the layout data2.tensor2 cannot be trained on"),
-        ("data2.stage2", "stage2 of the layout data2.stage2 takes a LayeredModel"),
+        ("data2.tensor2", "tensor2 of the layout data2.tensor2 does not divide"),
+        ("data2.stage2", "1 layers do not make 2 stages"),
         ("data2.zeroo1", "zeroo1"),
     ],
 )

@@ -1,0 +1,464 @@
+"""The form of a state that all layouts share, that of one device: what checkpoints hold.
+
+On a layout, the arrays of the layers may be stacked, features lie in the order of N devices, and vocabularies and
+shards be padded. Each array of one device is then one of the layout, or one layer of it, in another order. Arrays of
+the optimizer follow their parameters. Letters: N devices of the axis `"tensor"`, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import describe
+from jvarlen.distributed.mesh import auto_axes
+from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
+from jvarlen.parallel.zero import MIN_SHARDED, crop
+from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import TrainState, init_train_state
+
+__all__ = ["PortableForm", "check_portable", "portable_form", "portable_params", "stack_for"]
+
+
+def stack_for(layout: Layout, model: LayeredModel | LossFn | None, params: Any) -> tuple[Any, Any]:
+    """A model and its parameters as `init_state` and `make_train_step` take them.
+
+    Args:
+      layout: those with stages or `tensorN` take parameters that are stacked already.
+      model: may have `stack`.
+      params: pytree of arrays or shapes, which `stack` takes.
+
+    Returns:
+      The model without `stack`, and the stacked parameters; or both as they are.
+    """
+    stack = _stack_for(layout, model)
+    if stack is None or not isinstance(model, LayeredModel):
+        return model, params
+    is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+    return model._replace(stack=None), jax.eval_shape(stack, params) if is_abstract else stack(params)
+
+
+def check_portable(
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    layout: Layout,
+    model: LayeredModel | LossFn | None = None,
+) -> None:
+    """Raises ValueError if the states of a layout are no rearrangement of those of one device.
+
+    That is so where parameters are stacked, and an optimizer has one number for each array, or has arrays only for
+    parameters with some number of dimensions.
+
+    Args:
+      params: as for `portable_form`.
+      optimizer: likewise.
+      layout: likewise.
+      model: likewise.
+    """
+    _sources_of_state(params, optimizer, layout, model)
+
+
+def portable_form(
+    state: TrainState,
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    mesh: Mesh,
+    layout: Layout,
+    model: LayeredModel | LossFn | None = None,
+) -> PortableForm:
+    """The form of one device for the states of a layout, for `open_checkpoints`: any other layout restores them.
+
+    Args:
+      state: the result of `init_state`.
+      params: pytree of arrays or shapes, the parameters on one device: what `model.stack` takes, or else what
+        `init_state` got.
+      optimizer: that of the state.
+      mesh: that of the state.
+      layout: that of the state.
+      model: that of the state. It may have `stack`, for parameters that were stacked before `init_state`.
+
+    Returns:
+      `PortableForm`.
+
+    Raises:
+      ValueError: parameters are stacked or reordered, and arrays of the optimizer are not those of one device,
+        likewise stacked and reordered; or `stack` does more than stack arrays. They are listed.
+
+    Example:
+      >>> from jvarlen.parallel import LayeredParams, init_state, layout_mesh
+      >>> params, optimizer, layout = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3), Layout()
+      >>> mesh = layout_mesh(layout)
+      >>> state = init_state(params, optimizer, mesh=mesh, layout=layout)
+      >>> form = portable_form(state, params, optimizer, mesh=mesh, layout=layout)
+      >>> form.save(state).params.layers.shape
+      (2, 3)
+    """
+    sources, structure = _sources_of_state(params, optimizer, layout, model)
+    return PortableForm(state, sources, structure, mesh)
+
+
+def portable_params(params: Any, whole: Any, *, layout: Layout, model: LayeredModel | LossFn | None) -> Any:
+    """The parameters of one device, from those of a state of a layout; may be traced.
+
+    Args:
+      params: of the state, whole arrays.
+      whole: shapes of the result.
+      layout: that of the state.
+      model: as for `portable_form`.
+
+    Returns:
+      A pytree of arrays.
+    """
+    on_layout = stack_for(layout, model, whole)[1]
+    sources = _sources(whole, on_layout, whole, on_layout, layout, model)
+    return jax.tree.unflatten(jax.tree.structure(whole), _taken(jax.tree.leaves(params), sources, layout.tensor))
+
+
+class PortableForm:
+    """How the state of a layout becomes that of one device, and back. Made by `portable_form`.
+
+    What differs is rearranged on the devices, in arrays that are spread over all of them as far as these divide
+    dimensions that stay as they are. Zeros that only pad shards of the optimizer stay in what is saved.
+
+    Attributes:
+      shapes: `TrainState` of `jax.ShapeDtypeStruct`: the state of one device, without padding.
+    """
+
+    def __init__(self, state: TrainState, sources: Sequence[_Source], structure: Any, mesh: Mesh):
+        leaves = jax.tree.leaves(state[:2])
+        self._sources, self._structure, self._mesh = sources, structure, auto_axes(mesh)
+        self._changed = [source for source in sources if source.is_changed]
+        first = {source.leaf: source for source in reversed(self._changed)}
+        self._routes = {leaf: _route(first[leaf], leaves[leaf]) for leaf in sorted(first)}
+        others = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state[2:])
+        self.shapes = self._state([jax.ShapeDtypeStruct(s.shape, leaves[s.leaf].dtype) for s in sources], others)
+        # Ahead, for a training saves where nothing may be compiled any more.
+        self._take = self._compile_take([leaves[leaf] for leaf in self._routes]) if self._changed else None
+
+    def save(self, state: TrainState) -> TrainState:
+        """The state of one device.
+
+        Args:
+          state: of the layout.
+
+        Returns:
+          `TrainState`; arrays that are the same are shared.
+        """
+        leaves = jax.tree.leaves(state[:2])
+        made = iter(() if self._take is None else self._take([leaves[leaf] for leaf in self._routes]))
+        return self._state([next(made) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
+
+    def like(self, state: TrainState) -> TrainState:
+        """The result of `save`, without computing it.
+
+        Args:
+          state: of the layout.
+
+        Returns:
+          `TrainState`, with `jax.ShapeDtypeStruct` in place of arrays that `save` makes.
+        """
+        leaves = jax.tree.leaves(state[:2])
+
+        def made(source: _Source) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(source.shape, leaves[source.leaf].dtype, sharding=self._sharding_of(source))
+
+        return self._state([made(s) if s.is_changed else leaves[s.leaf] for s in self._sources], state[2:])
+
+    def restore(self, saved: TrainState, state: TrainState) -> TrainState:
+        """The inverse of `save`.
+
+        Args:
+          saved: with the shapes and shardings of `like(state)`.
+          state: of the layout.
+
+        Returns:
+          `TrainState` with the shapes and shardings of `state`.
+        """
+        leaves, structure = jax.tree.flatten(state[:2])
+        shapes = {leaf: leaves[leaf].shape for leaf in self._routes}
+        shardings = [leaves[leaf].sharding for leaf in self._routes]
+        parts = dict(zip(self._sources, jax.tree.leaves(saved[:2]), strict=True))
+
+        def join(parts: list[jax.Array]) -> list[jax.Array]:
+            joined = _joined(parts, self._changed, self._num_parts)
+            return [
+                self._sent(_pad_to(joined[leaf], shapes[leaf]), reversed(route)) for leaf, route in self._routes.items()
+            ]
+
+        for source, part in parts.items():
+            leaves[source.leaf] = part
+        if self._changed:
+            made = jax.jit(join, out_shardings=shardings)([parts[source] for source in self._changed])
+            for leaf, array in zip(self._routes, made, strict=True):
+                leaves[leaf] = array
+        params, opt_state = jax.tree.unflatten(structure, leaves)
+        return TrainState(params, opt_state, *saved[2:])
+
+    @property
+    def _num_parts(self) -> int:
+        return self._mesh.shape.get(TENSOR_AXIS, 1)
+
+    def _state(self, leaves: Sequence[Any], others: Sequence[Any]) -> TrainState:
+        params, opt_state = jax.tree.unflatten(self._structure, leaves)
+        return TrainState(params, opt_state, *others)
+
+    def _sharding_of(self, source: _Source) -> NamedSharding:
+        axes = list(self._routes[source.leaf][-1])
+        if source.layer is not None:
+            axes.pop(source.axis)
+        return NamedSharding(self._mesh, PartitionSpec(*axes))
+
+    def _sent(self, array: jax.Array, route: Iterable[PartitionSpec]) -> jax.Array:
+        for spec in route:
+            array = jax.lax.with_sharding_constraint(array, NamedSharding(self._mesh, spec))
+        return array
+
+    def _compile_take(self, given: list[jax.Array]) -> Any:
+        def take(leaves: list[jax.Array]) -> list[jax.Array]:
+            arrived = {
+                leaf: self._sent(array, route)
+                for array, (leaf, route) in zip(leaves, self._routes.items(), strict=True)
+            }
+            return _taken(arrived, self._changed, self._num_parts)
+
+        out_shardings = [self._sharding_of(source) for source in self._changed]
+        return jax.jit(take, out_shardings=out_shardings).lower(given).compile()
+
+
+_Path = tuple[Any, ...]
+
+
+class _Split(NamedTuple):
+    """A dimension along `"tensor"` whose values have another order there, or are padded."""
+
+    dim: int
+    num_blocks: int
+
+
+class _Source(NamedTuple):
+    """Where an array of one device lies on a layout.
+
+    Attributes:
+      leaf: the place of the array of the layout among all leaves.
+      shape: on one device.
+      shape_there: of the array of the layout, without padding.
+      layer: which layer of it; None if it is not stacked.
+      axis: of the layers.
+      split: in dimensions of the array of the layout.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    shape_there: tuple[int, ...]
+    layer: int | None = None
+    axis: int = 0
+    split: _Split | None = None
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the array is not that of the layout, apart from zeros that pad shards."""
+        return self.layer is not None or self.split is not None
+
+
+def _sources_of_state(
+    params: Any,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    layout: Layout,
+    model: LayeredModel | LossFn | None,
+) -> tuple[list[_Source], Any]:
+    """Where parameters and the arrays of the optimizer lie; and the structure of both on one device."""
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+    on_layout = stack_for(layout, model, params)[1]
+    whole, there = (
+        jax.eval_shape(lambda params: init_train_state(params, optimizer), of_form)[:2]
+        for of_form in (params, on_layout)
+    )
+    return _sources(params, on_layout, whole, there, layout, model), jax.tree.structure(whole)
+
+
+def _sources(
+    params: Any, on_layout: Any, whole: Any, there: Any, layout: Layout, model: LayeredModel | LossFn | None
+) -> list[_Source]:
+    """Where the leaves of the tree `whole` lie in the tree `there`, both without padding.
+
+    Their paths end in those of parameters, `params` in the one and `on_layout` in the other.
+    """
+    origins = _origins(params, on_layout, layout, model)
+    splits = _splits(on_layout, layout, model)
+    of_params = {path: leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
+    places = {path: (place, leaf.shape) for place, (path, leaf) in enumerate(jax.tree.leaves_with_path(there))}
+    sources, problems = [], []
+    for path, leaf in jax.tree.leaves_with_path(whole):
+        begin = next((begin for begin in range(len(path) + 1) if path[begin:] in origins), len(path))  # longest end
+        origin = origins.get(path[begin:], _Origin(path[begin:]))
+        of_param = of_params.get(path[begin:], ())
+        num_leading = len(leaf.shape) - len(of_param)  # such as the history of L-BFGS
+        is_like = num_leading >= 0 and leaf.shape[num_leading:] == of_param
+        axis = num_leading if is_like else 0
+        shape_there = leaf.shape
+        if origin.layer is not None:
+            shape_there = (*leaf.shape[:axis], origin.num_layers, *leaf.shape[axis:])
+        split = splits.get(origin.path)
+        place, found = places.get(path[:begin] + origin.path, (-1, None))
+        if found != shape_there or (split and split.num_blocks > 1 and not is_like and leaf.size > 1):
+            problems.append(f"{jax.tree_util.keystr(path)} {describe(leaf)}")
+        split = split._replace(dim=axis + split.dim) if split and is_like else None
+        sources.append(_Source(place, leaf.shape, shape_there, origin.layer, axis, split))
+    taken = {source.leaf for source in sources}
+    problems += [jax.tree_util.keystr(path) for path, (place, _) in places.items() if place not in taken]
+    if problems:
+        raise UserError(
+            f"the states of the layout {layout} cannot be restored on others: the optimizer has arrays that are not "
+            f"those of one device, with layers stacked and features in the order of the devices: {list_first(problems)}"
+        )
+    return sources
+
+
+class _Origin(NamedTuple):
+    """Where a parameter of one device lies on a layout: its path there, and which of how many layers it is."""
+
+    path: _Path
+    layer: int | None = None
+    num_layers: int = 1
+
+
+def _stack_for(layout: Layout, model: LayeredModel | LossFn | None) -> Callable[[Any], Any] | None:
+    """What stacks the parameters of one device before `init_state`; None if nothing does."""
+    return model.stack if isinstance(model, LayeredModel) and (layout.stage > 1 or layout.tensor > 1) else None
+
+
+def _origins(params: Any, on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[_Path, _Origin]:
+    """The `_Origin` of each parameter, by its path."""
+    leaves, structure = jax.tree.flatten_with_path(params)
+    stack = _stack_for(layout, model)
+    if stack is None:
+        return {path: _Origin(path) for path, _ in leaves}
+    # Which arrays become which is seen by stacking their numbers, in arrays of as many dimensions.
+    numbers = [np.full((1,) * len(leaf.shape), number, np.int32) for number, (_, leaf) in enumerate(leaves)]
+    stacked = stack(jax.tree.unflatten(structure, numbers))
+    origins: dict[_Path, _Origin] = {}
+    num_places = 0
+    of_numbers = zip(jax.tree.leaves_with_path(stacked), jax.tree.leaves(on_layout), strict=True)
+    for (there, of_numbers_there), leaf_there in of_numbers:
+        found = np.asarray(of_numbers_there).ravel().tolist()
+        for layer, number in enumerate(found):
+            path, leaf = leaves[number]
+            num_places += 1
+            if leaf.shape == leaf_there.shape and len(found) == 1:
+                origins[path] = _Origin(there)
+            elif leaf_there.shape == (len(found), *leaf.shape):
+                origins[path] = _Origin(there, layer, len(found))
+    if not len(origins) == num_places == len(leaves):
+        missing = [jax.tree_util.keystr(path) for path, _ in leaves if path not in origins]
+        raise UserError(
+            f"the layout {layout} takes parameters that are stacked once, and the model's stack does not have each of "
+            f"its {len(leaves)} arrays once, whole or as one of the layers: {list_first(missing) or num_places}"
+        )
+    return origins
+
+
+def _splits(on_layout: Any, layout: Layout, model: LayeredModel | LossFn | None) -> dict[_Path, _Split]:
+    """The parameters that lie along `"tensor"` in another order, or with padding, by their path on the layout."""
+    if layout.tensor == 1 or not isinstance(model, LayeredModel) or model.specs is None:
+        return {}
+
+    def split(spec: TensorSpec, leaf: Any, dim: int) -> Any:
+        is_same = spec.num_blocks == 1 and leaf.shape[dim] % layout.tensor == 0
+        return leaf if is_same else _Split(dim, spec.num_blocks)
+
+    found = map_splits(split, model.specs, on_layout)
+    with_path = jax.tree.leaves_with_path(found, is_leaf=lambda leaf: isinstance(leaf, _Split))
+    return {path: leaf for path, leaf in with_path if isinstance(leaf, _Split)}
+
+
+def _taken(leaves: Mapping[int, Any] | Sequence[Any], sources: Sequence[_Source], num_parts: int) -> list[Any]:
+    """The arrays of one device, from those of a layout."""
+    in_order: dict[int, Any] = {}
+    taken = []
+    for source in sources:
+        if source.leaf not in in_order:
+            leaf = leaves[source.leaf]
+            if source.is_changed:
+                leaf = crop(leaf, source.shape_there)
+            if source.split is not None:
+                leaf = swap_blocks(leaf, source.split.dim, num_parts, source.split.num_blocks)
+            in_order[source.leaf] = leaf
+        leaf = in_order[source.leaf]
+        if source.layer is not None:
+            leaf = jax.lax.index_in_dim(leaf, source.layer, source.axis, keepdims=False)
+        taken.append(leaf)
+    return taken
+
+
+def _joined(parts: Sequence[Any], sources: Sequence[_Source], num_parts: int) -> dict[int, Any]:
+    """The arrays of a layout by their places, without padding, from those of one device."""
+    layers: dict[int, dict[int | None, Any]] = {}
+    for part, source in zip(parts, sources, strict=True):
+        layers.setdefault(source.leaf, {})[source.layer] = part
+    joined = {}
+    for source in sources:
+        if source.leaf in joined:
+            continue
+        of_leaf = layers[source.leaf]
+        if source.layer is None:
+            leaf = of_leaf[None]
+        else:
+            leaf = jnp.stack([of_leaf[layer] for layer in range(len(of_leaf))], source.axis)
+        if source.split is not None:
+            leaf = swap_blocks(leaf, source.split.dim, source.split.num_blocks, num_parts)
+        joined[source.leaf] = leaf
+    return joined
+
+
+def _pad_to(leaf: Any, shape: tuple[int, ...]) -> Any:
+    return jnp.pad(leaf, [(0, to - size) for size, to in zip(leaf.shape, shape, strict=True)])
+
+
+def _route(source: _Source, leaf: jax.Array) -> list[PartitionSpec]:
+    """The way of an array of a layout to where it can be rearranged without communication, spread over all devices.
+
+    Axes of the mesh leave, one at a time, dimensions that are stacked, reordered or padded, for others that they
+    divide: an all-to-all each. Those along which the array is whole follow. The last spec has an entry a dimension.
+    """
+    assert isinstance(leaf.sharding, NamedSharding)
+    mesh, ndim = leaf.sharding.mesh, leaf.ndim
+    spec = [*leaf.sharding.spec, *(None,) * (ndim - len(leaf.sharding.spec))]
+    axes: list[list[str]] = [[] if names is None else [names] if isinstance(names, str) else [*names] for names in spec]
+    fixed = {dim for dim in range(ndim) if leaf.shape[dim] != source.shape_there[dim]}
+    if source.split is not None:
+        fixed.add(source.split.dim)
+    if source.layer is not None:
+        fixed.add(source.axis)
+    if math.prod(source.shape) < MIN_SHARDED:
+        return [PartitionSpec(*(None,) * ndim)]
+
+    def add(name: str) -> None:
+        sizes = {dim: leaf.shape[dim] // math.prod(mesh.shape[axis] for axis in axes[dim]) for dim in range(ndim)}
+        dims = [dim for dim, size in sizes.items() if dim not in fixed and size % mesh.shape[name] == 0]
+        if dims:
+            axes[max(dims, key=lambda dim: sizes[dim])].append(name)
+
+    def spec_of() -> PartitionSpec:
+        return PartitionSpec(*(tuple(names) or None for names in axes))
+
+    route = []
+    for dim in sorted(fixed):
+        while axes[dim]:
+            add(axes[dim].pop())
+            route.append(spec_of())
+    for name, size in mesh.shape.items():
+        if size > 1 and not any(name in names for names in axes):
+            add(name)
+    return [*route, spec_of()]

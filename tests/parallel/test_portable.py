@@ -1,0 +1,156 @@
+"""States in the form of one device: the same whatever the layout, and restored bit for bit on any other."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jvarlen
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, init_state, layout_mesh
+from jvarlen.parallel.portable import check_portable, portable_form, portable_params, stack_for
+from jvarlen.parallel.zero import MIN_SHARDED
+from jvarlen.training.checkpoint import Place, open_checkpoints
+from jvarlen.training.train_state import init_train_state
+
+CONFIG = TransformerConfig(
+    num_layers=4, width=24, num_heads=4, vocab_size=257
+)  # nothing divides 257, nor 258 rows by 4
+MODEL = layered(CONFIG)._replace(stack=stack_layers)
+PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
+
+
+def random_like(tree, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=np.shape(leaf)), jnp.asarray(leaf).dtype), tree)
+
+
+def assert_equal(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for found, expected in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert found.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def not_scales(params):
+    return jax.tree.map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "accumulated, with masters, masked, with a history": optax.MultiSteps(
+        jvarlen.with_float32_master(
+            optax.chain(optax.masked(optax.adam(1e-3), not_scales), optax.scale_by_lbfgs(memory_size=3))
+        ),
+        2,
+    ),
+}
+ALL_AXES = "data2.stage2.tensor2.zero1"
+CASES = [
+    *((text, "adamw") for text in ("data3.zero1", "data4.zero3", "tensor4", "data3.stage2.zero1", ALL_AXES)),
+    (ALL_AXES, list(OPTIMIZERS)[1]),
+]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """States of one device with random values, and a checkpoint of each, as a run on one device writes it."""
+    found = {}
+    for name, optimizer in OPTIMIZERS.items():
+        params = init_params(CONFIG, seed=0)
+        if "masters" in name:
+            params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+        whole = random_like(init_train_state(params, optimizer))
+        folder = tmp_path_factory.mktemp("saved")
+        with open_checkpoints(folder) as checkpoints:
+            checkpoints.save(whole, PLACE)
+        found[name] = whole, folder
+    return found
+
+
+@pytest.mark.parametrize(("text", "name"), CASES)
+def test_a_layout_takes_checkpoints_of_one_device_and_writes_the_same(saved, tmp_path, text, name):
+    layout, optimizer = Layout.parse(text), OPTIMIZERS[name]
+    (whole, folder), mesh = saved[name], layout_mesh(layout)
+    model, on_layout = stack_for(layout, MODEL, whole.params)
+    state = init_state(on_layout, optimizer, mesh=mesh, layout=layout, model=model)
+    form = portable_form(state, whole.params, optimizer, mesh=mesh, layout=layout, model=MODEL)
+    with open_checkpoints(folder, form=form) as checkpoints:
+        restored, _ = checkpoints.restore_latest(jax.tree.map(jnp.zeros_like, state))
+    for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert (found.shape, found.sharding) == (expected.shape, expected.sharding)
+    # Parameters, and what lies like them, are as `init_state` places them.
+    assert_equal(restored.params, state.params)
+    if name == "adamw":
+        moments = stack_for(layout, MODEL, whole.opt_state[0].mu)[1]
+        moments = init_state(moments, optimizer, mesh=mesh, layout=layout, model=model).params
+        assert_equal(cropped(restored.opt_state[0].mu, on_layout), cropped(moments, on_layout))
+
+    with open_checkpoints(tmp_path, form=form) as checkpoints:
+        checkpoints.save(restored, PLACE)
+    with open_checkpoints(tmp_path) as checkpoints:
+        again, _ = checkpoints.restore_latest(jax.tree.map(jnp.zeros_like, whole))
+    assert_equal(again, whole)
+    about, expected = (json.loads((path / "1" / "about.json").read_text())["leaves"] for path in (tmp_path, folder))
+    assert about == expected
+    assert_equal(portable_params(restored.params, whole.params, layout=layout, model=MODEL), whole.params)
+
+    made = [leaf for leaf in jax.tree.leaves(form.like(state)) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    assert bool(made) == (layout.stage > 1 or layout.tensor > 1)
+    spread = [leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in made if leaf.size >= MIN_SHARDED]
+    assert all(spread), "no device holds a whole array"
+
+
+def cropped(tree, like):
+    """Without the zeros that pad shards or vocabularies."""
+    return jax.tree.map(lambda leaf, like: leaf[tuple(map(slice, like.shape))], tree, like)
+
+
+def test_a_model_of_ones_own_keeps_the_form_that_its_parameters_have(tmp_path):
+    """Some features side by side, others in one block; nothing is stacked."""
+    specs = LayeredParams(
+        {"table": TensorSpec(P("tensor"), num_values=5)},
+        {"in": TensorSpec(P(None, "tensor"), num_blocks=2), "out": P("tensor")},
+    )
+    model = LayeredModel(*(lambda *args: args[0],) * 3, specs=specs)
+    params = LayeredParams(
+        {"table": np.arange(15.0).reshape(5, 3)},
+        {"in": np.arange(24.0).reshape(2, 3, 4), "out": np.arange(12.0).reshape(2, 2, 3)},
+    )
+    layout, optimizer = Layout.parse("tensor2"), optax.sgd(0.1, momentum=0.9)
+    mesh = layout_mesh(layout)
+    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+    saved = portable_form(state, params, optimizer, mesh=mesh, layout=layout, model=model).save(state)
+    assert_equal(saved.params, jax.tree.map(jnp.asarray, params))
+    assert saved.params.layers["out"] is state.params.layers["out"]
+    assert saved.opt_state[0].trace.ends["table"].shape == (5, 3)
+    with pytest.raises(ValueError, match=r"v_\w+.layers\['in'\]"):  # whose features nothing puts in order
+        check_portable(params, optax.adafactor(0.1, min_dim_size_to_factor=2), layout=layout, model=model)
+
+
+@pytest.mark.parametrize(
+    ("text", "optimizer", "message"),
+    [
+        ("stage2", optax.masked(optax.adam(1e-3), lambda params: jax.tree.map(lambda p: p.ndim > 1, params)), "scale"),
+        ("tensor2", optax.novograd(1e-3), r"nu.'blocks'..0..'down'..'kernel'.* float32\[\]"),
+    ],
+)
+def test_states_that_are_no_rearrangement_are_rejected_by_array(text, optimizer, message):
+    params = jax.eval_shape(lambda: init_params(CONFIG, seed=0))
+    check_portable(params, optimizer, layout=Layout.parse("data4.zero2"), model=MODEL)
+    with pytest.raises(ValueError, match=f"the layout {text} cannot be restored on others: .*{message}"):
+        check_portable(params, optimizer, layout=Layout.parse(text), model=MODEL)
+
+
+def test_a_stack_that_does_more_than_stack_is_rejected():
+    def stack(params):
+        return LayeredParams({"twice": params["w"][0]}, {"w": jnp.stack(params["w"])})
+
+    model = MODEL._replace(stack=stack, specs=None)
+    params = {"w": [np.zeros((2, 3)), np.zeros((2, 3))]}
+    with pytest.raises(ValueError, match="does not have each of its 2 arrays once"):
+        check_portable(params, optax.sgd(0.1), layout=Layout(stage=2), model=model)

@@ -1,0 +1,197 @@
+"""Whole runs with stages and tensor parallelism: the numbers of one device, on whatever layouts a run goes on."""
+
+import dataclasses
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jvarlen import cli, fit
+from jvarlen.models import TransformerConfig
+from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, layered_loss_fn, row_linear
+from jvarlen.reports.report import read_metrics
+from jvarlen.runs.config import load_config
+from jvarlen.training.checkpoint import read_params
+from tests import run_fit
+
+NUM_STEPS = 20
+MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)  # with matrices that are large enough for shards
+ALL_AXES = "data2.stage2.tensor2.zero1"
+
+
+class StoppingAfter:
+    """A tracker that presses Ctrl-C once a step is logged; the next one is in flight then."""
+
+    def __init__(self, step):
+        self._step = step
+
+    def log(self, record):
+        if "loss" in record and record["step"] == self._step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, compilation_cache):
+    config = run_fit.make_config(tmp_path_factory.mktemp("runs"), compilation_cache)
+    plan = dataclasses.replace(config.plan, max_tokens=64, max_shapes=1, microbatches_per_step=4)
+    return dataclasses.replace(config, model=MODEL, plan=plan, max_steps=NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def alone(config):
+    return fit(config, run_fit.make_data())
+
+
+def losses_of(run):
+    return [row["loss"] for row in read_metrics(run.run_dir / "metrics.jsonl") if "loss" in row]
+
+
+def assert_same_training(run, alone):
+    assert run.summary.num_steps == NUM_STEPS
+    assert run.summary.compilations_after_first_step == 0
+    np.testing.assert_allclose(losses_of(run), losses_of(alone), rtol=1e-5)
+    np.testing.assert_allclose(run.summary.held_out_after, alone.summary.held_out_after, rtol=1e-5)
+    assert jax.tree.structure(run.state) == jax.tree.structure(alone.state)
+    for found, expected in zip(jax.tree.leaves(run.state.params), jax.tree.leaves(alone.state.params), strict=True):
+        np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_run_with_stages_and_tensor_parallelism_is_that_of_one_device(config, alone, tmp_path, capsys):
+    run = fit(dataclasses.replace(config, parallel=ALL_AXES), run_fit.make_data())
+    assert_same_training(run, alone)
+    saved, expected = (read_params(one.run_dir / "checkpoints")[0] for one in (run, alone))
+    assert {name: leaf.shape for name, leaf in saved.items()} == {name: leaf.shape for name, leaf in expected.items()}
+
+    safetensors = pytest.importorskip("safetensors")
+    exported = tmp_path / "model.safetensors"
+    assert cli.main(["export", str(run.run_dir), str(exported)]) == 0
+    with safetensors.safe_open(exported, "numpy") as file:
+        for name in file.keys():  # noqa: SIM118, it is no mapping
+            np.testing.assert_array_equal(file.get_tensor(name), saved[name])
+    capsys.readouterr()
+    written = []
+    for one in (run, alone):
+        options = ["--prompt", "ab", "--max-new-tokens", "8", "--max-shapes", "1", "--no-progress"]
+        assert cli.main(["sample", str(one.run_dir), *options]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_layouts_is_the_uninterrupted_one(config, alone):
+    """From one device, as earlier versions saved it, to stages and tensor parallelism, to ZeRO, and back."""
+    data, resume = run_fit.make_data(), None
+    stops = ((None, 3), ("data2.stage2.tensor2", 7), ("data4.zero2", 11), ("data2.sequence2.zero3", 15))
+    for parallel, step in (*stops, (ALL_AXES, None)):
+        trackers = {} if step is None else {"stop": StoppingAfter(step)}
+        run = fit(dataclasses.replace(config, parallel=parallel, resume=resume), data, trackers=trackers)
+        resume = run.run_dir
+        if step is not None:
+            assert run.summary.interrupted
+            assert step < run.summary.num_steps <= step + 2
+    assert_same_training(run, alone)
+    assert load_config(resume / "config.json").parallel == ALL_AXES
+
+
+def own_model():
+    """Gated layers, whose gates lie beside what they gate in one kernel: other layouts have other orders."""
+    rng = np.random.default_rng(0)
+    inputs = TensorSpec(P(None, "tensor"), num_blocks=2)
+    specs = LayeredParams({"table": P()}, {"in": inputs, "out": P("tensor")})
+    params = LayeredParams(
+        {"table": rng.normal(size=(256, 16)) / 4},
+        {"in": rng.normal(size=(2, 16, 64)) / 4, "out": rng.normal(size=(2, 32, 16)) / 4},
+    )
+
+    def layer(own, x, batch, axes):
+        gates, values = jnp.split(column_linear(x, own["in"], axes=axes), 2, axis=-1)
+        return x + row_linear(jax.nn.sigmoid(gates) * values, own["out"], axes=axes)
+
+    def loss(ends, x, batch, axes):
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, batch.tokens)
+        return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
+
+    model = LayeredModel(
+        embed=lambda ends, batch, axes: ends["table"][batch.tokens],
+        layer=layer,
+        loss=loss,
+        specs=specs,
+    )
+    return model, params
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
+    """Its evaluations have a loss of their own, of the whole parameters."""
+    model, params = own_model()
+    own = {
+        "loss_fn": model,
+        "params": params,
+        "optimizer": optax.adamw(1e-2),
+        "eval_loss_fn": layered_loss_fn(model, takes_key=False),
+    }
+    whole = fit(config, run_fit.make_data(), **own)
+    stopped = fit(
+        dataclasses.replace(config, parallel="data2.tensor2.zero1"),
+        run_fit.make_data(),
+        trackers={"stop": StoppingAfter(8)},
+        **own,
+    )
+    assert stopped.summary.interrupted
+    further = dataclasses.replace(config, parallel="stage2.tensor2", resume=stopped.run_dir)
+    assert_same_training(fit(further, run_fit.make_data(), **own), whole)
+
+
+def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, capsys):
+    settings = [
+        "--parallel", "stage2.tensor2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
+        "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "2", "--model.width", "8",
+        "--model.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
+    ]  # fmt: skip
+    assert cli.main(["train", *settings]) == 0
+    planned, rest = capsys.readouterr().out.split("Memory of a step of 4×16 on stage2.tensor2\n")
+    assert "Plan" in planned
+    held, sent = rest.split("Communication of this step\n")
+    assert {line.split()[0] for line in held.strip().splitlines()} >= {"params", "activations", "total"}
+    assert {line.split()[0] for line in sent.splitlines()} >= {"collective-permute", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("tensor4", r"tensor4 of the layout tensor4 does not divide the model's num_heads \(2\)"),
+        ("stage4", "2 layers do not make 4 stages"),
+        ("stage2.interleaved.chunks2", "2 layers do not divide into 2 stages of 2 chunks"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):
+    nothing = run_fit.make_data()._replace(train=[])
+    with pytest.raises(ValueError, match=message):
+        fit(dataclasses.replace(config, parallel=parallel), nothing)
+
+
+def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
+    model, params = own_model()
+    nothing = run_fit.make_data()._replace(train=[])
+    for parallel, own, message in (
+        ("tensor2", {"loss_fn": layered_loss_fn(model)}, "tensor2 takes a LayeredModel"),
+        (
+            "tensor2",
+            {"loss_fn": model._replace(specs=None)},
+            "tensor2 takes a LayeredModel of LayeredParams, with specs",
+        ),
+        ("stage2", {"loss_fn": layered_loss_fn(model)}, "stage2 takes a LayeredModel"),
+        ("tensor8", {"params": jax.tree.map(lambda leaf: leaf[..., :12], params)}, "do not divide .*'in'.*in 2 blocks"),
+    ):
+        given = {"loss_fn": model, "params": params} | own
+        with pytest.raises(ValueError, match=message):
+            fit(dataclasses.replace(config, parallel=parallel), nothing, **given)
