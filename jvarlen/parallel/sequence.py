@@ -72,7 +72,7 @@ def sequence_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N
         nearest = f"{below} and {below + multiple}" if below else f"{multiple}"
         raise UserError(
             f"a row of {seq_length} positions cannot be spread over {num_shards} shards in {multiple} equal chunks: "
-            f"nearest are {nearest} positions"
+            f"nearest are {nearest} positions, and length_multiple={multiple} makes only such buckets"
         )
     chunks = np.arange(seq_length, dtype=np.int32).reshape(multiple, -1)
     return np.concatenate([chunks[:num_shards], chunks[num_shards:][::-1]], axis=1)
