@@ -22,6 +22,7 @@ __all__ = [
     "SegmentAttentionImplementation",
     "attend",
     "attend_by_mask",
+    "attend_last",
     "attend_within_segments",
 ]
 
@@ -123,24 +124,57 @@ def attend_within_segments(
     return _attend_in_chunks(query, key, value, segment_ids, causal=causal)
 
 
+def attend_last(
+    query: Float[Array, "B Q H K"],
+    key: Float[Array, "B T N K"],
+    value: Float[Array, "B T N K"],
+    segment_ids: Integer[Array, "B T"] | None = None,
+    *,
+    implementation: SegmentAttentionImplementation | None = None,
+) -> Float[Array, "B Q H K"]:
+    """Causal attention of the last Q positions of rows.
+
+    Args:
+      query: float[B, Q, H, K].
+      key: float[B, T, N, K], as in `attend`.
+      value: float[B, T, N, K].
+      segment_ids: int[B, T], as in `attend_within_segments`; None: a row is one sample, padded at its end.
+      implementation: as in `attend_within_segments`.
+
+    Returns:
+      float[B, Q, H, K], what attention of all positions gives for the last Q of them.
+    """
+    num_queries, seq_length = query.shape[1], key.shape[1]
+    implementation = implementation or _chosen_for(seq_length)
+    if implementation == "chunked":
+        return _attend_in_chunks(query, key, value, segment_ids, causal=True)
+    if segment_ids is None:
+        segment_ids = jnp.zeros(key.shape[:2], jnp.int32)
+    first = seq_length - num_queries
+    mask_BxQxT = segment_mask(segment_ids[:, first:], segment_ids, first_query=first)
+    return attend_by_mask(query, key, value, mask_BxQxT, implementation)
+
+
 def _attend_in_chunks(
-    query: Float[Array, "B T H K"],
+    query: Float[Array, "B Q H K"],
     key: Float[Array, "B T N K"],
     value: Float[Array, "B T N K"],
     segment_ids: Integer[Array, "B T"] | None,
     *,
     causal: bool,
-) -> Float[Array, "B T H K"]:
-    """Attention of some queries at a time, of which causal ones get only the keys up to them.
+) -> Float[Array, "B Q H K"]:
+    """Attention of the last positions, some queries at a time, of which causal ones get only the keys up to them.
 
     A slice of the keys needs a program of its own. There are a few of them at most, each for a run of chunks.
     """
-    seq_length, num_kv_heads = query.shape[1], key.shape[2]
+    num_queries, num_kv_heads = query.shape[1], key.shape[2]
+    before = key.shape[1] - num_queries
     _check_heads(query, key)
     half = _CHUNK // 2
-    size = min(half * -(-seq_length // _CHUNK), _CHUNK)  # of a chunk: no row is one chunk but a short one
-    num_chunks = -(-seq_length // size)
-    run_length = size * -(-num_chunks // _MOST_SLICES) if causal else seq_length
+    size = min(half * -(-num_queries // _CHUNK), _CHUNK)  # of a chunk: no row is one chunk but a short one
+    num_chunks = -(-num_queries // size)
+    # After many keys that all queries see, those of a run would save little, and runs take memory side by side.
+    run_length = size * -(-num_chunks // _MOST_SLICES) if causal and not before else num_queries
     # In the backward pass the chunks' gradients of keys and values are summed, in float32 at least.
     summed_type = jnp.promote_types(key.dtype, jnp.float32)
     key_BxNxTxK, value_BxNxTxK = (jnp.swapaxes(x, 1, 2).astype(summed_type) for x in (key, value))
@@ -148,8 +182,8 @@ def _attend_in_chunks(
 
     def attend_run(start: int) -> Array:
         """Of the queries of one run."""
-        end = min(start + run_length, seq_length)
-        num_keys = end if causal else seq_length
+        end = min(start + run_length, num_queries)
+        num_keys = before + end if causal else key.shape[1]
         keys, values = key_BxNxTxK[:, :, :num_keys], value_BxNxTxK[:, :, :num_keys]
         key_segments = None if segment_ids is None else segment_ids[:, :num_keys]
 
@@ -159,7 +193,7 @@ def _attend_in_chunks(
             places_R = jnp.tile(jnp.arange(query.shape[3]), query.shape[2])
             mask = None
             if causal:
-                mask = ((first_query + places_R)[:, None] >= jnp.arange(num_keys))[None]
+                mask = ((before + first_query + places_R)[:, None] >= jnp.arange(num_keys))[None]
             if query_segments is not None and key_segments is not None:
                 mask_BxRxT = segment_mask(query_segments[:, places_R], key_segments, causal=False)
                 mask = mask_BxRxT if mask is None else mask & mask_BxRxT
@@ -168,7 +202,7 @@ def _attend_in_chunks(
             return attended.reshape(query.shape)
 
         queries = query_BxNxGxTxK[:, :, :, start:end]
-        segments = None if segment_ids is None else segment_ids[:, start:end]
+        segments = None if segment_ids is None else segment_ids[:, before + start : before + end]
         if end - start <= size:
             return one_chunk(start, queries, segments)
         first_queries = jnp.arange(start, end, size)
@@ -178,7 +212,7 @@ def _attend_in_chunks(
         attended = jax.lax.map(lambda chunk: one_chunk(*chunk), chunks)
         return jnp.moveaxis(attended, 0, 3).reshape(*queries.shape[:3], -1, queries.shape[4])[:, :, :, : end - start]
 
-    attended = jnp.concatenate([attend_run(start) for start in range(0, seq_length, run_length)], axis=3)
+    attended = jnp.concatenate([attend_run(start) for start in range(0, num_queries, run_length)], axis=3)
     return jnp.moveaxis(attended, 3, 1).reshape(query.shape)
 
 
