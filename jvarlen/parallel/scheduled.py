@@ -31,7 +31,20 @@ from jvarlen.parallel.zero import gather_shards, staged_specs
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["Keeps", "check_chunks", "check_layers_divide", "make_schedule", "sum_scheduled"]
+__all__ = [
+    "Keeps",
+    "add_trees",
+    "buffer_of",
+    "check_chunks",
+    "check_layers_divide",
+    "make_schedule",
+    "read_slot",
+    "reduce_sums",
+    "sum_scheduled",
+    "wide_zeros",
+    "write_slot",
+    "zeros_of_shapes",
+]
 
 Keeps = Literal["inputs", "residuals"]
 
@@ -182,9 +195,9 @@ def sum_scheduled(
                 sums = sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
             if not with_grads:
                 return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
-            _, pull = jax.vjp(arrange, jax.tree.map(_wide_zeros, whole))
+            _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
             (grads,) = pull(tuple(sums.grads))
-            return _reduce(sums._replace(grads=grads), grad_specs, axis_name)
+            return reduce_sums(sums._replace(grads=grads), grad_specs, axis_name)
 
         whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
         params_lie = staged_specs(whole if param_specs is None else param_specs)
@@ -397,19 +410,21 @@ class _Device:
     def nothing(self) -> _Done:
         """Zeros in the shapes of an action's results."""
         first = self.microbatch_at(0)
-        x = _zeros(jax.eval_shape(self.embed, self.ends, *first))
+        x = zeros_of_shapes(jax.eval_shape(self.embed, self.ends, *first))
         layers = _chunk_at(self.chunks, 0)
         y = jax.eval_shape(self.run_layers, layers, x, *first, 0)
-        sums = _zeros(jax.eval_shape(functools.partial(self.sum_loss, with_grads=self.plan.with_grads), y, *first))
+        sums = zeros_of_shapes(
+            jax.eval_shape(functools.partial(self.sum_loss, with_grads=self.plan.with_grads), y, *first)
+        )
         if not self.plan.with_grads:
             return _Buffers(x), sums
-        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(_wide_zeros, self.chunks)))
+        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.chunks)))
         if self.plan.keeps == "inputs":
             return _Buffers(x, gradients=floats_of(x)), sums
-        y, kept = _zeros(jax.eval_shape(self.run_forward, layers, x, *first, 0))
+        y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, *first, 0))
         handed: Any = ()
         if self.plan.splits_backward:
-            handed = _zeros(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), *first, 0)[1])
+            handed = zeros_of_shapes(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), *first, 0)[1])
         return _Buffers(x, kept, handed, y, floats_of(x)), sums
 
     def idle(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
@@ -428,7 +443,7 @@ class _Device:
         if not self.plan.with_grads:
             sums = jax.lax.cond(
                 part == self.plan.num_parts - 1,
-                lambda: _add(sums, self.sum_loss(y, *microbatch_and_key, with_grads=False)),
+                lambda: add_trees(sums, self.sum_loss(y, *microbatch_and_key, with_grads=False)),
                 lambda: sums,
             )
         return self.nothing[0]._replace(inputs=y), sums
@@ -456,11 +471,11 @@ class _Device:
             of_one = self.sum_loss(y, *microbatch_and_key, with_grads=True)
             ends, floats = of_one.grads
             floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
-            return _add(others, of_one._replace(grads=None)), _add(of_ends, ends), floats
+            return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
 
         def through_embed(of_x: Any) -> Any:
             _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *microbatch_and_key)), self.ends)
-            return _add(of_ends, pull(of_x)[0])
+            return add_trees(of_ends, pull(of_x)[0])
 
         of_x, rest = self.nothing[0].gradients, received.handed
         if not is_weights or self.plan.keeps == "inputs":
@@ -504,38 +519,38 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
         held, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         # Read here: buffers that branches read are copied in every tick.
-        x = _read(held.inputs, action["input_slot"])
+        x = read_slot(held.inputs, action["input_slot"])
         if keeps_inputs:
-            held = held._replace(kept=_write(held.kept, action["keeps_slot"], x))
+            held = held._replace(kept=write_slot(held.kept, action["keeps_slot"], x))
         received = _Buffers(
             inputs=x,
-            kept=_read(held.kept, action["activation_slot"]),
-            handed=_read(held.handed, action["activation_slot"]),
-            outputs=_read(held.outputs, action["output_slot"]),
-            gradients=_read(held.gradients, action["gradient_slot"]),
+            kept=read_slot(held.kept, action["activation_slot"]),
+            handed=read_slot(held.handed, action["activation_slot"]),
+            outputs=read_slot(held.outputs, action["output_slot"]),
+            gradients=read_slot(held.gradients, action["gradient_slot"]),
         )
         done, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
         held = held._replace(
-            kept=held.kept if keeps_inputs else _write(held.kept, action["keeps_slot"], done.kept),
-            handed=_write(held.handed, action["hands_slot"], done.handed),
-            outputs=_write(held.outputs, action["puts_slot"], done.outputs),
+            kept=held.kept if keeps_inputs else write_slot(held.kept, action["keeps_slot"], done.kept),
+            handed=write_slot(held.handed, action["hands_slot"], done.handed),
+            outputs=write_slot(held.outputs, action["puts_slot"], done.outputs),
         )
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
             arriving = jax.lax.ppermute(done.inputs, STAGE_AXIS, to_next)
-            held = held._replace(inputs=_write(held.inputs, action["arriving_input_slot"], arriving))
+            held = held._replace(inputs=write_slot(held.inputs, action["arriving_input_slot"], arriving))
         if to_next and plan.with_grads:
             arriving = jax.lax.ppermute(done.gradients, STAGE_AXIS, to_previous)
-            held = held._replace(gradients=_write(held.gradients, action["arriving_gradient_slot"], arriving))
+            held = held._replace(gradients=write_slot(held.gradients, action["arriving_gradient_slot"], arriving))
         return (held, sums), None
 
     of_one = none._replace(kept=none.inputs) if keeps_inputs else none
-    held = _Buffers._make(map(_buffer, of_one, (plan.num_slots[name] for name in _Buffers._fields)))
+    held = _Buffers._make(map(buffer_of, of_one, (plan.num_slots[name] for name in _Buffers._fields)))
     (_, sums), _ = jax.lax.scan(tick, (held, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
     return sums
 
 
-def _reduce(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
+def reduce_sums(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
     """Sums over the data shards; of layers not over the stages, which have different ones."""
     leaves, structure = jax.tree.flatten(sums.grads)
     specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)) or [
@@ -601,16 +616,17 @@ def _add_at(total: jax.Array, value: jax.Array, index: Any) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
 
 
-def _buffer(value: Any, num_slots: int) -> Any:
+def buffer_of(value: Any, num_slots: int) -> Any:
+    """Zeros in the shapes of a value, in as many slots, at least one."""
     return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
 
 
-def _read(buffer: Any, slot: Any) -> Any:
+def read_slot(buffer: Any, slot: Any) -> Any:
     """What is in a slot; anything for slot −1."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False), buffer)
 
 
-def _write(buffer: Any, slot: Any, value: Any) -> Any:
+def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
     """The buffer with a value in a slot; for slot −1 as it was."""
 
     def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
@@ -622,13 +638,16 @@ def _write(buffer: Any, slot: Any, value: Any) -> Any:
     return jax.tree.map(write, buffer, value)
 
 
-def _add(sums: Any, more: Any) -> Any:
+def add_trees(sums: Any, more: Any) -> Any:
+    """The sums and more, in the types of the sums."""
     return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
 
 
-def _zeros(shapes: Any) -> Any:
+def zeros_of_shapes(shapes: Any) -> Any:
+    """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def _wide_zeros(leaf: jax.Array) -> jax.Array:
+def wide_zeros(leaf: jax.Array) -> jax.Array:
+    """Zeros in the shape of an array, in float32 at least."""
     return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
