@@ -50,14 +50,19 @@ def layered(config: TransformerConfig) -> LayeredModel:
         return nnx.merge(graphs_on(axes)[0], ends).embed_tokens(microbatch.tokens, rows_of(microbatch), axes)
 
     def layer(block: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch, axes: Axes) -> jax.Array:
+        graphdef, rows = graphs_on(axes)[1], rows_of(microbatch, axes)
+        num_positions = None if axes.positions is None else microbatch.tokens.shape[1]
+        if axes.earlier is not None:  # it belongs to the trace of its caller
+            return nnx.merge(graphdef, block)(x_BxTxD, rows, axes, num_positions)
         return run_block(
-            graphs_on(axes)[1],
+            graphdef,
             block,
             x_BxTxD,
-            rows_of(microbatch, axes),
+            rows,
             axis_name=axes.tensor,
             sequence_parallel=axes.sequence_parallel,
             sequence_axis=axes.sequence,
+            num_positions=num_positions,
         )
 
     def loss(

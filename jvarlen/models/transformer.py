@@ -1,7 +1,8 @@
 """The demo transformer: a small byte-level decoder in Flax NNX.
 
-Letters: B rows, T positions (of rows that are spread over a mesh axis, those of this device), S those of this device
-(all but under sequence parallelism), D width, H heads, K head size, V values of a token, 256 for bytes.
+Letters: B rows, T positions (of rows that are spread over a mesh axis or cut into slices, those of this device or
+slice), S those of this device (all but under sequence parallelism), D width, H heads, K head size, V values of a token,
+256 for bytes.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class Rows(NamedTuple):
       segment_ids: int[B, T], the sample of each position of packed rows; None for rows that are not packed.
       positions: int[B, T], the place of each position in its own sample; None if that is its place in the row.
 
-    Where rows are spread over a mesh axis, segments and positions are those of this device's positions.
+    Where rows are spread over a mesh axis or cut into slices, segments and positions are those of `axes.positions`.
     """
 
     lengths: Any = None
@@ -137,10 +138,11 @@ class _Block(nnx.Module):
         self.up = _Linear(config, width, 4 * part, rngs=rngs)
         self.down = _Linear(config, 4 * part, width, rngs=rngs)
 
-    def __call__(self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT) -> Float[Array, "B T D"]:
-        num_positions = None if axes.sequence is None else rows.positions.shape[1] * jax.lax.axis_size(axes.sequence)
+    def __call__(
+        self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
+    ) -> Float[Array, "B T D"]:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
-        if axes.sequence is not None:
+        if axes.sequence is not None or axes.earlier is not None:
             attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)
         elif rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
@@ -178,7 +180,9 @@ class _Block(nnx.Module):
 
 
 # All blocks are alike: one of them is traced.
-@functools.partial(jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "sequence_axis"))
+@functools.partial(
+    jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "sequence_axis", "num_positions")
+)
 def run_block(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -188,10 +192,14 @@ def run_block(
     axis_name: str | None = None,
     sequence_parallel: bool = False,
     sequence_axis: str | None = None,
+    num_positions: int | None = None,
 ) -> jax.Array:
-    """The residual stream after a block with these parameters; `axis_name` and the others as `tensor` of `Axes`."""
+    """The residual stream after a block with these parameters; `axis_name` and the others as `tensor` of `Axes`.
+
+    `num_positions` is the length of whole rows, if these are some of their positions.
+    """
     axes = Axes(tensor=axis_name, sequence=sequence_axis, sequence_parallel=sequence_parallel)
-    return nnx.merge(graphdef, params)(x_BxTxD, rows, axes)
+    return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
 
 
 class Transformer(nnx.Module):
@@ -231,7 +239,7 @@ class Transformer(nnx.Module):
         inputs_BxT = jnp.pad(tokens_BxT[:, :-1], ((0, 0), (1, 0)), constant_values=self.begin_of_sample)
         if rows.positions is not None:
             inputs_BxT = jnp.where(rows.positions == 0, self.begin_of_sample, inputs_BxT)
-        if axes.sequence is not None:
+        if axes.positions is not None:
             inputs_BxT = inputs_BxT[:, axes.positions]
         return self.embed_inputs(inputs_BxT, axes)
 
@@ -320,11 +328,11 @@ def make_loss_fn(config: TransformerConfig) -> LossFn:
 
 
 def rows_of(microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT) -> Rows:
-    """The `Rows` of a microbatch of whole rows, at the positions of this device."""
+    """The `Rows` of a microbatch of whole rows, at the positions of this device or slice."""
     if isinstance(microbatch, PackedBatch):
         rows = Rows(segment_ids=microbatch.segment_ids, positions=microbatch.positions)
-        return rows if axes.sequence is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
-    if axes.sequence is None:
+        return rows if axes.positions is None else jax.tree.map(lambda leaf: leaf[:, axes.positions], rows)
+    if axes.positions is None:
         return Rows(lengths=microbatch.lengths)
     return Rows(
         lengths=microbatch.lengths,
@@ -335,9 +343,9 @@ def rows_of(microbatch: Batch | PackedBatch, axes: Axes = _UNSPLIT) -> Rows:
 def sum_losses(
     logits_BxTxV: Float[Array, "B T V"], microbatch: Batch | PackedBatch, vocab_size: int, axes: Axes = _UNSPLIT
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The weighted sum of the cross-entropy in nats at this device's positions, and the sum of the weights."""
+    """The weighted sum of the cross-entropy in nats, and the sum of the weights, at the positions of `axes`."""
     tokens, weights = microbatch.tokens, microbatch.weights
-    if axes.sequence is not None:
+    if axes.positions is not None:
         tokens, weights = tokens[:, axes.positions], weights[:, axes.positions]
     losses_BxT = vocabulary_cross_entropy(logits_BxTxV, tokens, vocab_size=vocab_size, axes=axes)
     return jnp.sum(losses_BxT * weights), jnp.sum(weights)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int32, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.attention.attention import attend, attend_within_segments
+from jvarlen.attention.attention import attend, attend_last, attend_within_segments
 from jvarlen.parallel.layers import Axes, LayeredModel
 
 __all__ = [
@@ -168,7 +168,7 @@ def attend_over_axis(
     segment_ids: Integer[Array, "_ _"] | None = None,
     implementation: str = "gather",
 ) -> Float[Array, "B S H K"]:
-    """Causal attention of this device's queries to the keys and values of all devices of an axis.
+    """Causal attention of this device's queries to the keys and values of all devices of an axis, or earlier slices.
 
     Equal to `attend` and `attend_within_segments` on whole rows. It computes no pair of chunks in vain, and holds no
     logits of more than 256 queries and one chunk of keys. Its gradient computes them again.
@@ -177,7 +177,8 @@ def attend_over_axis(
       query: float[B, S, H, K], at the positions of `shard_positions`.
       key: float[B, S, J, K]; J divides H, and head h of the queries attends to head h // (H / J).
       value: float[B, S, J, K].
-      axes: `axes.sequence` is the mesh axis; None: rows are whole, S = T.
+      axes: `axes.sequence` is the mesh axis. With `axes.earlier`, S positions are a slice of rows. Both None: rows are
+        whole, S = T.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no
         token. None: a row is one sample. Its length is not needed: what follows its end is seen by no token.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes those of one device
@@ -196,6 +197,10 @@ def attend_over_axis(
     """
     check_choices(implementation=(implementation, OverAxisImplementation))
     _check_arrays(query, key, value, segment_ids)
+    if axes.earlier is not None:
+        own = key, value, segment_ids
+        whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
+        return attend_last(query, *whole)
     if axes.sequence is None:
         if segment_ids is not None:
             return attend_within_segments(query, key, value, segment_ids)

@@ -5,7 +5,7 @@ Letters: T tokens, K slices, n units, S stages, M microbatches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +13,10 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 
-__all__ = ["SliceCostFn", "choose_slices", "slice_seconds"]
+__all__ = ["SliceCostFn", "Slices", "choose_slices", "slice_seconds", "slices_of"]
 
 SliceCostFn = Callable[[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]], npt.ArrayLike]
+Slices = int | Mapping[int, Sequence[int]] | Callable[[int], Sequence[int]]
 
 
 def choose_slices(
@@ -94,11 +95,48 @@ def slice_seconds(
       >>> slice_seconds([4, 2], 6, lambda num_tokens, num_earlier: num_tokens * (1 + num_earlier)).tolist()
       [4.0, 10.0]
     """
+    num_tokens = _checked_lengths(slices, length)
+    return _checked(cost, num_tokens, np.cumsum(num_tokens) - num_tokens)
+
+
+def slices_of(slices: Slices, length: int) -> tuple[int, ...]:
+    """The slices of rows of one length.
+
+    Args:
+      slices: their number K, for lengths that differ by 1 at most, the longer ones first; or tokens of each slice for
+        every length of rows, by a mapping or a function.
+      length: T.
+
+    Returns:
+      Tokens of each slice, from the first.
+
+    Raises:
+      ValueError: slices that are below 1 or do not sum to T, more slices than tokens, or a length that is not in the
+        mapping.
+
+    Example:
+      >>> slices_of(4, 10), slices_of({10: (6, 4)}, 10)
+      ((3, 3, 2, 2), (6, 4))
+    """
+    if isinstance(slices, int):
+        check_at_least_one(slices=slices, length=length)
+        if slices > length:
+            raise UserError(f"rows of {length} tokens do not make {slices} slices: a slice has at least one token")
+        shorter, num_longer = divmod(length, slices)
+        return (shorter + 1,) * num_longer + (shorter,) * (slices - num_longer)
+    if isinstance(slices, Mapping):
+        if length not in slices:
+            raise UserError(f"there are no slices for rows of {length} tokens, only for {list_first(sorted(slices))}")
+        return tuple(_checked_lengths(slices[length], length).tolist())
+    return tuple(_checked_lengths(slices(length), length).tolist())
+
+
+def _checked_lengths(slices: Sequence[int] | Int64[np.ndarray, " K"], length: int) -> Int64[np.ndarray, " K"]:
     check_at_least_one(length=length, **{f"slices[{k}]": num_tokens for k, num_tokens in enumerate(slices)})
     num_tokens = np.array(slices, np.int64)
     if num_tokens.sum() != length:
         raise UserError(f"slices {list_first(num_tokens)} sum to {num_tokens.sum()} tokens; length is {length}")
-    return _checked(cost, num_tokens, np.cumsum(num_tokens) - num_tokens)
+    return num_tokens
 
 
 def _costs(cost: SliceCostFn, edges: Int64[np.ndarray, " n_plus_1"]) -> Float64[np.ndarray, "n_plus_1 n_plus_1"]:

@@ -23,6 +23,8 @@ from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_l
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.scheduled import Keeps, check_chunks, check_layers_divide, sum_scheduled
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, sequence_model
+from jvarlen.parallel.sliced import check_slices, sum_sliced
+from jvarlen.parallel.slices import Slices
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
@@ -130,6 +132,7 @@ def make_train_step(
     norms: bool = False,
     accumulate: Accumulate | None = None,
     keeps: Keeps = "inputs",
+    slices: Slices | None = None,
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -145,13 +148,17 @@ def make_train_step(
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
       keeps: what a stage holds from a forward pass to its backward pass: its `"inputs"`, from which the backward pass
         runs its layers again, or `"residuals"` of its layers, with which they run once.
+      slices: token slices, in which rows go through the stages of a model by positions: their number, or their
+        lengths for a row length, by a mapping or a function, such as one that calls `choose_slices`. They have an order
+        of their own, so that the layout names no schedule. None: rows are whole.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
       same mesh. The state is that of `init_state`, and is returned with the same shardings.
 
     Raises:
-      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function; when it
+      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function;
+        slices without stages, with another schedule, or of a model that does not work by positions; when it
         is traced, as `jvarlen.make_train_step`, or microbatches or layers that a schedule cannot take.
 
     References:
@@ -160,13 +167,15 @@ def make_train_step(
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
+    if slices is not None:
+        check_slices(layout, model, keeps)
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     check_choices(keeps=(keeps, Keeps))
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
-        _sums_of(model, mesh, layout, accumulate, keeps),
+        _sums_of(model, mesh, layout, accumulate, keeps, slices),
         _sums_of(model, mesh, layout, with_grads=False),
         optimizer,
         norms=norms,
@@ -327,6 +336,7 @@ def _sums_of(
     layout: Layout,
     accumulate: Accumulate | None = None,
     keeps: Keeps = "inputs",
+    slices: Slices | None = None,
     *,
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
@@ -334,8 +344,8 @@ def _sums_of(
     whole_model = model
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        options: dict[str, Any] = {"axis_name": layout.data_axes}
-        model, options["rows_along"] = model_on_axes(whole_model, layout, length_of(batch))
+        model, rows_along = model_on_axes(whole_model, layout, length_of(batch))
+        options: dict[str, Any] = {"axis_name": layout.data_axes, "rows_along": rows_along}
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
         params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
         if other_specs is not None:
@@ -343,12 +353,17 @@ def _sums_of(
         specs_of = functools.partial(shard_specs, layout=layout, other_specs=other_specs)
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
-            sum_of = functools.partial(sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks)
-            options |= {"param_specs": other_specs, "keeps": keeps}
+            sum_of = functools.partial(
+                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks, keeps=keeps
+            )
+            if slices is not None:
+                sum_of = functools.partial(sum_sliced, model, slices=slices)
+                del options["rows_along"]  # a sequence axis is refused
+            options["param_specs"] = other_specs
             if layout.zero == 3:
                 specs = options["param_specs"] = specs_of(state.params, padded=False)
             if layout.zero >= 2 and accumulate == "shards" and with_grads:
-                num_shards = layout.data if options["rows_along"] else layout.num_shards
+                num_shards = layout.data if rows_along else layout.num_shards
                 _refuse_shards(params, specs, layout, microbatches_of(batch) // num_shards)
         elif layout.zero == 3 and isinstance(model, LayeredModel):
             if model.stack is None or layout.tensor > 1:  # which takes no parameters that are to be stacked

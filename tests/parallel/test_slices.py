@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jvarlen import UserError
 from jvarlen.parallel import choose_slices, slice_seconds, token_slices
+from jvarlen.parallel.slices import slices_of
 
 
 def causal_cost(num_tokens, num_earlier):
@@ -66,6 +67,17 @@ def test_a_long_sequence_takes_seconds_at_most():
     slices = choose_slices(2048, 16, 1, lambda num_tokens, num_earlier: 1e-3 + num_tokens * 1e-6, unit=8)
     assert slices.sum() == 2048
     assert not (slices % 8).any()
+
+
+@given(st.integers(1, 60), st.integers(1, 60))
+def test_a_number_of_slices_is_as_even_as_it_can_be(length, num_slices):
+    if num_slices > length:
+        with pytest.raises(UserError, match=f"^rows of {length} tokens do not make {num_slices} slices"):
+            slices_of(num_slices, length)
+        return
+    slices = slices_of(num_slices, length)
+    assert (len(slices), sum(slices)) == (num_slices, length)
+    assert max(slices) - min(slices) <= 1
 
 
 def test_bad_input_is_named():

@@ -1,0 +1,560 @@
+"""Token slices: a step of a model in stages through which rows go a slice of positions at a time.
+
+As in `scheduled`, the step is one program that runs the tables of a schedule, and a backward pass computes its stage
+again. A layer's attention in a slice looks at keys and values of earlier slices, which each stage keeps. Backward
+passes go from the last slice of a row to the first. Each adds to the gradients that are due to the keys and values of
+earlier slices, which these pass on when it is their turn. All lengths are static, so each slice has its own branches.
+
+Letters: L layers, S stages, M microbatches of a data shard, K slices of a row, T positions of a row, P those kept of
+earlier slices, B rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.pipeline import STAGE_AXIS
+from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
+from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
+from jvarlen.parallel.scheduled import (
+    Keeps,
+    add_trees,
+    buffer_of,
+    check_layers_divide,
+    read_slot,
+    reduce_sums,
+    sum_scheduled,
+    wide_zeros,
+    write_slot,
+    zeros_of_shapes,
+)
+from jvarlen.parallel.schedules import token_slices
+from jvarlen.parallel.slices import Slices, slices_of
+from jvarlen.parallel.zero import gather_shards, staged_specs
+from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["check_slices", "sum_sliced"]
+
+
+def check_slices(layout: Layout, model: Any, keeps: Keeps) -> None:
+    """Raises ValueError if rows of this model cannot be cut into slices on this layout."""
+    if layout.stage == 1:
+        raise UserError(f"slices need stages, through which they follow each other, and the layout {layout} has none")
+    if layout.schedule != Layout.schedule:
+        raise UserError(
+            f"slices have an order of their own, token_slices: leave {layout.schedule} out of the layout {layout}"
+        )
+    if layout.sequence > 1:
+        raise UserError(f"slices of rows do not go with sequence{layout.sequence}, which spreads them: {layout}")
+    if layout.sequence_parallel:
+        raise UserError(f"slices of rows do not go with sequence_parallel, which spreads their positions: {layout}")
+    if keeps != "inputs":
+        raise UserError(f"slices keep inputs, and keys and values, not {keeps}: leave keeps={keeps!r} out")
+    _check_model(model)
+
+
+def sum_sliced(
+    model: LayeredModel,
+    *,
+    mesh: Mesh,
+    slices: Slices,
+    with_grads: bool = True,
+    param_specs: LayeredParams | None = None,
+    grad_specs: LayeredParams | None = None,
+    axis_name: str | tuple[str, ...] = DATA_AXIS,
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a whole step of a model in stages, to which rows come in slices: what `sum_scheduled` gives.
+
+    The order is that of `token_slices`. A stage keeps the inputs of all microbatches, and what its layers take of
+    earlier slices, such as keys and values. It keeps gradients due to the latter for one microbatch. Everything else is
+    computed again, for one slice at a time.
+
+    Args:
+      model: works by positions.
+      mesh: has axes `"data"` and `"stage"`.
+      slices: the number K of slices, whose lengths differ by 1 at most; or the lengths for a row length T, by a mapping
+        or a function, such as `lambda length: choose_slices(length, …)`.
+      with_grads: as for `sum_scheduled`; without gradients, rows are whole.
+      param_specs: as for `sum_scheduled`.
+      grad_specs: as for `sum_scheduled`.
+      axis_name: as for `sum_scheduled`.
+
+    Returns:
+      As `sum_scheduled`.
+
+    Raises:
+      ValueError: as `sum_scheduled`; a model that does not work by positions; when it is traced: slices that are below
+        1 or do not sum to T, or functions of the model that do not return `[B, S, …]` for S positions.
+
+    References:
+      Li et al. 2021, "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models".
+    """
+    _check_model(model)
+    if not with_grads:
+        return sum_scheduled(model, mesh=mesh, with_grads=False, param_specs=param_specs, axis_name=axis_name)
+    mesh = auto_axes(mesh)
+    num_shards, num_stages = num_shards_of(mesh, axis_name), num_shards_of(mesh, STAGE_AXIS)
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        num_layers = num_layers_of(state.params)
+        check_layers_divide(num_layers, num_stages)
+        check_differentiable(state.params)
+        num_microbatches = microbatches_of(batch)
+        check_shards_divide(num_microbatches, mesh, axis_name)
+
+        def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
+            def arrange(params: Any) -> LayeredParams:
+                return params if model.stack is None else model.stack(params)
+
+            whole = params if param_specs is None else gather_shards(params, param_specs)
+            stacked = arrange(whole)
+            first = jax.tree.map(lambda leaf: leaf[0], microbatches_and_keys)
+            lengths = slices_of(slices, _length_of(model, stacked.ends, first, num_layers))
+            device = _Device(
+                model=model,
+                params=stacked,
+                microbatches_and_keys=microbatches_and_keys,
+                plan=_plan_of(num_stages, num_microbatches // num_shards, lengths),
+                num_layers=num_layers,
+            )
+            sums = _run_ticks(device)
+            _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
+            (grads,) = pull(sums.grads)
+            return reduce_sums(sums._replace(grads=grads), grad_specs, axis_name)
+
+        whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
+        params_lie = staged_specs(whole if param_specs is None else param_specs)
+        grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
+        on_devices = jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(params_lie, PartitionSpec(axis_name)),
+            out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie]),
+            axis_names=set(mesh.axis_names),
+            check_vma=False,  # as in `sum_scheduled`
+        )
+        return on_devices(state.params, split_step(state, batch, takes_key=True))
+
+    return sums_of
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, LayeredModel) or not model.by_positions:
+        raise UserError(
+            "slices take a LayeredModel that works by positions and says so by by_positions=True: its attention is "
+            "causal, by attend_over_axis"
+        )
+
+
+def _length_of(model: LayeredModel, ends: Any, microbatch_and_key: Any, num_layers: int) -> int:
+    """T, of which the model's x has as many positions."""
+    microbatch, key = microbatch_and_key
+    x = jax.eval_shape(lambda: model.embed(ends, microbatch, Axes(key=_key_at(key, num_layers))))
+    lengths = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(x)}
+    if len(lengths) != 1 or 0 in lengths:
+        listed = ", ".join(f"{name or 'x'} {describe(leaf)}" for name, leaf in leaves_by_name(x).items())
+        raise UserError(f"slices take a model whose x are arrays [B, T, …] of T positions, not {listed}")
+    return int(lengths.pop())
+
+
+class _Plan(NamedTuple):
+    """A schedule for the program.
+
+    Attributes:
+      rows: int32[T, S] by name, with a row for each tick: tables as of `Tables`, and `branch`, 0 for no action, 1 + k
+        for the forward pass of slice k, 1 + K + k for its backward pass; `start`, the first position of the slice;
+        `input_at` and `earlier_at`, the microbatch whose input and whose keys and values are kept, or −1.
+      edges: K + 1 of them, where slices start and end.
+      num_stages: S.
+      num_microbatches: M.
+      num_slots: of the buffers of arriving inputs and of gradients.
+    """
+
+    rows: dict[str, np.ndarray]
+    edges: tuple[int, ...]
+    num_stages: int
+    num_microbatches: int
+    num_slots: tuple[int, int]
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.edges) - 1
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a slice: what is sent has as many."""
+        return int(np.diff(self.edges).max())
+
+    @property
+    def longest_earlier(self) -> int:
+        """The most positions of a slice that has later ones."""
+        return int(np.diff(self.edges)[:-1].max(initial=0))
+
+
+_ROWS = (
+    "microbatch",
+    "input_slot",
+    "gradient_slot",
+    "arriving_input_slot",
+    "arriving_gradient_slot",
+)
+
+
+def _plan_of(num_stages: int, num_microbatches: int, lengths: tuple[int, ...]) -> _Plan:
+    num_slices = len(lengths)
+    edges = (0, *itertools.accumulate(lengths))
+    tables = token_slices(num_stages, num_microbatches, num_slices).tables()
+    kind, k = tables.kind, tables.slice
+    rows = {name: getattr(tables, name) for name in _ROWS}
+    rows["start"] = np.asarray(edges, np.int32)[k]
+    rows["input_at"] = np.where(kind == FORWARD, tables.microbatch, -1)
+    rows["earlier_at"] = np.where((kind == FORWARD) & (k < num_slices - 1), tables.microbatch, -1)
+    branch = np.where(kind == FORWARD, 1 + k, 0) + np.where(kind == BACKWARD, 1 + num_slices + k, 0)
+    # The backward pass of the last stage computes all of its forward pass, and nothing looks at the last slice.
+    branch[:, -1][branch[:, -1] == num_slices] = 0
+    rows["branch"] = branch
+    return _Plan(rows, edges, num_stages, num_microbatches, (tables.num_inputs, tables.num_gradients))
+
+
+class _Received(NamedTuple):
+    """What an action reads.
+
+    Attributes:
+      x: its input, [B, longest slice, …].
+      gradient: of its output, floats of the same shapes.
+      earlier: what layers took of earlier slices, [L / S, B, P, …].
+      due: the sum of gradients of the latter, floats.
+    """
+
+    x: Any
+    gradient: Any
+    earlier: Any
+    due: Any
+
+
+class _Done(NamedTuple):
+    """What an action returns.
+
+    Attributes:
+      x: its output.
+      gradient: of its input.
+      taken: what its layers took for later slices, [L / S, B, longest slice but the last, …].
+      due: as received, and changed.
+      sums: of the step.
+    """
+
+    x: Any
+    gradient: Any
+    taken: Any
+    due: Any
+    sums: StepSums
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Device:
+    """What one device computes: the actions of its stage.
+
+    Attributes:
+      model: of all layers.
+      params: the ends, and the layers of this stage, [L / S, …].
+      microbatches_and_keys: of its data shard.
+      plan: what to do.
+      num_layers: L.
+    """
+
+    model: LayeredModel
+    params: LayeredParams
+    microbatches_and_keys: Any
+    plan: _Plan
+    num_layers: int
+
+    def microbatch_at(self, index: Any) -> tuple[Any, Any]:
+        """A microbatch and its key."""
+        return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
+
+    def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> Axes:
+        positions = np.arange(*self.plan.edges[k : k + 2], dtype=np.int32)
+        return Axes(positions=positions, key=_key_at(key, index), earlier=earlier or _refuse)
+
+    def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
+        x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, self.axes_at(k, key, self.num_layers)))
+        self.check_positions(k, "embed returned", x)
+        return x
+
+    def run_layer(
+        self, k: int, own: tuple[Any, list[Any]], x: Any, earlier: Any, index: Any, microbatch: Any, key: Any
+    ) -> tuple[Any, Any]:
+        """The output of a layer for slice k, and what it takes of it for later ones.
+
+        `own` has its parameters, and the floats of `earlier`: what it took of earlier slices, None in the first one.
+        """
+        layer_params, floats = own
+        given = None if earlier is None else with_floats(earlier, floats)
+        taken: list[Any] = []
+
+        def exchange(arrays: Any) -> Any:
+            self.check_positions(k, "a layer gave axes.earlier", arrays)
+            taken.append(arrays)
+            if given is None:
+                return jax.tree.map(lambda leaf: leaf[:, :0], arrays)
+            check_same(taken, given[: len(taken)])
+            return given[len(taken) - 1]
+
+        def check_same(taken: Any, given: Any) -> None:
+            if leaves_by_name(taken).keys() != leaves_by_name(given).keys():
+                raise UserError("a layer must give axes.earlier the same arrays in each slice, in the same calls")
+
+        following = self.model.layer(layer_params, x, microbatch, self.axes_at(k, key, index, exchange))
+        check_layer(x, following)
+        if given is not None:
+            check_same(taken, given)
+        return following, taken
+
+    def run_layers(self, k: int, x: Any, earlier: Any, microbatch: Any, key: Any) -> tuple[Any, Any]:
+        """The output of a stage, and what its layers took for later slices."""
+
+        def run(x: Any, of_layer: Any) -> tuple[Any, Any]:
+            own, earlier, index = of_layer
+            return self.run_layer(k, own, x, earlier, index, microbatch, key)
+
+        return jax.lax.scan(run, x, self.of_layers(earlier))
+
+    def of_layers(self, earlier: Any) -> tuple[tuple[Any, list[Any]], Any, jax.Array]:
+        """What `run_layer` takes, for all layers of this stage."""
+        num_own = self.num_layers // self.plan.num_stages
+        indices = jax.lax.axis_index(STAGE_AXIS) * num_own + jnp.arange(num_own)
+        return (self.params.layers, floats_of(earlier)), earlier, indices
+
+    def check_positions(self, k: int, what: str, arrays: Any) -> None:
+        num_positions = self.plan.edges[k + 1] - self.plan.edges[k]
+        wrong = [
+            f"{name} {describe(leaf)}".strip()
+            for name, leaf in leaves_by_name(arrays).items()
+            if leaf.shape[1:2] != (num_positions,)
+        ]
+        if wrong:
+            raise UserError(
+                f"{what} {', '.join(wrong)} for {num_positions} of {self.plan.edges[-1]} positions: arrays of a model "
+                "that works by positions are [B, S, …] for the S of axes.positions"
+            )
+
+    def sum_loss(self, x: Any, k: int, microbatch: Any, key: Any) -> StepSums:
+        """The sums of the loss of a slice; its gradients are those of the ends, and of the floats of x."""
+
+        def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
+            ends, floats = ends_and_floats
+            return self.model.loss(ends, with_floats(x, floats), microbatch, self.axes_at(k, key, self.num_layers + 1))
+
+        sums = sum_microbatch(loss_fn, TrainState((self.params.ends, floats_of(x)), None), microbatch)
+        # It counts the tokens of whole rows.
+        return sums if k == 0 else sums._replace(num_tokens=jax.tree.map(jnp.zeros_like, sums.num_tokens))
+
+    @functools.cached_property
+    def nothing(self) -> _Done:
+        """Zeros in the shapes of an action's results."""
+        plan, first = self.plan, self.microbatch_at(0)
+        x = zeros_of_shapes(jax.eval_shape(lambda: self.embed(self.params.ends, 0, *first)))
+        y, taken = jax.eval_shape(lambda: self.run_layers(0, x, None, *first))
+        sums = zeros_of_shapes(jax.eval_shape(lambda y: self.sum_loss(y, 0, *first), y))
+        sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.params.layers)))
+        x = _of_length(x, plan.longest, axis=1)
+        taken = _of_length(zeros_of_shapes(taken), plan.longest_earlier, axis=2)
+        due = [wide_zeros(leaf) for leaf in _of_length(floats_of(taken), plan.edges[-2], axis=2)]
+        return _Done(x, floats_of(x), taken, due, sums)
+
+    def idle(self, action: Mapping[str, Any], received: _Received, sums: StepSums) -> _Done:
+        """No action."""
+        return self.nothing._replace(due=received.due, sums=sums)
+
+    def input_of(self, k: int, received: _Received, microbatch_and_key: Any) -> Any:
+        length = self.plan.edges[k + 1] - self.plan.edges[k]
+        return jax.lax.cond(
+            jax.lax.axis_index(STAGE_AXIS) == 0,
+            lambda: self.embed(self.params.ends, k, *microbatch_and_key),
+            lambda: _of_length(received.x, length, axis=1),
+        )
+
+    def earlier_of(self, k: int, received: _Received) -> Any:
+        return None if k == 0 else _of_length(received.earlier, self.plan.edges[k], axis=2)
+
+    def forward(self, action: Mapping[str, Any], received: _Received, sums: StepSums, *, k: int) -> _Done:
+        """The output of a stage for slice k."""
+        microbatch_and_key = self.microbatch_at(action["microbatch"])
+        x = self.input_of(k, received, microbatch_and_key)
+        y, taken = self.run_layers(k, x, self.earlier_of(k, received), *microbatch_and_key)
+        done = self.idle(action, received, sums)._replace(x=_of_length(y, self.plan.longest, axis=1))
+        if k == self.plan.num_slices - 1:
+            return done
+        return done._replace(taken=_of_length(taken, self.plan.longest_earlier, axis=2))
+
+    def backward(self, action: Mapping[str, Any], received: _Received, sums: StepSums, *, k: int) -> _Done:
+        """The gradient of a stage's input for slice k, gradients due to earlier slices, and the sums."""
+        microbatch_and_key = self.microbatch_at(action["microbatch"])
+        start, end = self.plan.edges[k : k + 2]
+        stage, is_last_slice = jax.lax.axis_index(STAGE_AXIS), k == self.plan.num_slices - 1
+        x = self.input_of(k, received, microbatch_and_key)
+        of_layers = self.of_layers(self.earlier_of(k, received))
+        own, earlier, index = jax.tree.map(lambda leaf: leaf[0], of_layers)
+        run_layer = functools.partial(self.run_layer, k)
+        passes = split_passes(run_layer, own, x, earlier, index, *microbatch_and_key)
+
+        def run_forward(x: Any, of_layer: Any) -> tuple[Any, Any]:
+            own, earlier, index = of_layer
+            (y, _), residuals = passes.forward(own, x, earlier, index, *microbatch_and_key)
+            return y, residuals
+
+        def run_backward(of_y: Any, of_layer: Any) -> tuple[Any, Any]:
+            (own, earlier, index), residuals, of_taken = of_layer
+            return passes.backward(own, residuals, [*of_y, *of_taken], earlier, index, *microbatch_and_key)
+
+        y, residuals = jax.lax.scan(run_forward, x, of_layers)
+        others, (of_ends, totals) = sums._replace(grads=None), sums.grads
+
+        def from_loss() -> tuple[StepSums, Any, Any]:
+            of_one = self.sum_loss(y, k, *microbatch_and_key)
+            ends, floats = of_one.grads
+            floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
+            return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
+
+        def from_next() -> tuple[StepSums, Any, Any]:
+            return others, of_ends, _of_length(received.gradient, end - start, axis=1)
+
+        others, of_ends, of_y = jax.lax.cond(stage == self.plan.num_stages - 1, from_loss, from_next)
+        due = received.due
+        if is_last_slice:  # the first of a microbatch
+            due = jax.tree.map(jnp.zeros_like, due)
+        # Nothing is due to the last one, which `due` does not hold.
+        of_taken = [
+            _of_length(total[:, :, start:end], end - start, axis=2).astype(leaf.dtype)
+            for total, leaf in zip(due, floats_of(self.nothing.taken), strict=True)
+        ]
+        of_x, (of_own, of_earlier) = jax.lax.scan(run_backward, of_y, (of_layers, residuals, of_taken), reverse=True)
+
+        def through_embed() -> Any:
+            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, k, *microbatch_and_key)), self.params.ends)
+            return add_trees(of_ends, pull(of_x)[0])
+
+        of_ends = jax.lax.cond(stage == 0, through_embed, lambda: of_ends)
+        if k > 0:
+            due = [
+                total.at[:, :, :start].add(leaf.astype(total.dtype))
+                for total, leaf in zip(due, of_earlier, strict=True)
+            ]
+        grads = LayeredParams(of_ends, add_trees(totals, of_own))
+        of_x = _of_length(of_x, self.plan.longest, axis=1)
+        return self.nothing._replace(gradient=of_x, due=due, sums=others._replace(grads=grads))
+
+    @property
+    def branches(self) -> list[Callable[..., _Done]]:
+        """As `branch` of the plan counts them."""
+        each = range(self.plan.num_slices)
+        forward, backward = ([functools.partial(run, k=k) for k in each] for run in (self.forward, self.backward))
+        return [self.idle, *forward, *backward]
+
+
+def _run_ticks(device: _Device) -> StepSums:
+    """The sums of one device, over what its stage computes: those of the loss are 0 on all but the last stage."""
+    plan, nothing = device.plan, device.nothing
+    stage = jax.lax.axis_index(STAGE_AXIS)
+    to_next = [(s, s + 1) for s in range(plan.num_stages - 1)]
+    to_previous = [(target, source) for source, target in to_next]
+
+    def tick(carry: Any, row: dict[str, jax.Array]) -> tuple[Any, None]:
+        inputs, gradients, kept, earlier, due, sums = carry
+        action = {name: values[stage] for name, values in row.items()}
+        start = action["start"]
+        kept = _write_part(kept, action["input_at"], start, read_slot(inputs, action["input_slot"]), axis=1)
+        # Read here: buffers that branches read are copied in every tick.
+        received = _Received(
+            _read_part(kept, action["microbatch"], start, plan.longest, axis=1),
+            read_slot(gradients, action["gradient_slot"]),
+            read_slot(earlier, action["microbatch"]),
+            due,
+        )
+        done = jax.lax.switch(action["branch"], device.branches, action, received, sums)
+        earlier = _write_part(earlier, action["earlier_at"], start, done.taken, axis=2)
+        # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
+        if to_next:
+            arriving = jax.lax.ppermute(done.x, STAGE_AXIS, to_next)
+            inputs = write_slot(inputs, action["arriving_input_slot"], arriving)
+            arriving = jax.lax.ppermute(done.gradient, STAGE_AXIS, to_previous)
+            gradients = write_slot(gradients, action["arriving_gradient_slot"], arriving)
+        return (inputs, gradients, kept, earlier, done.due, done.sums), None
+
+    num_inputs, num_gradients = plan.num_slots
+    # A slice is written as long as the longest one; what is too much lies where the next one is written.
+    starts = np.array(plan.edges[:-1])
+    num_kept = int(starts.max()) + plan.longest
+    num_earlier = int(starts[:-1].max(initial=0)) + plan.longest_earlier
+    buffers = (
+        buffer_of(nothing.x, num_inputs),
+        buffer_of(nothing.gradient, num_gradients),
+        buffer_of(_of_length(nothing.x, num_kept, axis=1), plan.num_microbatches),
+        buffer_of(_of_length(nothing.taken, num_earlier, axis=2), plan.num_microbatches),
+        nothing.due,
+    )
+    rows = {name: jnp.asarray(row) for name, row in plan.rows.items()}
+    (*_, sums), _ = jax.lax.scan(tick, (*buffers, nothing.sums), rows)
+    return sums
+
+
+def _refuse(_: Any) -> Any:
+    raise UserError("embed and loss look at no earlier slices: only layers may attend to other positions")
+
+
+def _key_at(key: Any, index: Any) -> Any:
+    return None if key is None else jax.random.fold_in(key, index)
+
+
+def _of_length(tree: Any, length: int, *, axis: int) -> Any:
+    """Arrays whose axis is cut or filled with zeros."""
+
+    def change(leaf: jax.Array) -> jax.Array:
+        missing = length - leaf.shape[axis]
+        if missing <= 0:
+            return jax.lax.slice_in_dim(leaf, 0, length, axis=axis)
+        return jnp.pad(leaf, [(0, missing if i == axis else 0) for i in range(leaf.ndim)])
+
+    return jax.tree.map(change, tree)
+
+
+def _read_part(buffer: Any, slot: Any, start: Any, length: int, *, axis: int) -> Any:
+    """From `start` on, along an axis of what is in a slot."""
+
+    def read(leaf: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(leaf, *_part(leaf, slot, start, length, axis))[0]
+
+    return jax.tree.map(read, buffer)
+
+
+def _write_part(buffer: Any, slot: Any, start: Any, value: Any, *, axis: int) -> Any:
+    """The buffer with a value in a slot, from `start` on along an axis of it; for slot −1 as it was."""
+
+    def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
+        at, sizes = _part(leaf, slot, start, own.shape[axis], axis)
+        before = jax.lax.dynamic_slice(leaf, at, sizes)
+        return jax.lax.dynamic_update_slice(leaf, jnp.where(slot >= 0, own[None], before), at)
+
+    return jax.tree.map(write, buffer, value)
+
+
+def _part(leaf: jax.Array, slot: Any, start: Any, length: int, axis: int) -> tuple[list[Any], list[int]]:
+    """Where a part of a slot begins, and its sizes."""
+    zero = jnp.zeros_like(slot)
+    at = [slot, *(start if i == axis else zero for i in range(leaf.ndim - 1))]
+    return at, [1, *(length if i == axis else size for i, size in enumerate(leaf.shape[1:]))]

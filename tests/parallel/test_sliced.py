@@ -1,0 +1,301 @@
+"""Steps of token slices: the numbers of the unsplit model, from rows that go through stages a part at a time."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
+from jvarlen.compiling.hlo import count_collectives
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import attend_over_axis, gather_params, init_state
+from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.scheduled import sum_scheduled
+from jvarlen.parallel.sliced import sum_sliced
+from jvarlen.training.step_sums import sum_step
+from tests.conftest import random_dataset
+
+TRANSFORMER = TransformerConfig(num_layers=4, width=12, num_heads=2)
+LENGTH, WIDTH = 12, 4
+
+
+def positions_of(axes):
+    return np.arange(LENGTH) if axes.positions is None else axes.positions
+
+
+def dropped(x, axes, rate):
+    """The mask is that of whole rows."""
+    kept = jax.random.bernoulli(axes.key, 1 - rate, (len(x), LENGTH, x.shape[2]))
+    return x * kept[:, positions_of(axes)]
+
+
+def noisy_embed(ends, microbatch, axes):
+    places = positions_of(axes)
+    x = microbatch["x"][:, places] @ ends["in"] + jnp.sin(places / 3.0)[:, None]
+    return {"x": dropped(x, axes, 0.1), "layers": jnp.zeros(x.shape[:2], jnp.int32)}
+
+
+def sum_so_far(x, axes):
+    before = x[:, :0] if axes.earlier is None else axes.earlier(x)
+    return jnp.sum(before, axis=1, keepdims=True) + jnp.cumsum(x, axis=1)
+
+
+def noisy_layer(own, x, microbatch, axes):
+    """Attention within segments, two heads of queries to one of keys, and a sum of whatever came before."""
+    own_x = x["x"] + x["layers"][..., None]
+    query, key_value = jnp.split(own_x @ own["qkv"], 2, axis=-1)
+    key, value = jnp.split(key_value[:, :, None], 2, axis=-1)
+    query = query.reshape(*query.shape[:2], 2, -1)
+    segments = microbatch["segments"][:, positions_of(axes)]
+    attended = attend_over_axis(query, key, value, axes=axes, segment_ids=segments).reshape(own_x.shape)
+    change = jnp.tanh(attended + jnp.sin(sum_so_far(own_x, axes))) @ own["out"]
+    return {"x": x["x"] + dropped(change, axes, 0.2), "layers": x["layers"] + 1}
+
+
+def noisy_loss(ends, x, microbatch, axes):
+    places = positions_of(axes)
+    weights, targets = microbatch["w"][:, places], microbatch["x"][:, places]
+    errors = dropped(x["x"] @ ends["in"].T * x["layers"][..., None] - targets, axes, 0.1)
+    return jnp.sum(errors**2 * weights[..., None]), jnp.sum(weights), {"squares": jnp.sum(x["x"] ** 2)}
+
+
+# Tied ends, dropout in all three functions, integers among what layers pass on, and a further sum.
+NOISY = LayeredModel(noisy_embed, noisy_layer, noisy_loss, by_positions=True)
+
+
+def noisy_params():
+    rng = np.random.default_rng(0)
+    layers = {"qkv": rng.normal(size=(4, WIDTH, 2 * WIDTH)), "out": rng.normal(size=(4, WIDTH, WIDTH))}
+    return LayeredParams({"in": rng.normal(size=(3, WIDTH))}, layers)
+
+
+def noisy_batch(num_microbatches):
+    """The last microbatch has no weight."""
+    rng = np.random.default_rng(num_microbatches)
+    weights = rng.integers(0, 4, (num_microbatches, 2, LENGTH)).astype(np.float64)
+    weights[1:][-1:] = 0
+    return {
+        "x": rng.normal(size=(num_microbatches, 2, LENGTH, 3)),
+        "w": weights,
+        "segments": np.sort(rng.integers(1, 4, (num_microbatches, 2, LENGTH)), axis=-1),
+        "num_tokens": weights.sum(axis=(1, 2)),
+        "num_sequences": np.float64(7),
+    }
+
+
+def on_layout(text):
+    layout = Layout.parse(text)
+    return {"mesh": layout_mesh(layout), "layout": layout}
+
+
+def sums_on(text, slices, model=NOISY, **options):
+    return sum_sliced(model, mesh=layout_mesh(Layout.parse(text)), slices=slices, **options)
+
+
+def assert_equal_trees(found, expected, rtol):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for leaf, expected_leaf in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        largest = max(np.max(np.abs(expected_leaf), initial=0), 1e-3)
+        np.testing.assert_allclose(leaf, expected_leaf, rtol=rtol, atol=rtol * largest)
+
+
+@functools.cache
+def unsplit_sums(num_microbatches):
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        return jax.jit(sum_step(layered_loss_fn(NOISY)))(state, noisy_batch(num_microbatches))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_microbatches", "slices"),
+    [
+        ("stage2", 1, 1),
+        ("stage2", 1, 3),
+        ("stage4", 2, {LENGTH: (5, 1, 6)}),
+        ("stage2", 3, lambda length: np.array([length - 2, 2])),
+        ("data2.stage2", 4, (lambda length: (1, 7, 4))),
+    ],
+)
+def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_microbatches, slices):
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        found = jax.jit(sums_on(text, slices))(state, noisy_batch(num_microbatches))
+        assert_equal_trees(found, unsplit_sums(num_microbatches), 1e-12)
+        assert np.abs(np.asarray(found.grads.layers["qkv"])).max(axis=(1, 2)).min() > 1e-3
+
+
+def test_without_gradients_rows_are_whole():
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        found = jax.jit(sums_on("stage2", 3, with_grads=False))(state, noisy_batch(2))
+        assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
+
+
+@functools.cache
+def batches_of(packed):
+    """Three steps of four microbatches; in the last one, a microbatch has no tokens unless rows are packed."""
+    bucket = Bucket(2, 8)
+    dataset = random_dataset(3 * 4 * bucket.rows * (2 if packed else 1) - 5, bucket.length)
+    lengths = np.diff(dataset.offsets)
+    samples = pack_samples(lengths, (bucket.length,)) if packed else lengths
+    plan = make_plan(samples, [bucket], microbatches_per_step=4)
+    batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
+    return jax.tree.map(np.asarray, list(itertools.islice(batches, 3)))
+
+
+def take_steps(step, state, packed):
+    """The losses, and parameters after the first step and the last."""
+    losses, params = [], []
+    for batch in batches_of(packed):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+        params.append(state.params)
+    return losses, params[0], state
+
+
+def clipped_adamw():
+    return optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))
+
+
+def whole_params():
+    return stack_layers(jax.tree.map(np.float64, init_params(TRANSFORMER, seed=0)))
+
+
+@functools.cache
+def trained_whole(packed):
+    with jax.enable_x64(True):
+        optimizer = clipped_adamw()
+        step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
+        losses, first, state = take_steps(step, init_train_state(whole_params(), optimizer), packed)
+        return losses, jax.tree.map(np.asarray, first), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.mark.parametrize(
+    ("text", "packed", "slices"),
+    [
+        ("stage2", True, {8: (3, 1, 4)}),
+        ("data2.stage2.zero3", False, 2),
+        ("stage2.tensor2", True, lambda length: (5, length - 5)),
+    ],
+)
+def test_the_transformer_trains_as_one_device(text, packed, slices):
+    """AdamW, clipped by the norm of the whole gradient."""
+    batches = batches_of(packed)
+    if packed:  # samples go on in the next slice, and begin within one
+        segments = np.concatenate([batch.segment_ids for batch in batches])
+        for edge in (3, 5):
+            assert ((segments[..., edge - 1] == segments[..., edge]) & (segments[..., edge] > 0)).any()
+            assert (segments[..., edge + 1] > segments[..., edge]).any()
+    else:
+        assert not batches[-1].lengths[-1].any()  # a microbatch of dummy rows
+    expected_losses, expected_first, expected = trained_whole(packed)
+    model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
+    rtol = 1e-11 if "tensor" in text else 1e-12
+    with jax.enable_x64(True):
+        state = init_state(whole_params(), optimizer, model=model, **on)
+        step = jax.jit(make_layout_step(model, optimizer, slices=slices, **on))
+        losses, first, state = take_steps(step, state, packed)
+        assert step._cache_size() == 1
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+        first = gather_params(state._replace(params=first), model=model, **on)
+        assert_equal_trees(first, expected_first, rtol)
+        assert_equal_trees(gather_params(state, model=model, **on), expected, rtol)
+
+
+def running_mean(own, x, microbatch, axes):
+    """A layer with ten times as many hidden features as its x."""
+    change = jnp.tanh(sum_so_far(x, axes) @ own["up"]) @ own["down"]
+    return x + change
+
+
+LONG = LayeredModel(
+    lambda ends, microbatch, axes: (microbatch if axes.positions is None else microbatch[:, axes.positions]) * ends,
+    running_mean,
+    lambda ends, x, microbatch, axes: (jnp.sum(x * x), jnp.float32(x.size)),
+    by_positions=True,
+)
+
+
+def compiled_on(slices):
+    params = LayeredParams(np.ones(4, np.float32), {"up": np.ones((4, 4, 40)), "down": np.ones((4, 40, 4))})
+    state = init_train_state(jax.tree.map(np.float32, params), optax.identity())
+    mesh = layout_mesh(Layout.parse("stage2"))
+    sums = sum_scheduled(LONG, mesh=mesh) if slices is None else sum_sliced(LONG, mesh=mesh, slices=slices)
+    return jax.jit(sums).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
+
+
+def test_temporaries_are_those_of_a_slice():
+    """Of rows whose hidden features take ten times the memory of what is sent from stage to stage."""
+    compiled = [compiled_on(slices) for slices in (None, 1, 8)]
+    whole, in_one, in_eight = (each.memory_analysis().temp_size_in_bytes for each in compiled)
+    assert in_eight < 0.4 * min(whole, in_one)
+    counts = count_collectives(compiled[-1])
+    assert counts.keys() == {"all-reduce", "collective-permute"}
+    assert counts["all-reduce"].in_loops == 0
+    assert counts["collective-permute"].in_loops == 2
+
+
+def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
+    model, optimizer = layered(TRANSFORMER), optax.sgd(0.1)
+
+    def make(text, slices=2, model=model, **options):
+        return make_layout_step(model, optimizer, slices=slices, **on_layout(text), **options)
+
+    def trace(slices, model=NOISY):
+        state = init_train_state(noisy_params(), optax.identity(), seed=3)
+        jax.eval_shape(sums_on("stage2", slices, model), state, noisy_batch(2))
+
+    with pytest.raises(ValueError, match=r"^slices need stages, .* the layout data2 has none"):
+        make("data2")
+    with pytest.raises(ValueError, match=r"token_slices: leave gpipe out of the layout stage2.gpipe"):
+        make("stage2.gpipe")
+    with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence_parallel"):
+        make("stage2.tensor2.sequence_parallel")
+    with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence2"):
+        make("stage2.sequence2")
+    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave keeps='residuals' out"):
+        make("stage2", keeps="residuals")
+    with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions .* by_positions=True"):
+        make("stage2", model=model._replace(by_positions=False))
+    with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions"):
+        sums_on("stage2", 2, NOISY._replace(by_positions=False))
+    with pytest.raises(ValueError, match=r"at least 1 .*: slices \(0\)"):
+        trace(0)
+    with pytest.raises(ValueError, match=r"^rows of 12 tokens do not make 13 slices"):
+        trace(13)
+    with pytest.raises(ValueError, match=r"^slices 4, 4 sum to 8 tokens; length is 12"):
+        trace(lambda length: (4, 4))
+    with pytest.raises(ValueError, match=r"at least 1 .*: slices\[1\] \(0\)"):
+        trace({12: (12, 0)})
+    with pytest.raises(ValueError, match=r"^there are no slices for rows of 12 tokens, only for 8, 16"):
+        trace({16: (8, 8), 8: (8,)})
+    with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
+        jax.eval_shape(sums_on("data2.stage2", 2), init_train_state(noisy_params(), optax.identity()), noisy_batch(3))
+    whole = NOISY._replace(embed=lambda ends, microbatch, axes: microbatch["x"] @ ends["in"])
+    with pytest.raises(ValueError, match=r"^embed returned float32\[2,12,4\] for 6 of 12 positions"):
+        trace(2, whole)
+    flat = NOISY._replace(embed=lambda ends, microbatch, axes: jnp.ones(3))
+    with pytest.raises(ValueError, match=r"^slices take a model whose x are arrays \[B, T, …\] .* not x float32\[3\]"):
+        trace(2, flat)
+    looking = NOISY._replace(embed=lambda *args: sum_so_far(noisy_embed(*args)["x"], args[-1]))
+    with pytest.raises(ValueError, match=r"^embed and loss look at no earlier slices"):
+        trace(2, looking)
+    dropping = NOISY._replace(layer=lambda own, x, microbatch, axes: axes.earlier(x["x"][:, :1]) and x)
+    with pytest.raises(ValueError, match=r"^a layer gave axes.earlier float32\[2,1,4\] for 6 of 12 positions"):
+        trace(2, dropping)
+
+    def changing(own, x, microbatch, axes):
+        if axes.positions[0] > 0:
+            axes.earlier(x["x"])
+        return x
+
+    with pytest.raises(ValueError, match=r"^a layer must give axes.earlier the same arrays in each slice"):
+        trace(2, NOISY._replace(layer=changing))
