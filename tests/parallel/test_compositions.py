@@ -58,16 +58,28 @@ def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
     return PackedBatch(tokens, segment_ids, positions, weights, np.float64(2 * (lengths > 0).sum()))
 
 
+def positions_of(batch, axes):
+    return np.arange(batch.tokens.shape[1]) if axes.positions is None else axes.positions
+
+
+def tied_layer(own, x, batch, axes):
+    change = jnp.tanh(x @ own["k"] + own["b"])
+    kept = jax.random.bernoulli(axes.key, 0.8, (*batch.tokens.shape, x.shape[-1]))  # of whole rows
+    return x + change * kept[:, positions_of(batch, axes)]
+
+
+def tied_loss(ends, x, batch, axes):
+    tokens, weights = (leaf[:, positions_of(batch, axes)] for leaf in (batch.tokens, batch.weights))
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, tokens)
+    return jnp.sum(losses * weights), jnp.sum(weights)
+
+
 # Of one's own: tied ends, dropout, and widths that no number of shards divides.
 TIED = LayeredModel(
-    embed=lambda ends, batch, axes: ends["table"][batch.tokens],
-    layer=lambda own, x, batch, axes: (
-        x + jnp.tanh(x @ own["k"] + own["b"]) * jax.random.bernoulli(axes.key, 0.8, x.shape)
-    ),
-    loss=lambda ends, x, batch, axes: (
-        jnp.sum(optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, batch.tokens) * batch.weights),
-        jnp.sum(batch.weights),
-    ),
+    lambda ends, batch, axes: ends["table"][batch.tokens[:, positions_of(batch, axes)]],
+    tied_layer,
+    tied_loss,
+    by_positions=True,
 )
 
 
@@ -83,7 +95,7 @@ def composition(number):
     vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.sequence * layout.tensor
     num_microbatches = of_shard * (layout.num_shards if layout.sequence_from else layout.data)
     batch = random_batch(draw, num_microbatches, length, vocab_size, packed=draw.random() < 0.4)
-    if layout.sequence == layout.tensor == 1 and draw.random() < 0.5:
+    if layout.tensor == 1 and draw.random() < 0.5:
         rng = np.random.default_rng(number)
         return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
     heads = layout.tensor * draw.choice([1, 2])
