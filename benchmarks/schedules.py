@@ -69,29 +69,33 @@ class Measured(NamedTuple):
 
 
 def waiting_model(waits_s: dict[str, float], happened: list[Wait]) -> LayeredModel:
-    """Layers whose parameters are their numbers. B waits for the output of F, and W for the result of B."""
+    """Layers whose parameters are their numbers. B waits for the output of F, and W, where it waits, for that of B."""
 
-    def wait(kind: str, x: jax.Array, own: jax.Array, *before: jax.Array) -> jax.Array:
-        def call(x: Any, own: Any, *before: Any) -> np.ndarray:
+    def wait(kind: str, own: jax.Array, *before: jax.Array) -> jax.Array:
+        """Zero, after the wait."""
+
+        def call(layer: Any) -> np.ndarray:
             begun = time.perf_counter()
             time.sleep(waits_s[kind])
-            happened.append(Wait(kind, int(own), begun, time.perf_counter()))
-            return np.zeros(x.shape, x.dtype)
+            happened.append(Wait(kind, int(layer), begun, time.perf_counter()))
+            return np.zeros((), np.float32)
 
-        return x + jax.pure_callback(call, jax.ShapeDtypeStruct(x.shape, x.dtype), x, own, *before)
+        # One number, as converting arguments takes a while.
+        layer = own + sum(0 * each[0] for each in before)
+        return jax.pure_callback(call, jax.ShapeDtypeStruct((), jnp.float32), layer)
 
     @jax.custom_vjp
     def work(own: jax.Array, x: jax.Array) -> jax.Array:
-        return wait("F", x, own)
+        return x + wait("F", own, x)
 
     def forward(own: jax.Array, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        y = wait("F", x, own)
+        y = work(own, x)
         return y, (own, y)
 
     def backward(kept: tuple[jax.Array, jax.Array], of_y: jax.Array) -> tuple[jax.Array, jax.Array]:
         own, y = kept
-        of_x = wait("B", of_y, own, y)
-        return jnp.sum(wait("W", of_x, own)), of_x
+        of_x = of_y + wait("B", own, of_y, y)
+        return jnp.sum(of_x) + (wait("W", own, of_x) if "W" in waits_s else 0), of_x
 
     work.defvjp(forward, backward)
     return LayeredModel(
@@ -101,27 +105,30 @@ def waiting_model(waits_s: dict[str, float], happened: list[Wait]) -> LayeredMod
     )
 
 
-def costs_of(form: Form, schedule: Schedule, keeps: str) -> dict[str, float]:
+def costs_of(form: Form, schedule: Schedule, keeps: str = "residuals") -> dict[str, float]:
     """Milliseconds of the actions on a chunk. From inputs, B and W each run the layers again, and W all of B."""
-    forward, half = form.forward / schedule.num_chunks, form.backward / schedule.num_chunks / 2
-    again = forward if keeps == "inputs" else 0
+    forward, backward = form.forward / schedule.num_chunks, form.backward / schedule.num_chunks
+    costs = {"F": forward, "B": backward}
     if schedule.kinds == "FBW":
-        return {"F": forward, "B": half + again, "W": half + again + (half if again else 0)}
-    return {"F": forward, "B": 2 * half + again}
+        costs |= {"B": backward / 2, "W": backward / 2}
+    if keeps == "inputs":
+        for kind, earlier in (("W", forward + costs["B"]), ("B", forward)):
+            if kind in costs:
+                costs[kind] += earlier
+    return costs
 
 
 def measure(form: Form, name: str, keeps: str) -> Measured:
     num_chunks = CHUNKS[name]
     layout = Layout(stage=NUM_STAGES, schedule=name, chunks=num_chunks)
     happened: list[Wait] = []
-    waits_s = {"F": form.forward, "B": form.backward / 2, "W": form.backward / 2}
-    model = waiting_model({kind: 1e-3 * ms / num_chunks for kind, ms in waits_s.items()}, happened)
+    schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
+    model = waiting_model({kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_chunks, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
     step = sum_scheduled(model, mesh=layout_mesh(layout), schedule=name, num_chunks=num_chunks, keeps=keeps)
     program = jax.jit(step).lower(state, batch).compile()
     jax.block_until_ready(program(state, batch))
-    schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
     steps = []
     for _ in range(form.num_timed):
         happened.clear()
@@ -142,11 +149,6 @@ def timeline_of(measured: Measured) -> Timeline:
         waits = sorted(
             (each for each in measured.waits if each.layer % NUM_STAGES == stage), key=lambda each: each.begun
         )
-        if schedule.kinds == "FB":  # W is the second part of B
-            ended = [each.ended for each in waits if each.kind == "W"]
-            waits = [each for each in waits if each.kind != "W"]
-            later = iter(ended)
-            waits = [each._replace(ended=next(later)) if each.kind == "B" else each for each in waits]
         assert [KINDS.index(each.kind) for each in waits] == schedule.actions[stage, :, 0].tolist()
         starts[stage] = [1e3 * each.begun for each in waits]
         ends[stage] = [1e3 * each.ended for each in waits]
@@ -205,7 +207,7 @@ def beside_torch(form: Form) -> list[str]:
     rows = []
     for name, num_chunks in chunks.items():
         schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
-        mpmd = schedule.simulate(costs_of(form, schedule, "residuals"), "mpmd").makespan
+        mpmd = schedule.simulate(costs_of(form, schedule), "mpmd").makespan
         median, fastest = (1e3 * of(found[name]) for of in (statistics.median, min))
         rows.append([f"`{name}`", f"{median:.0f}", f"{fastest:.0f}", f"{mpmd:g}", f"{median / mpmd:.3f}"])
     return [
