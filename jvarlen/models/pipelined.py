@@ -5,6 +5,8 @@ Letters: S stages, L layers.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from flax import nnx
 
@@ -29,20 +31,13 @@ def make_stages(config: TransformerConfig) -> Stages:
     """
     model = layered(config)
 
-    def embed(ends: nnx.State, microbatch: Batch | PackedBatch) -> jax.Array:
-        return model.embed(ends, microbatch, Axes())
-
     def stage(blocks: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch) -> jax.Array:
         for layer in range(jax.tree.leaves(blocks)[0].shape[0]):
             block = jax.tree.map(lambda leaf, layer=layer: leaf[layer], blocks)
             x_BxTxD = model.layer(block, x_BxTxD, microbatch, Axes())
         return x_BxTxD
 
-    def loss(ends: nnx.State, x_BxTxD: jax.Array, microbatch: Batch | PackedBatch) -> tuple[jax.Array, jax.Array]:
-        loss_sum, weight_sum = model.loss(ends, x_BxTxD, microbatch, Axes())
-        return loss_sum, weight_sum
-
-    return Stages(embed, stage, loss)
+    return Stages(functools.partial(model.embed, axes=Axes()), stage, functools.partial(model.loss, axes=Axes()))
 
 
 def split_stages(params: nnx.State, num_stages: int) -> StagedParams:

@@ -1,27 +1,26 @@
-"""Pipeline parallelism: a train step for a model cut into stages.
+"""Pipeline parallelism for a model of any stages, as a model by layers with one layer a stage.
 
-All microbatches of a step have one shape, so they can follow each other through the stages: in tick t, stage s works on
-microbatch t − s. Letters: M microbatches of a step, m those of a data shard, S stages.
+Letters: M microbatches of a step, m those of a data shard, S stages.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import leaves_by_name
-from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, num_shards_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams
+from jvarlen.parallel.scheduled import Keeps, sum_scheduled
 from jvarlen.training.losses import LossFn
-from jvarlen.training.step import StepFn, metrics_of, update_state
-from jvarlen.training.step_sums import microbatches_of, sum_microbatch
+from jvarlen.training.step import StepFn, metrics_of, step_of_sums
+from jvarlen.training.step_sums import StepSums
 from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = [
@@ -35,8 +34,6 @@ __all__ = [
     "pipeline_mesh",
     "place_stages",
 ]
-
-_AXES = (DATA_AXIS, STAGE_AXIS)
 
 
 class Stages(NamedTuple):
@@ -118,7 +115,10 @@ def pipeline_mesh(num_stages: int, num_devices: int | None = None) -> Mesh:
         raise UserError(f"num_stages must divide the {num_devices} devices, and {num_stages} does not")
     # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
     return jax.make_mesh(
-        (num_devices // num_stages, num_stages), _AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:num_devices]
+        (num_devices // num_stages, num_stages),
+        (DATA_AXIS, STAGE_AXIS),
+        axis_types=(AxisType.Auto,) * 2,
+        devices=devices[:num_devices],
     )
 
 
@@ -160,13 +160,8 @@ def make_pipeline_train_step(
     Raises:
       ValueError: as `make_pipeline_loss_fn`.
     """
-    loss_fn = make_pipeline_loss_fn(stages, mesh=mesh, rematerialize=rematerialize)
-    optimizer = optax.with_extra_args_support(optimizer)
-
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
-        return update_state(optimizer, state, batch, sum_microbatch(loss_fn, state, batch))
-
-    return train_step
+    sums_of = _sums_of(stages, mesh, rematerialize=rematerialize)
+    return step_of_sums(sums_of, _sums_of(stages, mesh, with_grads=False), optimizer)
 
 
 def make_pipeline_eval_step(stages: Stages, *, mesh: Mesh) -> StepFn:
@@ -182,24 +177,25 @@ def make_pipeline_eval_step(stages: Stages, *, mesh: Mesh) -> StepFn:
     Raises:
       ValueError: as `make_pipeline_loss_fn`.
     """
-    loss_fn = make_pipeline_loss_fn(stages, mesh=mesh)
+    sums_of = _sums_of(stages, mesh, with_grads=False)
 
     def eval_step(params: StagedParams, batch: Any) -> tuple[StagedParams, Metrics]:
-        return params, metrics_of(sum_microbatch(loss_fn, TrainState(params, None), batch, with_grads=False), batch)
+        return params, metrics_of(sums_of(TrainState(params, None), batch), batch)
 
     return eval_step
 
 
 def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = False) -> LossFn:
-    """The loss of a whole step; its gradient runs through the same pipeline backwards.
+    """The loss of a whole step; its gradient by the parameters is computed with it, by the schedule `eager_1f1b`.
 
-    A step takes m + S − 1 ticks forward, and as many backward. An idle stage computes nothing. For the backward pass,
-    each tick keeps the input of the stage and the results of its matrix products; everything else is recomputed.
+    A step takes m + S − 1 ticks forward, and as many backward. An idle stage computes nothing. A stage keeps what its
+    backward pass takes from its forward pass, of at most 2 S − 1 microbatches. Weights are not differentiated, even if
+    they depend on the parameters.
 
     Args:
       stages: the model.
       mesh: has axes `"data"` and `"stage"`.
-      rematerialize: keeps only the input of the stage, and recomputes the matrix products too.
+      rematerialize: keeps only the input of the stage, and runs the stage again in the backward pass.
 
     Returns:
       `loss_fn(params, batch) -> (loss_sum, weight_sum)`, summed over all microbatches and shards. `params` are
@@ -211,116 +207,56 @@ def make_pipeline_loss_fn(stages: Stages, *, mesh: Mesh, rematerialize: bool = F
 
     Example:
       >>> def loss(ends, x, microbatch):
-      ...     return jnp.sum(x), jnp.float32(x.size)
+      ...     return x.sum(), np.float32(x.size)
       >>> stages = Stages(lambda ends, microbatch: microbatch, lambda own, x, microbatch: own * x, loss)
       >>> loss_fn = make_pipeline_loss_fn(stages, mesh=pipeline_mesh(1, num_devices=1))
-      >>> loss_sum, weight_sum = jax.jit(loss_fn)(StagedParams((), jnp.array([3.0])), jnp.ones((2, 4)))
+      >>> loss_sum, weight_sum = jax.jit(loss_fn)(StagedParams((), np.array([3.0])), np.ones((2, 4)))
       >>> float(loss_sum), float(weight_sum)
       (24.0, 8.0)
 
     References:
       Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
     """
-    num_shards, num_stages = (num_shards_of(mesh, axis_name) for axis_name in _AXES)
-    params_spec = StagedParams(PartitionSpec(), PartitionSpec(STAGE_AXIS))
+    with_grads = _sums_of(stages, mesh, rematerialize=rematerialize)
+    without_grads = _sums_of(stages, mesh, with_grads=False)
 
     def loss_fn(params: StagedParams, batch: Any) -> tuple[jax.Array, jax.Array]:
-        _check_stages(params, mesh)
-        num_microbatches = microbatches_of(batch)
-        check_shards_divide(num_microbatches, mesh)
+        @jax.custom_vjp
+        def loss_of(params: StagedParams) -> tuple[jax.Array, jax.Array]:
+            sums = without_grads(TrainState(params, None), batch)
+            return sums.loss, sums.weight
 
-        def on_device(params: StagedParams, batch: Any) -> tuple[jax.Array, jax.Array]:
-            types = jax.tree.map(lambda leaf: leaf.dtype, params)
-            # The gradients of all ticks are summed, in float32 at least.
-            ends, stages_of_one = jax.tree.map(lambda leaf: leaf.astype(_sum_type(leaf)), params)
-            own = jax.tree.map(lambda leaf: leaf[0], stages_of_one)
-            typed = Stages(
-                lambda ends, microbatch: stages.embed(_cast(ends, types.ends), microbatch),
-                lambda own, x, microbatch: stages.stage(_cast(own, types.stages), x, microbatch),
-                lambda ends, x, microbatch: stages.loss(_cast(ends, types.ends), x, microbatch),
-            )
-            sums = _run_ticks(
-                typed, ends, own, batch, num_stages, num_microbatches // num_shards, rematerialize=rematerialize
-            )
-            return jax.lax.psum(sums, _AXES)
+        def forward(params: StagedParams) -> tuple[tuple[jax.Array, jax.Array], Any]:
+            sums = with_grads(TrainState(params, None), batch)
+            return (sums.loss, sums.weight), sums.grads
 
-        batch_spec = jax.tree.map(lambda leaf: PartitionSpec(DATA_AXIS) if leaf.ndim else PartitionSpec(), batch)
-        # Unchecked: checked axes refuse loops and branches of a stage that start from constants, and would reduce
-        # gradients in every tick, in branches that not all devices take.
-        on_devices = jax.shard_map(
-            on_device,
-            mesh=auto_axes(mesh),
-            in_specs=(params_spec, batch_spec),
-            out_specs=PartitionSpec(),
-            axis_names=set(_AXES),
-            check_vma=False,
-        )
-        return on_devices(params, batch)
+        def backward(grads: Any, of_sums: tuple[jax.Array, jax.Array]) -> tuple[Any]:
+            return (jax.tree.map(lambda grad, leaf: (grad * of_sums[0]).astype(leaf.dtype), grads, params),)
+
+        loss_of.defvjp(forward, backward)
+        return loss_of(params)
 
     return loss_fn
 
 
-def _run_ticks(
-    stages: Stages, ends: Any, own: Any, batch: Any, num_stages: int, num_microbatches: int, *, rematerialize: bool
-) -> tuple[jax.Array, jax.Array]:
-    """The sums of one device: those of its microbatches on the last stage, and 0 on other stages."""
-    stage_index = jax.lax.axis_index(STAGE_AXIS)
-
-    def microbatch_at(index: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[index] if leaf.ndim else leaf, batch)
-
-    first = microbatch_at(0)
-    no_x = _zeros(jax.eval_shape(lambda: stages.embed(ends, first)))
-    _check_stage(no_x, jax.eval_shape(lambda: stages.stage(own, no_x, first)))
-    no_sums = _zeros(jax.eval_shape(lambda: stages.loss(ends, no_x, first)), _sum_type)
-
-    def work(received: Any, sums: Any, microbatch: Any) -> tuple[Any, Any]:
-        x = jax.lax.cond(stage_index == 0, lambda: stages.embed(ends, microbatch), lambda: received)
-        x = stages.stage(own, x, microbatch)
-        is_last = stage_index == num_stages - 1
-        return x, jax.lax.cond(is_last, lambda: _add(sums, stages.loss(ends, x, microbatch)), lambda: sums)
-
-    # Without it, or within the branch, all that the backward pass needs would be kept for every tick, parameters
-    # included; around the branch, what all ticks share is kept once.
-    @functools.partial(
-        jax.checkpoint,
-        policy=None if rematerialize else jax.checkpoint_policies.dots_saveable,
-        prevent_cse=False,  # forward and backward are different loops
+def _sums_of(
+    stages: Stages, mesh: Mesh, *, with_grads: bool = True, rematerialize: bool = False
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a step, by the program of a model by layers."""
+    model = LayeredModel(
+        lambda ends, microbatch, axes: stages.embed(ends, microbatch),
+        lambda own, x, microbatch, axes: stages.stage(own, x, microbatch),
+        lambda ends, x, microbatch, axes: stages.loss(ends, x, microbatch),
     )
-    def work_or_idle(received: Any, sums: Any, t: jax.Array) -> tuple[Any, Any]:
-        index = t - stage_index
-        # Idle, a device takes the other branch, forward and backward: to compute on whatever is there and to leave the
-        # result out would turn an infinite derivative into 0 · ∞ = NaN.
-        return jax.lax.cond(
-            (index >= 0) & (index < num_microbatches),
-            lambda: work(received, sums, microbatch_at(index)),
-            lambda: (no_x, sums),
-        )
+    keeps: Keeps = "inputs" if rematerialize else "residuals"
+    sums_of_layers = sum_scheduled(model, mesh=mesh, keeps=keeps, with_grads=with_grads)
 
-    to_next = [(s, s + 1) for s in range(num_stages - 1)]
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        _check_stages(state.params, mesh)
+        sums = sums_of_layers(state._replace(params=LayeredParams(*state.params), key=None), batch)
+        return sums._replace(grads=StagedParams(*sums.grads)) if with_grads else sums
 
-    def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[tuple[Any, Any], None]:
-        x, sums = work_or_idle(*carry, t)
-        return (jax.lax.ppermute(x, STAGE_AXIS, to_next), sums), None
-
-    (_, sums), _ = jax.lax.scan(tick, (no_x, no_sums), jnp.arange(num_microbatches + num_stages - 1))
-    return sums
-
-
-def _sum_type(leaf: Any) -> Any:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
-
-
-def _cast(params: Any, types: Any) -> Any:
-    return jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), params, types)
-
-
-def _add(sums: Any, more: Any) -> Any:
-    return jax.tree.map(lambda total, value: (total + value).astype(total.dtype), sums, more)
-
-
-def _zeros(spec: Any, dtype_of: Callable[[Any], Any] = lambda leaf: leaf.dtype) -> Any:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype_of(leaf)), spec)
+    return sums_of
 
 
 def _check_stages(params: StagedParams, mesh: Mesh) -> None:
@@ -336,9 +272,3 @@ def _check_stages(params: StagedParams, mesh: Mesh) -> None:
             f"the mesh has {num_stages} stages, which must be the leading axis of all parameters of stages; not so: "
             f"{list_first(wrong)}"
         )
-
-
-def _check_stage(given: Any, returned: Any) -> None:
-    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype.name), x) for x in (given, returned)]
-    if shapes[0] != shapes[1]:
-        raise UserError(f"a stage must return the shapes of its input; it takes {shapes[0]} and returns {shapes[1]}")

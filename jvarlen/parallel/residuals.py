@@ -164,7 +164,6 @@ def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> li
             invars=[*jaxpr.invars[:num_always], *arguments[number], *received],
             outvars=[*results[number], *handed[number]],
             eqns=[jaxpr.eqns[i] for i in sorted(chosen[number])],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
         )
         return jaxpr_as_fun(ClosedJaxpr(part, closed.consts))
 

@@ -299,10 +299,9 @@ def test_the_share_of_idle_ticks_is_the_bubble(num_stages, num_microbatches):
     step = jax.value_and_grad(make_pipeline_loss_fn(stages, mesh=mesh), has_aux=True)
     batch = jnp.ones((num_microbatches, 2))
     jax.block_until_ready(jax.jit(step)(params, batch))
-    forward, backward = scan_lengths(jax.make_jaxpr(step)(params, batch).jaxpr)
-    assert forward == backward
+    num_ticks = max(scan_lengths(jax.make_jaxpr(step)(params, batch).jaxpr))
     assert ran.count("forward") == ran.count("backward") == num_stages * num_microbatches
-    idle = 1 - ran.count("forward") / (num_stages * forward)
+    idle = 1 - len(ran) / (num_stages * num_ticks)
     assert idle == pytest.approx(bubble_fraction(num_stages, num_microbatches))
 
 
@@ -316,7 +315,8 @@ def test_the_bubble_is_counted_in_a_table_of_the_schedule():
         bubble_fraction(2, 0)
 
 
-def test_memory_grows_with_activations_and_not_with_parameters():
+def test_memory_grows_with_stages_and_not_with_microbatches_or_parameters():
+    """A stage keeps two activations of a microbatch, of three at most, and those of a tick are there besides."""
     mesh, optimizer = mesh_of(1, 2), optax.sgd(0.1)
     params = make_params(2, width=128, dtype=np.float32)
     state = init_train_state(place_stages(params, mesh), optimizer)
@@ -328,9 +328,9 @@ def test_memory_grows_with_activations_and_not_with_parameters():
 
     received_bytes, stage_bytes = 6 * 128 * 4, 128 * 128 * 4
     kept = temp_bytes(18, False)
-    growth = kept - temp_bytes(2, False)
-    assert 2 * 16 * received_bytes <= growth < 5 * 16 * received_bytes < 16 * stage_bytes
-    assert temp_bytes(18, True) < kept - 16 * received_bytes
+    assert abs(kept - temp_bytes(4, False)) < received_bytes
+    assert 0 < kept - temp_bytes(2, False) < 3 * received_bytes
+    assert 3 * received_bytes < kept - temp_bytes(18, True) < 12 * received_bytes < stage_bytes
 
 
 def test_gradients_are_reduced_outside_the_loops():
@@ -374,6 +374,23 @@ def test_constants_travel_with_what_stages_give():
     assert float(weight_sum) == 6
 
 
+def test_the_loss_may_be_a_part_of_another_function():
+    mesh = mesh_of(1, 2)
+    loss_fn = make_pipeline_loss_fn(STAGES, mesh=mesh)
+
+    def mean_and_decay(params, loss_fn):
+        loss_sum, weight_sum = loss_fn(params)
+        return 3 * loss_sum / weight_sum + jnp.sum(params.stages["k"] ** 2)
+
+    def unsplit(params):
+        return jax.tree.map(jnp.sum, jax.vmap(unsplit_loss_fn, (None, Rows(0, 0, None)))(params, batch))
+
+    with jax.enable_x64(True):
+        params, batch = make_params(2), make_rows(3)
+        found = jax.jit(jax.grad(lambda params: mean_and_decay(params, lambda params: loss_fn(params, batch))))(params)
+        assert_equal_trees(found, jax.grad(lambda params: mean_and_decay(params, unsplit))(params), 1e-12)
+
+
 def test_evaluation_sums_what_training_sums():
     mesh = mesh_of(2, 2)
     params, batch = make_params(2, dtype=np.float32), make_rows(4, num_dummies=2, dtype=np.float32)
@@ -404,6 +421,6 @@ def test_a_stage_that_gives_something_else_than_it_takes_is_refused():
     stages = STAGES._replace(stage=lambda own, x, microbatch: x[:, :2])
     loss_fn = make_pipeline_loss_fn(stages, mesh=mesh_of(1, 2))
     with pytest.raises(
-        ValueError, match=r"must return the shapes of its input; it takes \(\(6, 5\).*returns \(\(6, 2\)"
+        ValueError, match=r"must return x with the shapes and dtypes that it takes: x: float32\[6,5\] -> float32\[6,2\]"
     ):
         jax.eval_shape(loss_fn, make_params(2, dtype=np.float32), make_rows(1, dtype=np.float32))

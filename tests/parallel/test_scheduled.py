@@ -179,6 +179,7 @@ def trained_whole(packed):
         ("data4.stage2.zero_bubble", True, "residuals"),
         ("data2.stage2.tensor2.zero1", False, "inputs"),
         ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
+        ("data2.stage2.sequence2.zero3", False, "residuals"),
     ],
 )
 def test_the_transformer_trains_as_one_device(text, packed, keeps):
