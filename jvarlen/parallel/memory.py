@@ -260,8 +260,11 @@ class _Activations:
         of_chunk = _bytes_of(self._residuals(params))
         # And what a tick sends and receives.
         inputs, gradients = (tables.num_inputs + 2) * _bytes_of(x), (tables.num_gradients + 2) * _bytes_of(floats)
-        kept = _bytes_of(x) if keeps == "inputs" else of_chunk
-        return inputs + gradients + tables.num_activations * kept + (of_chunk if keeps == "inputs" else 0)
+        if keeps == "inputs":
+            return inputs + gradients + tables.num_activations * _bytes_of(x) + of_chunk
+        # Where weight gradients come later, B hands them as many gradients as there are residuals, about.
+        kept = of_chunk * (2 if layout.schedule == "zero_bubble" else 1)
+        return inputs + gradients + tables.num_activations * kept
 
     def _input(self, params: Any) -> Any:
         """The shapes of what goes from layer to layer."""
