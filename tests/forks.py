@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import IO
 
 ROOT = Path(__file__).parent.parent
-IMPORTED = {"jax": ("jvarlen.runs.fit", "flax.nnx", "pytest"), "torch": ("torch_ref.train", "torch.distributed")}
+IMPORTED = {
+    "jax": ("jvarlen.runs.fit", "flax.nnx", "pytest"),
+    "torch": ("torch_ref.parallel", "torch.distributed.tensor.debug"),
+}
 READ_ON_IMPORT = ("JAX_", "OMP_", "PYTHON")  # how variables begin that count only if they are set before imports
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from torch_ref.checks import check_integer
 
-__all__ = ["NUM_BYTES", "Transformer", "generate", "load_params"]
+__all__ = ["NUM_BYTES", "Block", "Transformer", "generate", "inputs_of", "load_params", "rows_of"]
 
 # In shapes: B rows, T tokens a row, V values of a token, D width, H heads, d = D / H width of a head.
 NUM_BYTES = 256
@@ -42,7 +42,7 @@ class Transformer(nn.Module):
             )
         self.vocab_size = vocab_size
         self.embed = nn.Embedding(vocab_size + 1, embed_dim)
-        self.blocks = nn.ModuleList(_Block(embed_dim, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(embed_dim, num_heads) for _ in range(num_layers))
         self.norm = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
         self.head = nn.Linear(embed_dim, vocab_size, bias=False)
         for weight in self.parameters():
@@ -69,27 +69,29 @@ class Transformer(nn.Module):
         """
         if (segment_ids is None) != (positions is None):
             raise ValueError("segment_ids and positions go together")
-        begin = tokens_BxT.new_full((tokens_BxT.shape[0], 1), self.vocab_size)
-        inputs_BxT = torch.cat([begin, tokens_BxT[:, :-1]], dim=1)
-        mask_Bx1xTxT = None
-        if segment_ids is None or positions is None:
-            positions = torch.arange(tokens_BxT.shape[1], device=tokens_BxT.device)[None]
-        else:
-            inputs_BxT = torch.where(positions == 0, self.vocab_size, inputs_BxT)
-            same_BxTxT = segment_ids[:, :, None] == segment_ids[:, None, :]
-            # Padding sees padding: a row of the mask without any True would give NaN.
-            mask_Bx1xTxT = same_BxTxT.tril()[:, None]
-        hidden_BxTxD = self.embed(inputs_BxT)
+        positions_BxT, mask_Bx1xTxT = rows_of(tokens_BxT, segment_ids, positions)
+        hidden_BxTxD = self.embed(inputs_of(tokens_BxT, positions, begin=self.vocab_size))
         for block in self.blocks:
-            hidden_BxTxD = block(hidden_BxTxD, positions, mask_Bx1xTxT)
+            hidden_BxTxD = block(hidden_BxTxD, positions_BxT, mask_Bx1xTxT)
         logits_BxTxV: Tensor = self.head(self.norm(hidden_BxTxD))
         return logits_BxTxV
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention and an MLP, each on a normalised residual stream.
+
+    Args:
+        embed_dim: D.
+        num_heads: H.
+
+    Attributes:
+        num_parts: how many processes share the heads and the MLP's features under tensor parallelism.
+    """
+
     def __init__(self, embed_dim: int, num_heads: int) -> None:
+        """Draw the initial weights from torch's global generator."""
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.num_parts = num_heads, 1
         self.norm1 = nn.RMSNorm(embed_dim, eps=_NORM_EPS)
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=False)
         self.out = nn.Linear(embed_dim, embed_dim, bias=False)
@@ -98,17 +100,46 @@ class _Block(nn.Module):
         self.down = nn.Linear(4 * embed_dim, embed_dim, bias=False)
 
     def forward(self, x_BxTxD: Tensor, positions_BxT: Tensor, mask_Bx1xTxT: Tensor | None) -> Tensor:
+        """Return the residual stream [B, T, D] after the block; positions and mask are those of `rows_of`."""
         x_BxTxD = x_BxTxD + self.out(self._attend(self.norm1(x_BxTxD), positions_BxT, mask_Bx1xTxT))
         mlp_BxTxD: Tensor = self.down(functional.gelu(self.up(self.norm2(x_BxTxD)), approximate="tanh"))
         return x_BxTxD + mlp_BxTxD
 
     def _attend(self, x_BxTxD: Tensor, positions_BxT: Tensor, mask_Bx1xTxT: Tensor | None) -> Tensor:
-        qkv_BxTx3xHxd = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads, -1))
+        qkv_BxTx3xHxd = self.qkv(x_BxTxD).unflatten(-1, (3, self.num_heads // self.num_parts, -1))
         q, k, v = qkv_BxTx3xHxd.permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
         mixed_BxHxTxd = functional.scaled_dot_product_attention(
             _rotate(q, positions_BxT), _rotate(k, positions_BxT), v, mask_Bx1xTxT, is_causal=mask_Bx1xTxT is None
         )
         return mixed_BxHxTxd.transpose(1, 2).flatten(2)
+
+
+def inputs_of(tokens_BxT: Tensor, positions: Tensor | None, *, begin: int) -> Tensor:
+    """Return the token before each, int64[B, T], and at the beginning of a sample `begin`.
+
+    Args:
+        tokens_BxT: int64[B, T].
+        positions: int64[B, T] of packed rows, the place of each token in its sample; None where a row is a sample.
+        begin: the token that is never predicted.
+    """
+    begins = tokens_BxT.new_full((tokens_BxT.shape[0], 1), begin)
+    inputs_BxT = torch.cat([begins, tokens_BxT[:, :-1]], dim=1)
+    return inputs_BxT if positions is None else torch.where(positions == 0, begin, inputs_BxT)
+
+
+def rows_of(x_BxTxD: Tensor, segment_ids: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return positions int64[B or 1, T] and, for packed rows, which tokens see which, bool[B, 1, T, T].
+
+    Args:
+        x_BxTxD: [B, T, D], or tokens [B, T].
+        segment_ids: int64[B, T] of packed rows; None where a row is a sample.
+        positions: int64[B, T] of packed rows; None where a row is a sample.
+    """
+    if segment_ids is None or positions is None:
+        return torch.arange(x_BxTxD.shape[1], device=x_BxTxD.device)[None], None
+    same_BxTxT = segment_ids[:, :, None] == segment_ids[:, None, :]
+    # Padding sees padding: a row of the mask without any True would give NaN.
+    return positions, same_BxTxT.tril()[:, None]
 
 
 def _rotate(x_BxHxTxd: Tensor, positions_BxT: Tensor) -> Tensor:

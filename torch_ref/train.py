@@ -16,6 +16,8 @@ __all__ = [
     "LossFn",
     "backward_of_sums",
     "loss_sums",
+    "segments_of",
+    "sum_losses",
     "take_microbatch",
     "to_device",
     "train_step",
@@ -37,11 +39,21 @@ def loss_sums(model: nn.Module, microbatch: Batch) -> tuple[Tensor, Tensor]:
         (sum of cross-entropy times weight, sum of weights): scalars, the first in nats and in the logits' dtype. Both
         are 0 for a microbatch of dummy rows.
     """
-    segments: dict[str, Tensor] = {}
-    if microbatch.segment_ids is not None and microbatch.positions is not None:
-        segments = {"segment_ids": microbatch.segment_ids, "positions": microbatch.positions}
-    logits_BxTxV = model(microbatch.tokens, **segments)
+    return sum_losses(model(microbatch.tokens, **segments_of(microbatch)), microbatch)
+
+
+def segments_of(microbatch: Batch) -> dict[str, Tensor]:
+    """Return `segment_ids` and `positions` of packed rows; nothing where a row is a sample."""
+    if microbatch.segment_ids is None or microbatch.positions is None:
+        return {}
+    return {"segment_ids": microbatch.segment_ids, "positions": microbatch.positions}
+
+
+def sum_losses(logits_BxTxV: Tensor, microbatch: Batch) -> tuple[Tensor, Tensor]:
+    """Return the two sums of `loss_sums` from logits [B, T, V]; of a `DTensor`, within `loss_parallel`."""
     losses_BxT = functional.cross_entropy(logits_BxTxV.transpose(1, 2), microbatch.tokens, reduction="none")
+    if hasattr(losses_BxT, "to_local"):  # a DTensor, whose class takes a second to import
+        losses_BxT = losses_BxT.to_local()
     return (losses_BxT * microbatch.weights).sum(), microbatch.weights.sum()
 
 
@@ -158,6 +170,7 @@ def update(
     *,
     num_averaged: int = 1,
     max_norm: float | None = None,
+    stage_group: "distributed.ProcessGroup | None" = None,
 ) -> dict[str, Any]:
     """Divide the gradients by the sum of weights, clip them, and let the optimizer take its step.
 
@@ -168,6 +181,7 @@ def update(
         total: [2], the two sums over the whole step.
         num_averaged: what the gradients have been divided by already.
         max_norm: as for `train_step`.
+        stage_group: the processes that hold one stage of a pipeline each; None where the model is whole.
 
     Returns:
         What `train_step` returns.
@@ -182,6 +196,10 @@ def update(
         norm = nn.utils.get_total_norm(gradients)
         if hasattr(norm, "full_tensor"):  # a DTensor, whose class takes a second to import
             norm = norm.full_tensor()
+        if stage_group is not None:
+            squared = norm**2
+            distributed.all_reduce(squared, group=stage_group)
+            norm = squared.sqrt()
         # Without the 1e-6 that torch's own clipping adds to the norm.
         scale = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
         for gradient in gradients:

@@ -4,18 +4,17 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_ref.checks import check_integer, check_number, check_process_group
 from torch_ref.loader import Batch
+from torch_ref.parallel.mesh import check_optimizer
 from torch_ref.train import LossFn, backward_of_sums, loss_sums, update
 
-__all__ = ["gather_params", "make_fsdp_step", "shard_model"]
+__all__ = ["make_fsdp_step", "shard_model"]
 
 
 def shard_model(model: nn.Module, *, layers: Iterable[nn.Module] | None = None) -> None:
@@ -82,12 +81,7 @@ def make_fsdp_step(
         check_number("max_norm", max_norm, above=0)
     if not isinstance(model, FSDPModule):
         raise ValueError("the model is not sharded: call shard_model, then make the optimizer")
-    own = set(map(id, model.parameters()))
-    given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := len(set(given) - own):
-        raise ValueError(
-            f"{foreign} of the optimizer's {len(given)} parameters are not the model's: make it after shard_model"
-        )
+    check_optimizer(optimizer, model, "shard_model")
     model.set_reshard_after_forward(zero == 3)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -107,28 +101,3 @@ def make_fsdp_step(
         return update(model, optimizer, batch, total, max_norm=max_norm)
 
     return step
-
-
-@torch.no_grad()
-def gather_params(model: nn.Module, *, to_all: bool = False) -> dict[str, Tensor]:
-    """Return the whole parameters of a model, sharded or not.
-
-    All processes must call it. A device holds one whole parameter at a time.
-
-    Args:
-        model: what `make_ddp_step` or `make_fsdp_step` got.
-        to_all: whether all processes get them, or only rank 0.
-
-    Returns:
-        Tensors on the CPU by name, which later steps do not change; nothing on other ranks unless `to_all`.
-
-    Raises:
-        ValueError: if `torch.distributed` is not initialised.
-    """
-    check_process_group("gather_params")
-    gathered: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        if to_all or distributed.get_rank() == 0:
-            gathered[name] = torch.empty_like(whole, device="cpu").copy_(whole)
-    return gathered

@@ -1,0 +1,136 @@
+"""A script that trains in several processes of PyTorch on layouts with stages or tensor parallelism.
+
+Arguments: a folder with `inputs.npz`, to which results are written, how many processes there are, the rank and a port.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import AdamW
+
+import torch_ref
+from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_step, shard_tensors, split_stages
+
+NUM_LAYERS, WIDTH, NUM_HEADS, VOCAB_SIZE = 4, 16, 2, 127  # an odd vocabulary: its parts are not of one size
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.4
+BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 20
+
+Results = dict[str, NDArray[Any]]
+
+
+class Way(NamedTuple):
+    """A layout's sizes and schedule, how many processes it takes, and whether rows hold several samples."""
+
+    data: int = 1
+    stage: int = 1
+    tensor: int = 1
+    chunks: int = 1
+    schedule: str = ""
+    sequence_parallel: bool = False
+    packed: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        return self.data * self.stage * self.tensor
+
+
+WAYS = {
+    "tensor2": Way(tensor=2, packed=True),
+    "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True),
+    "stage2.gpipe": Way(stage=2, schedule="gpipe", packed=True),
+    "stage2.1f1b": Way(stage=2, schedule="1f1b"),
+    "stage2.chunks2.interleaved": Way(stage=2, chunks=2, schedule="interleaved", packed=True),
+    "stage2.zero_bubble": Way(stage=2, schedule="zero_bubble"),
+    "data2.tensor2": Way(data=2, tensor=2),
+    "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b"),
+}
+
+
+def make_plan(package: Any, lengths: NDArray[np.int64], packed: bool) -> Any:
+    """Return the plan by a package, in shuffled order."""
+    samples = lengths
+    if packed:
+        samples = package.pack_samples(lengths, [length for _, length in BUCKETS], order="shuffle", seed=2)
+    return package.make_plan(samples, BUCKETS, order="shuffle", seed=5, microbatches_per_step=NUM_MICROBATCHES)
+
+
+def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
+    """Return this process's part of the model, and the train step."""
+    model = torch_ref.Transformer(
+        embed_dim=WIDTH, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
+    ).double()
+    torch_ref.load_params(model, initial)
+    options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
+    if way.stage > 1:
+        stages = split_stages(model, mesh, chunks=way.chunks)
+        optimizer = AdamW(stages.parameters(), **options)
+        return stages, make_pipeline_step(stages, optimizer, schedule=way.schedule, max_norm=MAX_NORM)
+    shard_tensors(model, mesh, sequence_parallel=way.sequence_parallel)
+    optimizer = AdamW(model.parameters(), **options)
+    return model, make_tensor_step(model, optimizer, mesh=mesh, max_norm=MAX_NORM)
+
+
+def train(way: Way, samples: list[NDArray[np.uint8]], initial: Results) -> Results:
+    """Train on a layout; return losses, bytes of parameters, numbers of collectives, and on rank 0 whole weights."""
+    sizes = {"data": way.data} if way.data > 1 else {}
+    sizes |= {"stage": way.stage} if way.stage > 1 else {"tensor": way.tensor}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    shard = mesh.get_local_rank("data") if way.data > 1 else 0
+    model, step = prepare(way, mesh, initial)
+    plan = make_plan(torch_ref, np.array([len(sample) for sample in samples]), way.packed)
+    batches = list(torch_ref.load(plan, samples, rank=shard, num_replicas=way.data))[:NUM_STEPS]
+    with sdpa_kernel(SDPBackend.MATH):
+        losses = [float(step(batch)["loss"]) for batch in batches]
+        results = {f"weight {name}": value.numpy() for name, value in gather_params(model).items()}
+        local = [value.to_local() if way.tensor > 1 else value for value in model.parameters()]
+        results |= {
+            "digest": np.array(plan.digest),
+            "losses": np.array(losses),
+            "microbatch_weights": np.concatenate([batch.weights.sum(dim=(1, 2)).numpy() for batch in batches]),
+            "param_bytes": np.array(sum(value.nbytes for value in local)),
+        }
+        if way.num_processes == way.tensor:
+            with CommDebugMode() as counted:  # it counts one microbatch at most
+                step(batches[0]._replace(**{name: value[:1] for name, value in tensors_of(batches[0]).items()}))
+            results |= {str(name): np.array(count) for name, count in counted.get_comm_counts().items()}
+    if way.sequence_parallel:
+        try:
+            model(torch.zeros(1, 7, dtype=torch.int64))
+        except ValueError as error:
+            results["refused"] = np.array(str(error))
+    return results
+
+
+def tensors_of(batch: torch_ref.Batch) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in batch._asdict().items() if isinstance(value, torch.Tensor)}
+
+
+def main() -> None:
+    """Read, connect, train on all layouts of so many processes, and write what came out."""
+    folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
+    with np.load(folder / "inputs.npz") as file:
+        inputs = dict(file)
+    offsets = inputs.pop("offsets")
+    samples = np.split(inputs.pop("tokens"), offsets[1:-1])
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
+    for name, way in WAYS.items():
+        if way.num_processes == num_processes:
+            np.savez(folder / f"{name} {rank}.npz", **train(way, samples, inputs))  # type: ignore[arg-type]
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

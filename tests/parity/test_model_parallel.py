@@ -1,0 +1,255 @@
+"""Tensor parallelism and pipelines in JAX and in several processes of PyTorch: the same losses and weights."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import jvarlen
+import torch_ref
+from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
+from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from tests import processes
+from tests.conftest import random_dataset
+from torch_ref import parallel
+
+from . import run_model_parallel
+from .run_model_parallel import (
+    BETAS,
+    EPS,
+    MAX_NORM,
+    NUM_HEADS,
+    NUM_LAYERS,
+    NUM_STEPS,
+    RATE,
+    VOCAB_SIZE,
+    WAYS,
+    WEIGHT_DECAY,
+    WIDTH,
+    Results,
+    make_plan,
+)
+
+DATASET = random_dataset(260, 32)
+LENGTHS = np.diff(DATASET.offsets)
+CONFIG = TransformerConfig(num_layers=NUM_LAYERS, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
+
+
+@functools.cache
+def initial_params() -> Any:
+    return jax.tree.map(np.float64, init_params(CONFIG, seed=0))
+
+
+def make_model() -> torch_ref.Transformer:
+    return torch_ref.Transformer(
+        embed_dim=WIDTH, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
+    ).double()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where processes found inputs, and wrote results."""
+    folder = tmp_path_factory.mktemp("model_parallel")
+    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **flat_params(initial_params()))
+    for num_processes in sorted({way.num_processes for way in WAYS.values()}):
+        processes.run(Path(run_model_parallel.__file__), num_processes, str(folder))
+    return folder
+
+
+def results_of(folder: Path, name: str) -> list[Results]:
+    """Return what each process wrote."""
+    results = []
+    for rank in range(WAYS[name].num_processes):
+        with np.load(folder / f"{name} {rank}.npz") as file:
+            results.append(dict(file))
+    return results
+
+
+def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
+    """Return losses, norms of gradients, and final weights by torch's names."""
+    layout, model = Layout.parse(name), layered(CONFIG)
+    mesh = layout_mesh(layout)
+    adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
+    optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
+    plan = make_plan(jvarlen, LENGTHS, WAYS[name].packed)
+    collate = jvarlen.pack_to_bucket if WAYS[name].packed else jvarlen.pad_to_bucket
+    losses, norms = [], []
+    with jax.enable_x64(True):
+        state = init_state(stack_layers(initial_params()), optimizer, mesh=mesh, layout=layout, model=model)
+        step = jax.jit(make_train_step(model, optimizer, mesh=mesh, layout=layout, norms=True), donate_argnums=0)
+        for batch in itertools.islice(jvarlen.load(plan, DATASET, mesh=mesh, collate=collate), NUM_STEPS):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+            norms.append(float(metrics.grad_norm))
+        params = flat_params(unstack_layers(gather_params(state, mesh=mesh, layout=layout, model=model)))
+    whole = make_model()
+    torch_ref.load_params(whole, params)
+    return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in whole.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", WAYS)
+def test_jax_and_torch_train_the_same(folder: Path, name: str) -> None:
+    """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
+    losses, norms, weights = trained_in_jax(name)
+    assert len(losses) == NUM_STEPS
+    assert norms.min() < MAX_NORM < norms.max()
+    assert losses[-1] < losses[0] - 0.1
+    first, *others = results_of(folder, name)
+    assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, WAYS[name].packed).digest
+    np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
+    for key, weight in weights.items():
+        np.testing.assert_allclose(first[f"weight {key}"], weight, rtol=0, atol=1e-12, err_msg=key)
+    assert sum(key.startswith("weight ") for key in first) == len(weights)
+    for other in others:
+        np.testing.assert_array_equal(other["losses"], first["losses"])
+        assert not any(key.startswith("weight ") for key in other)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["stage2.1f1b", "stage2.gpipe"])
+def test_some_microbatches_have_no_weight(folder: Path, name: str) -> None:
+    """What the test above rests on, with padded and with packed rows."""
+    weights = results_of(folder, name)[0]["microbatch_weights"]
+    assert (weights == 0).any()
+    assert (weights > 0).sum() > 2 * NUM_STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.chunks2.interleaved"])
+def test_each_process_holds_its_share(folder: Path, name: str) -> None:
+    """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
+    whole = sum(value.nbytes for value in make_model().parameters())
+    held = [int(result["param_bytes"]) for result in results_of(folder, name)]
+    norms = (2 * NUM_LAYERS + 1) * WIDTH * 8
+    expected = whole + norms if name.startswith("tensor") else whole
+    assert sum(held) == expected
+    np.testing.assert_allclose(held, expected / len(held), rtol=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_steps_communicate_as_often_as_they_must(folder: Path) -> None:
+    """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
+    of_loss, of_clipping, of_norms = 3, 1, 2 * NUM_LAYERS + 1
+    for result in results_of(folder, "tensor2"):
+        reduced = int(result["c10d_functional.all_reduce"])
+        assert reduced == 2 * (2 * NUM_LAYERS + 1) + of_loss + of_clipping
+    for result in results_of(folder, "tensor2.sequence_parallel"):
+        assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * NUM_LAYERS + 2
+        assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * NUM_LAYERS + 2
+        assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_norms
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_sequence_parallelism_takes_lengths_that_are_divided(folder: Path) -> None:
+    for result in results_of(folder, "tensor2.sequence_parallel"):
+        assert str(result["refused"]) == "sequence_parallel takes lengths that are multiples of 2, got 7"
+
+
+def test_without_a_process_group_it_says_so() -> None:
+    model, mesh, stages = make_model(), object(), object()
+    calls: dict[str, Any] = {
+        "shard_tensors": lambda: parallel.shard_tensors(model, mesh),  # type: ignore[arg-type]
+        "make_tensor_step": lambda: parallel.make_tensor_step(model, object(), mesh=mesh),  # type: ignore[arg-type]
+        "split_stages": lambda: parallel.split_stages(model, mesh),  # type: ignore[arg-type]
+        "make_pipeline_step": lambda: parallel.make_pipeline_step(stages, object()),  # type: ignore[arg-type]
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^{name} needs a process group: call .*init_process_group"):
+            call()
+
+
+@pytest.fixture
+def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    distributed.init_process_group("gloo", f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def mesh_of(*names: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_arguments_of_tensor_parallelism_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, mesh = make_model(), mesh_of("data", "tensor")
+    for names in (("stage",), ("tensor", "stage")):
+        with pytest.raises(ValueError, match="the mesh must have an axis 'tensor' and no others but 'data', got"):
+            parallel.shard_tensors(model, mesh_of(*names))
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="the model is not split: call shard_tensors, then make the optimizer"):
+        parallel.make_tensor_step(model, before, mesh=mesh)
+    with monkeypatch.context() as patched:
+        patched.setattr(DeviceMesh, "size", lambda self, mesh_dim=None: 3)
+        with pytest.raises(ValueError, match="there are 2 heads for 3 processes"):
+            parallel.shard_tensors(model, mesh)
+    parallel.shard_tensors(model, mesh)
+    with pytest.raises(ValueError, match="the model is split already"):
+        parallel.shard_tensors(model, mesh)
+    with pytest.raises(ValueError, match="parameters are not the model's: make it after shard_tensors"):
+        parallel.make_tensor_step(model, before, mesh=mesh)
+    fitting = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="max_norm must be a finite number above 0, got -1"):
+        parallel.make_tensor_step(model, fitting, mesh=mesh, max_norm=-1)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_arguments_of_pipelines_are_checked() -> None:
+    model, mesh = make_model(), mesh_of("stage")
+    with pytest.raises(ValueError, match="the mesh must have an axis 'stage' and no others but 'data', got"):
+        parallel.split_stages(model, mesh_of("data"))
+    with pytest.raises(ValueError, match="the 4 blocks must be a multiple of the 3 chunks of 1 stages"):
+        parallel.split_stages(model, mesh, chunks=3)
+    stages = parallel.split_stages(model, mesh, chunks=2)
+    optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="schedule must be one of gpipe, 1f1b, interleaved, zero_bubble, got 'zbv'"):
+        parallel.make_pipeline_step(stages, optimizer, schedule="zbv")
+    with pytest.raises(ValueError, match="1f1b takes one chunk a stage, got 2"):
+        parallel.make_pipeline_step(stages, optimizer)
+    with pytest.raises(ValueError, match="max_norm must be a finite number above 0, got 0"):
+        parallel.make_pipeline_step(stages, optimizer, schedule="interleaved", max_norm=0)
+    other = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="parameters are not the model's: make it after split_stages"):
+        parallel.make_pipeline_step(stages, other, schedule="interleaved")
+
+
+@pytest.mark.usefixtures("one_process")
+def test_one_process_has_the_whole_model() -> None:
+    """As one stage, of one chunk or two, and as one part: the weights after a step are those of `train_step`."""
+    plan = make_plan(torch_ref, LENGTHS, packed=False)
+    batch = next(iter(torch_ref.load(plan, np.split(DATASET.tokens, DATASET.offsets[1:-1]))))
+
+    def trained(way: str) -> dict[str, torch.Tensor]:
+        model: Any = make_model()
+        torch_ref.load_params(model, flat_params(initial_params()))
+        if way == "tensor":
+            parallel.shard_tensors(model, mesh_of("tensor"))
+        elif way != "train_step":
+            model = parallel.split_stages(model, mesh_of("stage"), chunks=1 + (way == "interleaved"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if way == "train_step":
+            torch_ref.train_step(model, optimizer, batch, max_norm=MAX_NORM)
+        elif way == "tensor":
+            parallel.make_tensor_step(model, optimizer, mesh=mesh_of("tensor"), max_norm=MAX_NORM)(batch)
+        else:
+            parallel.make_pipeline_step(model, optimizer, schedule=way, max_norm=MAX_NORM)(batch)
+        return parallel.gather_params(model)
+
+    expected = trained("train_step")
+    for way in ("tensor", "1f1b", "interleaved"):
+        torch.testing.assert_close(trained(way), expected, rtol=0, atol=1e-13)
