@@ -82,7 +82,7 @@ class Stages(nn.Module):
 
 
 def split_stages(model: Transformer, mesh: DeviceMesh, *, chunks: int = 1) -> Stages:
-    """Cut a model into the stages of a pipeline, and return this process's.
+    """Cut a model into the stages of a pipeline.
 
     Stage s of S holds chunks s, s + S and so on, of equally many consecutive blocks. The first chunk has the embedding
     as well, the last one norm and head. Make the optimizer of the stages' parameters.
@@ -91,6 +91,9 @@ def split_stages(model: Transformer, mesh: DeviceMesh, *, chunks: int = 1) -> St
         model: on this process's device, with the same parameters in all processes. It shares them with the stages.
         mesh: with an axis "stage" of size S; `init_device_mesh` makes it.
         chunks: of each stage, for the schedules "interleaved" and "zero_bubble".
+
+    Returns:
+        The chunks of this process.
 
     Raises:
         ValueError: if `torch.distributed` is not initialised, the mesh has no axis "stage" or others than "data" and
