@@ -64,7 +64,7 @@ class Form(NamedTuple):
     num_timed: int
 
 
-FULL = Form(num_layers=4, width=256, num_heads=4, rows=8, length=256, num_timed=20)
+FULL = Form(num_layers=4, width=256, num_heads=4, rows=4, length=256, num_timed=15)
 QUICK = Form(num_layers=2, width=16, num_heads=2, rows=2, length=16, num_timed=2)
 
 
