@@ -163,6 +163,7 @@ def make_pipeline_step(
         shape = batch.tokens.shape
         if shape not in schedules:
             schedules[shape] = _make_schedule(stages, schedule, shape, loss_fn)
+        sums.clear()
         microbatches[:] = [take_microbatch(batch, index) for index in range(len(batch.tokens))]
         # Schedules split the first dimension into equal parts, which are the microbatches again.
         given = {name: value.flatten(0, 1) for name, value in segments_of(batch).items()}
@@ -172,7 +173,6 @@ def make_pipeline_step(
         total = next(stages.parameters()).new_zeros(2)
         if is_last:
             total = torch.stack(sums).sum(dim=0)
-            sums.clear()
         distributed.all_reduce(total, group=stages.group)
         reduce_over_data(stages.mesh, stages, total)
         return update(stages, optimizer, batch, total, max_norm=max_norm, stage_group=stages.group)
