@@ -1,6 +1,6 @@
 """Pipelines by `torch.distributed.pipelining`: consecutive layers on different processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Stages(nn.Module):
         num_chunks: of all stages.
     """
 
-    def __init__(self, chunks: list["_Chunk"], mesh: DeviceMesh, num_chunks: int) -> None:
+    def __init__(self, chunks: Iterable[nn.Module], mesh: DeviceMesh, num_chunks: int) -> None:
         """Hold some chunks."""
         super().__init__()
         self.chunks: Sequence[_Chunk] = nn.ModuleList(chunks)  # type: ignore[assignment]  # which is no Sequence
