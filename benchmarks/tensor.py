@@ -219,9 +219,8 @@ def tables(form: Form) -> list[str]:
         "## Seconds",
         "",
         f"Medians of {form.num_timed} steps; ways of a package take turns. `tensor1` and the whole model have all "
-        "cores; two devices, and two processes of PyTorch with half of the threads each, share them. So there is "
-        "nothing to gain, and what is over 1 is what splitting costs. Devices of one process hand over arrays in "
-        "memory, processes send them through gloo.",
+        "cores; two devices, and two processes of PyTorch with half of the threads each, share them. Devices of one "
+        "process hand over arrays in memory, processes send them through gloo.",
         "",
         *table(
             "way|step, ms|of tensor1's, or the whole model's|of jvarlen's",
