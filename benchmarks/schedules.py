@@ -169,6 +169,7 @@ def steps(form: Form) -> tuple[list[str], str]:
     for name in CHUNKS:
         for keeps in KEEPS:
             measured = measure(form, name, keeps)
+            without = measure(form._replace(forward=0, backward=0), name, keeps)
             costs = costs_of(form, measured.schedule, keeps)
             lockstep, mpmd = (measured.schedule.simulate(costs, mode) for mode in ("lockstep", "mpmd"))
             median, fastest = (1e3 * of(measured.seconds) for of in (statistics.median, min))
@@ -181,6 +182,7 @@ def steps(form: Form) -> tuple[list[str], str]:
                     f"{lockstep.makespan:g}",
                     f"{median / lockstep.makespan:.3f}",
                     f"{mpmd.makespan:g}",
+                    f"{1e3 * statistics.median(without.seconds):.0f}",
                 ]
             )
             if keeps == "residuals":
@@ -191,9 +193,9 @@ def steps(form: Form) -> tuple[list[str], str]:
         f"{NUM_STAGES} stages, {NUM_MICROBATCHES} microbatches. A stage waits {form.forward:g} ms in F and "
         f"{form.backward:g} in the backward pass, or half of that in each of B and W. With kept inputs, F runs again "
         "in B and in W, and B again in W, which the simulations count. Medians of "
-        f"{form.num_timed} steps.",
+        f"{form.num_timed} steps. Waits of 0 ms tell what each wait adds, a call of Python, and what ticks take.",
         "",
-        *table("schedule|keeps|step, ms|fastest, ms|lockstep, ms|step / lockstep|mpmd, ms", rows),
+        *table("schedule|keeps|step, ms|fastest, ms|lockstep, ms|step / lockstep|mpmd, ms|waits of 0, ms", rows),
     ]
     return lines, draw_timelines(*timelines)
 
