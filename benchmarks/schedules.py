@@ -279,7 +279,7 @@ def main() -> None:
         (RESULTS / name).write_text(picture)
         lines += ["", "Simulated in lockstep, and measured with kept residuals, in milliseconds:", "", f"![]({name})"]
     shared = (
-        f"Other programs ran beside: the machine's load was {loads[0]:.1f} before and {loads[1]:.1f} after the steps, "
+        f"The machine's load was {loads[0]:.1f} before and {loads[1]:.1f} after the steps, "
         "which wait and hardly compute."
     )
     lines += ["", *memory(form), "", shared, "", versions_and_hardware("jax", "torch")]
