@@ -39,7 +39,9 @@ KINDS = "FBW"
 
 
 class Form(NamedTuple):
-    """What is measured: milliseconds of a stage's F, and of its B and W together, and steps."""
+    """What is measured: schedules, milliseconds of a stage's F, and of its B and W together, and steps."""
+
+    schedules: tuple[str, ...]
 
     forward: float
     backward: float
@@ -47,8 +49,8 @@ class Form(NamedTuple):
     num_microbatches: tuple[int, ...]
 
 
-FULL = Form(forward=15, backward=30, num_timed=9, num_microbatches=(8, 16, 32))
-QUICK = Form(forward=3, backward=6, num_timed=1, num_microbatches=(8,))
+FULL = Form(schedules=tuple(CHUNKS), forward=15, backward=30, num_timed=9, num_microbatches=(8, 16, 32))
+QUICK = Form(schedules=("gpipe", "zero_bubble"), forward=3, backward=6, num_timed=1, num_microbatches=(8,))
 
 
 class Wait(NamedTuple):
@@ -166,7 +168,7 @@ def timeline_of(measured: Measured) -> Timeline:
 def steps(form: Form) -> tuple[list[str], str]:
     """The table of measured steps, and the picture."""
     rows, timelines = [], []
-    for name in CHUNKS:
+    for name in form.schedules:
         for keeps in KEEPS:
             measured = measure(form, name, keeps)
             without = measure(form._replace(forward=0, backward=0), name, keeps)
@@ -203,7 +205,7 @@ def steps(form: Form) -> tuple[list[str], str]:
 def beside_torch(form: Form) -> list[str]:
     from support import schedules_torch
 
-    chunks = {name: CHUNKS[name] for name in schedules_torch.SCHEDULES}
+    chunks = {name: CHUNKS[name] for name in schedules_torch.SCHEDULES if name in form.schedules}
     given = (chunks, NUM_MICROBATCHES, 4, 1e-3 * form.forward, 1e-3 * form.backward, form.num_timed)
     found = namespace.run(Path(schedules_torch.__file__), given, NUM_STAGES)
     rows = []
@@ -244,7 +246,7 @@ def memory(form: Form) -> list[str]:
 
     rows = [
         [f"`{name}`", keeps, *(held(name, keeps, num) for num in form.num_microbatches)]
-        for name in CHUNKS
+        for name in form.schedules
         for keeps in KEEPS
     ]
     return [

@@ -41,9 +41,7 @@ def test_the_papers_table(n):
 @pytest.mark.parametrize(
     "text",
     [
-        "data4",
         "data4.zero2",
-        "data4.zero3",
         "data7.zero2",
         "data2.sequence2.zero2",
         "data2.stage2.tensor2",

@@ -99,12 +99,9 @@ def sums_without_stages(num_layers, num_microbatches):
 @pytest.mark.parametrize(
     ("text", "num_layers", "num_microbatches", "keeps"),
     [
-        ("stage4.gpipe", 4, 8, "inputs"),
         ("data2.stage2.gpipe", 8, 8, "residuals"),
         ("data2.stage2.1f1b", 4, 8, "inputs"),
-        ("stage4.1f1b", 4, 2, "inputs"),
         ("stage4.1f1b", 4, 8, "residuals"),
-        ("data2.stage4", 8, 8, "inputs"),
         ("stage4", 4, 2, "inputs"),
         ("stage4", 8, 1, "inputs"),
         ("data2.stage4", 8, 8, "residuals"),
@@ -112,7 +109,6 @@ def sums_without_stages(num_layers, num_microbatches):
         ("stage4.zero_bubble", 4, 8, "inputs"),
         ("data2.stage2.zero_bubble", 4, 2, "inputs"),
         ("stage4.zero_bubble", 4, 8, "residuals"),
-        ("data2.stage2.zero_bubble", 8, 8, "residuals"),
         ("data2.stage2.interleaved.chunks2", 8, 8, "inputs"),
         ("stage4.interleaved.chunks2", 8, 8, "residuals"),
         ("stage4.interleaved.chunks3", 12, 4, "residuals"),
@@ -172,8 +168,6 @@ def trained_whole(packed):
 @pytest.mark.parametrize(
     ("text", "packed", "keeps"),
     [
-        ("data2.stage2.gpipe", True, "inputs"),
-        ("stage4.1f1b", False, "residuals"),
         ("data2.stage4.zero1", True, "inputs"),
         ("data2.stage2.zero1.interleaved.chunks2", False, "inputs"),
         ("data4.stage2.zero_bubble", True, "residuals"),

@@ -52,9 +52,8 @@ def on_one_device():
     return trained(step, init_train_state(params, optimizer), planned())[1]
 
 
-@pytest.mark.parametrize("text", ["data2.sequence2.zero3.sequence_from16", "sequence4.zero1.sequence_from16"])
-def test_one_state_serves_buckets_on_either_side(text):
-    layout = Layout.parse(text)
+def test_one_state_serves_buckets_on_either_side():
+    layout = Layout.parse("data2.sequence2.zero3.sequence_from16")
     mesh, optimizer, model = layout_mesh(layout), optax.adamw(1e-3), layered(MODEL)
     state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)

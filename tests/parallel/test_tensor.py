@@ -429,8 +429,6 @@ def trained_whole(optimizer=ADAMW):
         "tensor4.sequence_parallel",
         "data2.tensor2",
         "data2.tensor2.zero1",
-        "data2.tensor4.zero2.sequence_parallel",
-        "data2.tensor2.zero3.sequence_parallel",
         "data4.tensor2.zero3 whole",
     ],
 )
