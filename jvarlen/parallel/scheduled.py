@@ -18,33 +18,28 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.distributed.grad_buckets import reduce_in_buckets
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import layout, schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
 from jvarlen.parallel.residuals import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
-from jvarlen.parallel.zero import gather_shards, staged_specs
-from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
+from jvarlen.parallel.stages import (
+    add_trees,
+    buffer_of,
+    check_layers_divide,
+    read_slot,
+    sum_over_stages,
+    wide_zeros,
+    write_slot,
+    zeros_of_shapes,
+)
+from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = [
-    "Keeps",
-    "add_trees",
-    "buffer_of",
-    "check_chunks",
-    "check_layers_divide",
-    "make_schedule",
-    "read_slot",
-    "reduce_sums",
-    "sum_scheduled",
-    "wide_zeros",
-    "write_slot",
-    "zeros_of_shapes",
-]
+__all__ = ["Keeps", "check_chunks", "make_schedule", "sum_scheduled"]
 
 Keeps = Literal["inputs", "residuals"]
 
@@ -87,18 +82,6 @@ def check_chunks(schedule: layout.Schedule, num_chunks: int) -> None:
     if num_chunks > 1 and schedule != "interleaved":
         others = ", ".join(name for name in get_args(layout.Schedule) if name != "interleaved")
         raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
-
-
-def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
-    """Raises ValueError if L layers do not divide into S stages of V chunks."""
-    if num_stages > num_layers:
-        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
-    if num_layers % (num_stages * num_chunks):
-        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
-        raise UserError(
-            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
-            f"must be a multiple of {num_stages * num_chunks}"
-        )
 
 
 def sum_scheduled(
@@ -174,44 +157,33 @@ def sum_scheduled(
         else:
             plan = _forward_only(num_stages, of_shard)
 
-        def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-            def arrange(params: Any) -> tuple[Any, Any]:
-                stacked = params if model.stack is None else model.stack(params)
-                return stacked.ends, _to_chunks(stacked.layers, num_stages, plan.num_chunks)
+        def arrange(params: Any) -> LayeredParams:
+            stacked = params if model.stack is None else model.stack(params)
+            return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, plan.num_chunks))
 
-            whole = params if param_specs is None else gather_shards(params, param_specs)
-            ends, chunks = arrange(whole)
+        def sum_on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
             device = _Device(
                 model=model,
-                ends=ends,
-                chunks=chunks,
+                ends=params.ends,
+                chunks=params.layers,
                 microbatches_and_keys=microbatches_and_keys,
                 plan=plan,
                 num_layers=num_layers,
             )
-            sums = _run_ticks(device, num_stages)
-            if rows_along is not None and sums.num_tokens is not None:  # all devices along it see the same rows
-                is_first = jax.lax.axis_index(rows_along) == 0
-                sums = sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
-            if not with_grads:
-                return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
-            _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
-            (grads,) = pull(tuple(sums.grads))
-            return reduce_sums(sums._replace(grads=grads), grad_specs, axis_name)
+            return _run_ticks(device, num_stages)
 
-        whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
-        params_lie = staged_specs(whole if param_specs is None else param_specs)
-        grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
-        on_devices = jax.shard_map(
-            on_device,
+        return sum_over_stages(
+            sum_on_device,
+            state,
+            batch,
+            arrange=arrange,
             mesh=mesh,
-            in_specs=(params_lie, PartitionSpec(batch_axes)),
-            out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
-            axis_names=set(mesh.axis_names),
-            # Unchecked, as in `sum_step`; besides, devices take different branches.
-            check_vma=False,
+            axis_name=axis_name,
+            rows_along=rows_along,
+            with_grads=with_grads,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
         )
-        return on_devices(state.params, split_step(state, batch, takes_key=True))
 
     return sums_of
 
@@ -550,24 +522,6 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     return sums
 
 
-def reduce_sums(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
-    """Sums over the data shards; of layers not over the stages, which have different ones."""
-    leaves, structure = jax.tree.flatten(sums.grads)
-    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)) or [
-        PartitionSpec()
-    ] * len(leaves)
-    dims = [spec.index(axis_name) if axis_name in spec else None for spec in specs]
-    sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
-    leaves = reduce_in_buckets(leaves, sharded, axis_name, dims)
-    whole = [place for place, dim in enumerate(dims) if dim is None]
-    for place, leaf in zip(whole, jax.lax.psum([leaves[place] for place in whole], axis_name), strict=True):
-        leaves[place] = leaf
-    ends, layers = jax.tree.unflatten(structure, leaves)
-    others = jax.lax.psum(sums._replace(grads=None), axis_name)
-    others, ends = jax.lax.psum((others, ends), STAGE_AXIS)
-    return others._replace(grads=LayeredParams(ends, layers))
-
-
 def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
     """Consecutive layers of this stage, [L / S, …], to the layers of its chunks, [V, L / (S · V), …].
 
@@ -614,40 +568,3 @@ def _add_at(total: jax.Array, value: jax.Array, index: Any) -> jax.Array:
         return total + value[np.newaxis]
     added = jax.lax.dynamic_index_in_dim(total, index, keepdims=False) + value
     return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
-
-
-def buffer_of(value: Any, num_slots: int) -> Any:
-    """Zeros in the shapes of a value, in as many slots, at least one."""
-    return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
-
-
-def read_slot(buffer: Any, slot: Any) -> Any:
-    """What is in a slot; anything for slot −1."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False), buffer)
-
-
-def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
-    """The buffer with a value in a slot; for slot −1 as it was."""
-
-    def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
-        if not leaf.shape[0]:
-            return leaf
-        before = jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(leaf, jnp.where(slot >= 0, own, before), slot, 0)
-
-    return jax.tree.map(write, buffer, value)
-
-
-def add_trees(sums: Any, more: Any) -> Any:
-    """The sums and more, in the types of the sums."""
-    return jax.tree.map(lambda total, value: total + value.astype(total.dtype), sums, more)
-
-
-def zeros_of_shapes(shapes: Any) -> Any:
-    """Zeros of these shapes and dtypes."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def wide_zeros(leaf: jax.Array) -> jax.Array:
-    """Zeros in the shape of an array, in float32 at least."""
-    return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))

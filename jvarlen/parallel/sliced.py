@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
@@ -30,22 +30,20 @@ from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
-from jvarlen.parallel.scheduled import (
-    Keeps,
+from jvarlen.parallel.scheduled import Keeps, sum_scheduled
+from jvarlen.parallel.schedules import token_slices
+from jvarlen.parallel.slices import Slices, slices_of
+from jvarlen.parallel.stages import (
     add_trees,
     buffer_of,
     check_layers_divide,
     read_slot,
-    reduce_sums,
-    sum_scheduled,
+    sum_over_stages,
     wide_zeros,
     write_slot,
     zeros_of_shapes,
 )
-from jvarlen.parallel.schedules import token_slices
-from jvarlen.parallel.slices import Slices, slices_of
-from jvarlen.parallel.zero import gather_shards, staged_specs
-from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, split_step, sum_microbatch
+from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["check_slices", "sum_sliced"]
@@ -117,38 +115,28 @@ def sum_sliced(
         num_microbatches = microbatches_of(batch)
         check_shards_divide(num_microbatches, mesh, axis_name)
 
-        def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-            def arrange(params: Any) -> LayeredParams:
-                return params if model.stack is None else model.stack(params)
-
-            whole = params if param_specs is None else gather_shards(params, param_specs)
-            stacked = arrange(whole)
+        def sum_on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
             first = jax.tree.map(lambda leaf: leaf[0], microbatches_and_keys)
-            lengths = slices_of(slices, _length_of(model, stacked.ends, first, num_layers))
+            lengths = slices_of(slices, _length_of(model, params.ends, first, num_layers))
             device = _Device(
                 model=model,
-                params=stacked,
+                params=params,
                 microbatches_and_keys=microbatches_and_keys,
                 plan=_plan_of(num_stages, num_microbatches // num_shards, lengths),
                 num_layers=num_layers,
             )
-            sums = _run_ticks(device)
-            _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
-            (grads,) = pull(sums.grads)
-            return reduce_sums(sums._replace(grads=grads), grad_specs, axis_name)
+            return _run_ticks(device)
 
-        whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
-        params_lie = staged_specs(whole if param_specs is None else param_specs)
-        grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
-        on_devices = jax.shard_map(
-            on_device,
+        return sum_over_stages(
+            sum_on_device,
+            state,
+            batch,
+            arrange=lambda params: params if model.stack is None else model.stack(params),
             mesh=mesh,
-            in_specs=(params_lie, PartitionSpec(axis_name)),
-            out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie]),
-            axis_names=set(mesh.axis_names),
-            check_vma=False,  # as in `sum_scheduled`
+            axis_name=axis_name,
+            param_specs=param_specs,
+            grad_specs=grad_specs,
         )
-        return on_devices(state.params, split_step(state, batch, takes_key=True))
 
     return sums_of
 

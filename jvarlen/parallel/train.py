@@ -21,10 +21,11 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import Keeps, check_chunks, check_layers_divide, sum_scheduled
+from jvarlen.parallel.scheduled import Keeps, check_chunks, sum_scheduled
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, sequence_model
 from jvarlen.parallel.sliced import check_slices, sum_sliced
 from jvarlen.parallel.slices import Slices
+from jvarlen.parallel.stages import check_layers_divide
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
