@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, mesh_of, num_shards_of, replicate
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.scheduled import Keeps, check_chunks, sum_scheduled
@@ -419,7 +419,7 @@ def length_of(batch: Any) -> int:
 
 def _refuse_shards(params: Any, specs: Any, layout: Layout, of_shard: int) -> None:
     """Raises ValueError for ZeRO-2 and 3 that would communicate in every microbatch of a pipeline, with the bytes."""
-    sharded = jax.tree.map(lambda leaf, spec: leaf.size * leaf.dtype.itemsize if any(spec) else 0, params, specs)
+    sharded = jax.tree.map(lambda leaf, spec: leaf.nbytes if DATA_AXIS in axes_in(spec) else 0, params, specs)
     num_bytes = sum(jax.tree.leaves(sharded))
     what = "gather parameters and reduce gradients" if layout.zero == 3 else "reduce gradients"
     raise UserError(
