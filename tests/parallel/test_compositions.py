@@ -107,7 +107,8 @@ def composition(number):
 @pytest.mark.parametrize("number", range(NUM_COMPOSITIONS))
 def test_a_random_composition_trains_as_one_device(number):
     layout, model, params, batch = composition(number)
-    assert assert_layout_invariant(model, params, batch, [layout], num_steps=NUM_STEPS) == [layout]
+    rtol = 1e-12 if NUM_STEPS <= 3 else 1e-11  # rounding grows from step to step
+    assert assert_layout_invariant(model, params, batch, [layout], num_steps=NUM_STEPS, rtol=rtol) == [layout]
 
 
 def test_compositions_vary():
