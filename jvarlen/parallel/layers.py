@@ -67,8 +67,8 @@ class LayeredModel(NamedTuple):
         they are `LayeredParams`.
       by_positions: whether the functions work on some positions of a row at a time, those of `axes.positions`: they get
         whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and what a position
-        learns of earlier ones it learns through `attend_over_axis`. Then rows can be spread over `"sequence"`, or go
-        through stages in slices.
+        learns of earlier ones it learns through `attend_over_axis`. The loss sums over these positions, and reduces
+        nothing. Then rows can be spread over `"sequence"`, or go through stages in slices.
     """
 
     embed: Callable[..., Any]

@@ -71,7 +71,9 @@ class Layout:
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
         if self.zero and self.num_shards == 1:
-            raise UserError(f"zero{self.zero} shards over the axis 'data', whose size is 1: add a word such as data2")
+            raise UserError(
+                f"zero{self.zero} shards over 'data' and 'sequence', whose sizes are 1: add a word such as data2"
+            )
 
     @classmethod
     def parse(cls, text: str) -> Layout:

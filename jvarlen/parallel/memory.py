@@ -15,6 +15,7 @@ import optax
 from jax.extend.core import Jaxpr, Var
 from jax.sharding import AbstractMesh, PartitionSpec
 
+from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
@@ -22,7 +23,7 @@ from jvarlen.parallel.layers import Axes, LayeredModel, layered_loss_fn
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.scheduled import Keeps, make_schedule
 from jvarlen.parallel.tensor import split_params
-from jvarlen.parallel.train import Accumulate, check_layout, length_of, model_on_axes, other_specs_of
+from jvarlen.parallel.train import Accumulate, check_layout, model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape, shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
@@ -83,7 +84,7 @@ def memory_bill(
     keeps: Keeps = "inputs",
     microbatches_per_step: int | None = None,
 ) -> MemoryBill:
-    """What a step of a bucket holds on a device, for a layout that need not fit this machine.
+    """What a step of a bucket, without token slices, holds on a device, for a layout that need not fit this machine.
 
     Nothing is computed or compiled: shapes are enough. The state is counted exactly, what the backward pass needs as
     the model is written; a compiled program may hold less, and holds its own temporaries beside.
@@ -231,7 +232,7 @@ class _Activations:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
         )
         self._layout = layout
-        self._model, self._rows_along = model_on_axes(model, layout, length_of(batch))
+        self._model, self._rows_along = model_on_axes(model, layout, state.params, batch)
         self._params = state.params
         if other_specs is not None:
             self._params = jax.tree.map(
@@ -253,7 +254,13 @@ class _Activations:
             )
         )
         num_shards = layout.data if self._rows_along else layout.num_shards
-        of_shard = layout.stage if microbatches_per_step is None else microbatches_per_step // num_shards
+        of_shard = layout.stage
+        if microbatches_per_step is not None:
+            if microbatches_per_step % num_shards:
+                raise UserError(
+                    f"{microbatches_per_step} microbatches a step do not spread over {num_shards} shards of {layout}"
+                )
+            of_shard = microbatches_per_step // num_shards
         tables = make_schedule(layout.schedule, layout.stage, of_shard, layout.chunks).tables()
         x = self._input(params)
         floats = [leaf for leaf in jax.tree.leaves(x) if np.issubdtype(leaf.dtype, np.inexact)]

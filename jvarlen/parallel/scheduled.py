@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
@@ -170,6 +171,8 @@ def sum_scheduled(
                 plan=plan,
                 num_layers=num_layers,
             )
+            if rows_along is not None and num_stages > 1:
+                device.check_sends()
             return _run_ticks(device, num_stages)
 
         return sum_over_stages(
@@ -316,6 +319,18 @@ class _Device:
         following = self.model.layer(own, x, microbatch, _axes_at(key, index))
         check_layer(x, following)
         return following
+
+    def check_sends(self) -> None:
+        """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
+        first = self.microbatch_at(0)
+        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
+        x = jax.eval_shape(self.embed, self.ends, *first)
+        traced = jax.make_jaxpr(lambda own, x: self.run_layer(own, x, *first, 0))(own, x)
+        if "ppermute" in _primitives(traced.jaxpr):
+            raise UserError(
+                "layers in stages cannot send by ppermute, for which all devices wait: with stages, "
+                "attend_over_axis takes implementation='gather'"
+            )
 
     def indices(self, part: Any) -> jax.Array:
         """The layers of a part."""
@@ -551,6 +566,16 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
         chunks = jax.tree.map(stored, chunks, arrived)
     return chunks
+
+
+def _primitives(jaxpr: Jaxpr) -> set[str]:
+    """The names of all primitives, those of inner functions too."""
+    names = {equation.primitive.name for equation in jaxpr.eqns}
+    for equation in jaxpr.eqns:
+        for value in jax.tree.leaves([*equation.params.values()], is_leaf=lambda leaf: isinstance(leaf, Jaxpr)):
+            if isinstance(value, ClosedJaxpr | Jaxpr):
+                names |= _primitives(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
+    return names
 
 
 def _axes_at(key: Any, index: Any) -> Axes:

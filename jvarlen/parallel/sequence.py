@@ -33,6 +33,7 @@ __all__ = [
     "SEQUENCE_AXIS",
     "OverAxisImplementation",
     "attend_over_axis",
+    "row_length",
     "sequence_model",
     "sequence_positions",
     "shard_positions",
@@ -94,6 +95,30 @@ def shard_positions(seq_length: int, axis_name: str = SEQUENCE_AXIS) -> Int32[Ar
     return jnp.asarray(sequence_positions(seq_length, _size_of(axis_name)))[lax.axis_index(axis_name)]
 
 
+def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
+    """T: what `embed` returns for whole rows is `[B, T, …]`.
+
+    Args:
+      model: works by positions.
+      ends: its parameters of `embed`; arrays or shapes.
+      batch: of a step; arrays or shapes, with a leading axis of microbatches.
+
+    Raises:
+      ValueError: `embed` returns something else.
+    """
+
+    def embed(ends: Any, batch: Any) -> Any:
+        microbatch = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, batch)
+        return jax.tree.map(jnp.asarray, model.embed(ends, microbatch, Axes(key=jax.random.key(0))))
+
+    x = jax.eval_shape(embed, ends, batch)
+    lengths = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(x)}
+    if len(lengths) != 1 or 0 in lengths:
+        listed = [f"{name or 'x'} {describe(leaf)}" for name, leaf in leaves_by_name(x).items()]
+        raise UserError(f"a model by positions has x of arrays [B, T, …] for T positions, not {list_first(listed)}")
+    return int(lengths.pop())
+
+
 def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
     """A model whose functions compute the positions of this device, inside `shard_map` over the sequence axis.
 
@@ -115,7 +140,20 @@ def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
 
         return call_with_axes
 
-    return model._replace(embed=bound(model.embed), layer=bound(model.layer), loss=bound(model.loss))
+    def embed(ends: Any, microbatch: Any, axes: Axes) -> Any:
+        x = bound(model.embed)(ends, microbatch, axes)
+        positions = seq_length // _size_of(SEQUENCE_AXIS)
+        if axes.sequence_parallel and axes.tensor is not None:
+            positions //= _size_of(axes.tensor)
+        wrong = [name or "x" for name, leaf in leaves_by_name(x).items() if np.shape(leaf)[1:2] != (positions,)]
+        if wrong:
+            raise UserError(
+                f"embed returned {describe(leaves_by_name(x)[wrong[0].removeprefix('x')])} for {positions} of "
+                f"{seq_length} positions: arrays of a model by positions are [B, S, …] for the S of axes.positions"
+            )
+        return x
+
+    return model._replace(embed=embed, layer=bound(model.layer), loss=bound(model.loss))
 
 
 def spread_rows(arrays: Any, num_shards: int) -> Any:
@@ -182,7 +220,7 @@ def attend_over_axis(
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no
         token. None: a row is one sample. Its length is not needed: what follows its end is seen by no token.
       implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes those of one device
-        round, so that a device holds those of three at a time. Both send as many bytes.
+        round, so that a device holds those of three at a time; it does not go with stages. Both send as many bytes.
 
     Returns:
       float[B, S, H, K]; values at positions without a token are meaningless but finite.

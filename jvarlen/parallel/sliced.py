@@ -32,6 +32,7 @@ from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
 from jvarlen.parallel.scheduled import Keeps, sum_scheduled
 from jvarlen.parallel.schedules import token_slices
+from jvarlen.parallel.sequence import row_length
 from jvarlen.parallel.slices import Slices, slices_of
 from jvarlen.parallel.stages import (
     add_trees,
@@ -116,8 +117,7 @@ def sum_sliced(
         check_shards_divide(num_microbatches, mesh, axis_name)
 
         def sum_on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-            first = jax.tree.map(lambda leaf: leaf[0], microbatches_and_keys)
-            lengths = slices_of(slices, _length_of(model, params.ends, first, num_layers))
+            lengths = slices_of(slices, row_length(model, params.ends, microbatches_and_keys[0]))
             device = _Device(
                 model=model,
                 params=params,
@@ -147,17 +147,6 @@ def _check_model(model: Any) -> None:
             "slices take a LayeredModel that works by positions and says so by by_positions=True: its attention is "
             "causal, by attend_over_axis"
         )
-
-
-def _length_of(model: LayeredModel, ends: Any, microbatch_and_key: Any, num_layers: int) -> int:
-    """T, of which the model's x has as many positions."""
-    microbatch, key = microbatch_and_key
-    x = jax.eval_shape(lambda: model.embed(ends, microbatch, Axes(key=_key_at(key, num_layers))))
-    lengths = {leaf.shape[1] if leaf.ndim > 1 else 0 for leaf in jax.tree.leaves(x)}
-    if len(lengths) != 1 or 0 in lengths:
-        listed = ", ".join(f"{name or 'x'} {describe(leaf)}" for name, leaf in leaves_by_name(x).items())
-        raise UserError(f"slices take a model whose x are arrays [B, T, …] of T positions, not {listed}")
-    return int(lengths.pop())
 
 
 class _Plan(NamedTuple):

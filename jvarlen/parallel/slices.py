@@ -5,6 +5,7 @@ Letters: T tokens, K slices, n units, S stages, M microbatches.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -118,7 +119,8 @@ def slices_of(slices: Slices, length: int) -> tuple[int, ...]:
       >>> slices_of(4, 10), slices_of({10: (6, 4)}, 10)
       ((3, 3, 2, 2), (6, 4))
     """
-    if isinstance(slices, int):
+    if isinstance(slices, numbers.Integral):
+        slices = int(slices)
         check_at_least_one(slices=slices, length=length)
         if slices > length:
             raise UserError(f"rows of {length} tokens do not make {slices} slices: a slice has at least one token")
@@ -128,6 +130,8 @@ def slices_of(slices: Slices, length: int) -> tuple[int, ...]:
         if length not in slices:
             raise UserError(f"there are no slices for rows of {length} tokens, only for {list_first(sorted(slices))}")
         return tuple(_checked_lengths(slices[length], length).tolist())
+    if not callable(slices):
+        raise UserError(f"slices are a number, a mapping or a function of the length, not {slices!r}")
     return tuple(_checked_lengths(slices(length), length).tolist())
 
 

@@ -21,8 +21,8 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import Keeps, check_chunks, sum_scheduled
-from jvarlen.parallel.sequence import SEQUENCE_AXIS, sequence_model
+from jvarlen.parallel.scheduled import Keeps, check_chunks, make_schedule, sum_scheduled
+from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
 from jvarlen.parallel.sliced import check_slices, sum_sliced
 from jvarlen.parallel.slices import Slices
 from jvarlen.parallel.stages import check_layers_divide
@@ -54,10 +54,10 @@ from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
 __all__ = [
     "Accumulate",
+    "check_bucket",
     "check_layout",
     "gather_params",
     "init_state",
-    "length_of",
     "make_eval_step",
     "make_train_step",
     "model_on_axes",
@@ -168,11 +168,13 @@ def make_train_step(
     """
     mesh = _checked_mesh(mesh, layout)
     _check_model(model, layout)
+    check_choices(keeps=(keeps, Keeps))
     if slices is not None:
         check_slices(layout, model, keeps)
+    if keeps != "inputs" and layout.stage == 1:
+        raise UserError(f"keeps={keeps!r} is for stages, and the layout {layout} has none")
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
-    check_choices(keeps=(keeps, Keeps))
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
@@ -283,6 +285,34 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
 
 def _check_axes(layout: Layout) -> None:
     check_chunks(layout.schedule, layout.chunks)
+    without = {
+        "sequence_parallel": (layout.sequence_parallel, "tensor"),
+        f"sequence_from{layout.sequence_from}": (layout.sequence_from > 0, "sequence"),
+        f"chunks{layout.chunks}": (layout.chunks > 1, "stage"),
+    }
+    for word, (is_there, axis) in without.items():
+        if is_there and getattr(layout, axis) == 1:
+            raise UserError(f"{word} of the layout {layout} needs {axis}N, with several devices")
+
+
+def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step: int) -> None:
+    """Raises ValueError if steps of a bucket cannot be taken on a layout. Of buckets of pairs, nothing is known."""
+    if len(bucket) != 2:
+        return
+    length = bucket[1]
+    is_spread = layout.sequence > 1 and length >= layout.sequence_from
+    num_shards = layout.data if is_spread else layout.num_shards
+    if microbatches_per_step % num_shards:
+        raise UserError(
+            f"{microbatches_per_step} microbatches a step do not spread over the {num_shards} shards that {layout} has "
+            f"for rows of {length}"
+        )
+    if is_spread:
+        length = sequence_positions(length, layout.sequence).shape[1]
+    if layout.sequence_parallel and length % layout.tensor:
+        raise UserError(f"sequence_parallel of {layout} takes a multiple of {layout.tensor} positions, not {length}")
+    if layout.stage > 1:
+        make_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.chunks)
 
 
 def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
@@ -345,7 +375,7 @@ def _sums_of(
     whole_model = model
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
-        model, rows_along = model_on_axes(whole_model, layout, length_of(batch))
+        model, rows_along = model_on_axes(whole_model, layout, state.params, batch)
         options: dict[str, Any] = {"axis_name": layout.data_axes, "rows_along": rows_along}
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
         params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
@@ -392,29 +422,31 @@ def _sums_of(
 
 
 def model_on_axes(
-    model: LayeredModel | LossFn, layout: Layout, seq_length: int
+    model: LayeredModel | LossFn, layout: Layout, params: Any, batch: Any
 ) -> tuple[LayeredModel | LossFn, str | None]:
     """A model whose functions run inside `shard_map` over the axes of a layout.
 
     Args:
       model: of the whole.
       layout: binds `"tensor"`, and `"sequence"` for rows that are long enough.
-      seq_length: of rows.
+      params: of the whole model; arrays or shapes.
+      batch: of a step; likewise.
 
     Returns:
       The model, and the axis over which rows are spread; None if they are whole.
     """
-    if isinstance(model, LayeredModel) and layout.tensor > 1:
+    if not isinstance(model, LayeredModel):
+        return model, None
+    rows_along = None
+    if layout.sequence > 1:
+        stacked = params if model.stack is None else jax.eval_shape(model.stack, params)
+        seq_length = row_length(model, stacked.ends, batch)
+        if seq_length >= layout.sequence_from:
+            model, rows_along = sequence_model(model, seq_length), SEQUENCE_AXIS
+    if layout.tensor > 1:
         axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
         model = tensor_parallel_model(model, axes)
-    if isinstance(model, LayeredModel) and layout.sequence > 1 and seq_length >= layout.sequence_from:
-        return sequence_model(model, seq_length), SEQUENCE_AXIS
-    return model, None
-
-
-def length_of(batch: Any) -> int:
-    """The length of a batch's rows: the longest third dimension of its arrays, [M, B, T, …]; 0 if none has three."""
-    return max((leaf.shape[2] for leaf in jax.tree.leaves(batch) if leaf.ndim > 2), default=0)
+    return model, rows_along
 
 
 def _refuse_shards(params: Any, specs: Any, layout: Layout, of_shard: int) -> None:

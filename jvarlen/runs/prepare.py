@@ -23,6 +23,7 @@ from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.memory import memory_bill
 from jvarlen.parallel.portable import check_portable, stack_for
+from jvarlen.parallel.train import check_bucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.report import length_histogram
 from jvarlen.runs.config import FitConfig, shared_settings
@@ -97,6 +98,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
         if config.layout is not None:
             check_portable(task.params, course.optimizer, layout=config.layout, model=task.loss_fn)
+            for bucket in sorted({*course.buckets, *course.eval_buckets}):
+                check_bucket(config.layout, bucket, config.plan.microbatches_per_step)
         rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
         plan, costs = course.plan_of_epoch(0), config.plan
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)

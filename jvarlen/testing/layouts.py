@@ -34,6 +34,7 @@ def assert_layout_invariant(
     num_steps: int = 10,
     seed: int = 0,
     rtol: float = 1e-12,
+    **options: Any,
 ) -> list[Layout]:
     """Asserts that some steps give the same losses, gradient norms and parameters on any layout as on one device.
 
@@ -46,13 +47,15 @@ def assert_layout_invariant(
       params: as for `parallel.init_state`; floats are cast to float64.
       batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.Batch`; floats are cast to
         float64.
-      layouts: layouts, or their texts. The data shards of each must divide M.
+      layouts: layouts, or their texts. The data shards of each must divide M, and so must data · sequence for rows that
+        are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient. Its eps of 1e-5 keeps
         the rounding of gradients that should be 0 from becoming updates.
       num_steps: steps on each layout.
       seed: for a model that takes keys.
       rtol: the largest difference allowed, relative to the loss, to the norm, and for any parameter to the largest of
         its array.
+      **options: of `parallel.make_train_step`, such as `keeps` or `slices`.
 
     Returns:
       The layouts, which all agree.
@@ -79,7 +82,7 @@ def assert_layout_invariant(
         def values_on(layout: Layout) -> dict[str, np.ndarray]:
             on: dict[str, Any] = {"mesh": parallel.layout_mesh(layout), "layout": layout}
             state = parallel.init_state(params, optimizer, model=model, seed=seed, **on)
-            step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on))
+            step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on, **options))
             placed = jax.device_put(batch, batch_shardings(batch, on["mesh"]))
             gather = functools.partial(parallel.gather_params, model=model, **on)
             return _take_steps(step, state, placed, num_steps, gather)[1]

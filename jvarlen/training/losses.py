@@ -15,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
-from jvarlen.distributed.mesh import axes_in
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument", "which_are_reduced"]
@@ -104,14 +103,13 @@ def _checked_extra(name: str, returned: Any, given: Any) -> Any:
     return returned
 
 
-def which_are_reduced(closed: ClosedJaxpr, axis_name: str | tuple[str, ...]) -> list[bool]:
+def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
     """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself.
 
     Args:
       closed: the traced function; its arguments differ between shards, and what it closes over does not.
-      axis_name: the mesh axis, or several: over all of them at once.
+      axis_name: the mesh axis.
     """
-    names = {*axes_in(axis_name)}
     same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
 
     def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
@@ -126,7 +124,7 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str | tuple[str, ...]) -> 
 
     def made_by(eqn: JaxprEqn, given: list[int]) -> list[int]:
         axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-        if eqn.primitive.name in _REDUCTIONS and names <= {*(axes if isinstance(axes, tuple) else (axes,))}:
+        if eqn.primitive.name in _REDUCTIONS and axis_name in (axes if isinstance(axes, tuple) else (axes,)):
             return [reduced] * len(eqn.outvars)
         if eqn.primitive.name == "axis_index":
             return [differs]

@@ -121,8 +121,9 @@ def sum_step(
                 one = _microbatch_sums(loss_fn, state, with_grads)
             one = _counting_once(one, rows_along)
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
-            are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, axis_name))
-            _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), axis_name)
+            for name in axes_in(axis_name):
+                are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, name))
+                _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), name)
             dims = _sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
             buckets, together = _buckets_of(traced, shapes, dims, sizes)
 
@@ -410,7 +411,7 @@ def _is_number(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
 
 
-def _check_reduced(reduced: StepSums, name: str, axis_name: str | tuple[str, ...]) -> None:
+def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:
     """Raises ValueError if a loss reduces some of its sums itself, so that the step would reduce them again."""
     by_name: dict[str, Any] = {"loss_sum": reduced.loss, "weight_sum": reduced.weight}
     if all(by_name.values()) and not reduced.sums:

@@ -86,8 +86,8 @@ def test_devices_are_the_product_of_the_axes(words):
         ("data0.tensor0", r"at least 1 .*data \(0\), tensor \(0\)"),
         ("chunks0", r"chunks \(0\)"),
         ("data2.zero4", "zero must be a level from 0 to 3, not 4"),
-        ("zero2", "zero2 shards over the axis 'data', whose size is 1"),
-        ("tensor2.zero1.data1", "zero1 shards over the axis 'data', whose size is 1"),
+        ("zero2", "zero2 shards over 'data' and 'sequence', whose sizes are 1"),
+        ("tensor2.zero1.data1", "zero1 shards over 'data' and 'sequence', whose sizes are 1"),
     ],
 )
 def test_what_is_no_layout_is_refused_by_its_words(text, message):

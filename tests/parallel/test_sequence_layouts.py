@@ -13,6 +13,7 @@ from jvarlen import Bucket, compile_buckets, init_train_state, load, make_plan, 
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import (
     Layout,
+    attend_over_axis,
     communication_bill,
     init_state,
     layered_loss_fn,
@@ -20,6 +21,7 @@ from jvarlen.parallel import (
     make_eval_step,
 )
 from jvarlen.parallel import make_train_step as make_layout_step
+from jvarlen.parallel.train import check_bucket
 from jvarlen.testing import assert_layout_invariant
 
 MODEL = TransformerConfig(num_layers=2, width=32, num_heads=2)
@@ -153,3 +155,83 @@ def test_what_cannot_be_spread_is_refused():
         step_on(layered(MODEL)._replace(by_positions=False), (2, 16))
     with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
         make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, mesh=mesh, layout=layout)
+
+
+def test_a_model_that_does_not_work_by_positions_is_refused():
+    model = layered(MODEL)
+    layout = Layout.parse("data2.sequence2")
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+
+    def evaluate(model, batch=None):
+        state = init_state(stack_layers(init_params(MODEL, 0)), optax.sgd(1.0), model=model, **on)
+        return jax.eval_shape(make_eval_step(model, **on), state, planned()[0] if batch is None else batch)
+
+    def whole_rows(ends, microbatch, axes):
+        return model.embed(ends, microbatch, axes._replace(sequence=None, positions=None))
+
+    with pytest.raises(ValueError, match=r"^embed returned float32\[2,32,32\] for 16 of 32 positions"):
+        evaluate(model._replace(embed=whole_rows))
+
+    def reducing(ends, x, microbatch, axes):
+        loss_sum, weight_sum = model.loss(ends, x, microbatch, axes)
+        return loss_sum, weight_sum if axes.sequence is None else jax.lax.psum(weight_sum, axes.sequence)
+
+    with pytest.raises(ValueError, match=r"reduces weight_sum over mesh axis 'sequence' itself"):
+        evaluate(model._replace(loss=reducing))
+
+
+def test_rows_are_as_long_as_what_embed_returns():
+    """Other arrays of a batch may be longer."""
+    model = layered(MODEL)
+    wide = {"batch": planned()[0], "features": np.zeros((4, 2, 100), np.float32)}
+
+    def of_batch(call):
+        return lambda *args: call(*args[:-2], args[-2]["batch"], args[-1])
+
+    named = model._replace(embed=of_batch(model.embed), layer=of_batch(model.layer), loss=of_batch(model.loss))
+    params = stack_layers(init_params(MODEL, 0))
+    assert_layout_invariant(named, params, wide, ["data2.sequence2.sequence_from32"], num_steps=1)
+
+
+def test_a_ring_in_stages_is_refused_by_name():
+    """Its sends are in branches of some stages, and all devices would wait for them."""
+
+    def layer(own, x, microbatch, axes):
+        query = x.reshape(*x.shape[:2], 2, -1)
+        return x + own["k"] * attend_over_axis(query, query, query, axes=axes, implementation="ring").reshape(x.shape)
+
+    model = layered(MODEL)._replace(layer=layer)
+    params = stack_layers(init_params(MODEL, 0))._replace(layers={"k": jnp.ones(2)})
+    layout = Layout.parse("stage2.sequence2")
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    state = init_state(params, optax.sgd(1.0), model=model, **on)
+    with pytest.raises(ValueError, match=r"cannot send by ppermute.* implementation='gather'"):
+        jax.eval_shape(make_layout_step(model, optax.sgd(1.0), **on), state, planned()[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "bucket", "message"),
+    [
+        ("data2.sequence2.sequence_from64", (2, 32), "2 microbatches .* the 4 shards .* rows of 32"),
+        ("data2.sequence4", (2, 36), "36 positions cannot be spread over 4 shards"),
+        ("sequence2.tensor3.sequence_parallel", (2, 32), "takes a multiple of 3 positions, not 16"),
+        ("stage3.interleaved.chunks2", (2, 32), r"a multiple of num_stages \(3\) microbatches"),
+    ],
+)
+def test_buckets_that_a_layout_cannot_take_are_refused(text, bucket, message):
+    with pytest.raises(ValueError, match=message):
+        check_bucket(Layout.parse(text), bucket, 2)
+    check_bucket(Layout.parse("data2"), bucket, 2)
+
+
+@pytest.mark.parametrize("text", ["data2.sequence_parallel", "data2.sequence_from64", "data2.interleaved.chunks2"])
+def test_words_that_need_another_axis_are_refused(text):
+    layout = Layout.parse(text)
+    with pytest.raises(ValueError, match=r"needs (tensor|sequence|stage)N, with several devices"):
+        make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
+
+
+def test_residuals_are_for_stages():
+    layout = Layout(data=2)
+    with pytest.raises(ValueError, match=r"keeps='residuals' is for stages"):
+        make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout, keeps="residuals")
