@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^embed returned float32\[2,12,4\] for 6 of 12 positions"):
         trace(2, whole)
     flat = NOISY._replace(embed=lambda ends, microbatch, axes: jnp.ones(3))
-    with pytest.raises(ValueError, match=r"^slices take a model whose x are arrays \[B, T, …\] .* not x float32\[3\]"):
+    with pytest.raises(ValueError, match=r"^a model by positions has x of arrays \[B, T, …\] .* not x float32\[3\]"):
         trace(2, flat)
     looking = NOISY._replace(embed=lambda *args: sum_so_far(noisy_embed(*args)["x"], args[-1]))
     with pytest.raises(ValueError, match=r"^embed and loss look at no earlier slices"):
