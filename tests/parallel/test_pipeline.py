@@ -10,11 +10,13 @@ import pytest
 
 from jvarlen import (
     Bucket,
+    compile_buckets,
     init_train_state,
     load,
     make_eval_step,
     make_plan,
     make_train_step,
+    no_recompiles,
     pack_samples,
     scale_by_batch_size,
 )
@@ -157,7 +159,9 @@ def model_gradients(params, batch):
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "bucket", "packed"),
     [
+        (2, 1, Bucket(3, 8), False),
         (4, 2, Bucket(2, 12), False),
+        (4, 8, Bucket(3, 8), False),
         (2, 4, Bucket(2, 12), True),
     ],
 )
@@ -179,6 +183,40 @@ def test_stages_are_merged_to_what_was_split():
     assert_equal_trees(merged, PARAMS, 0)
     with pytest.raises(ValueError, match="must divide the 4 blocks, and 3 does not"):
         split_stages(PARAMS, 3)
+
+
+@pytest.mark.slow
+def test_a_plan_is_trained_on_as_without_stages_and_nothing_is_compiled_again():
+    dataset = random_dataset(23, 12)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
+    model = TransformerConfig(num_layers=2, width=16, num_heads=1)
+    params = jax.tree.map(np.asarray, init_params(model, seed=0))
+    optimizer, mesh = optax.chain(optax.sgd(0.1, momentum=0.9), scale_by_batch_size(8)), mesh_of(2, 2)
+    staged = init_train_state(place_stages(split_stages(params, 2), mesh), optimizer)
+    step = make_pipeline_train_step(make_stages(model), optimizer, mesh=mesh)
+    compiled = compile_buckets(step, staged, plan, mesh=mesh, progress=False)
+    unsplit = init_train_state(params, optimizer)
+    unsplit_step = compile_buckets(make_train_step(make_loss_fn(model), optimizer), unsplit, plan, progress=False)
+
+    in_blocks, all_bytes = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (staged.params.stages, staged.params)
+    )
+    held = in_blocks // 2 + all_bytes - in_blocks  # half of the blocks, and the ends
+    of_device = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(staged.params))
+    assert of_device == held
+    saved = min(row.argument_bytes for row in unsplit_step.ledger) - min(row.argument_bytes for row in compiled.ledger)
+    assert saved >= 2 * in_blocks // 2  # parameters and momentum
+
+    losses, unsplit_losses = [], []
+    for batch, same in zip(load(plan, dataset, mesh=mesh), load(plan, dataset), strict=True):
+        with no_recompiles() if losses else no_recompiles("count"):
+            staged, metrics = compiled(staged, batch)
+        unsplit, unsplit_metrics = unsplit_step(unsplit, same)
+        assert float(metrics.num_tokens) == float(unsplit_metrics.num_tokens)
+        losses.append(float(metrics.loss))
+        unsplit_losses.append(float(unsplit_metrics.loss))
+    assert len(losses) > 2
+    np.testing.assert_allclose(losses, unsplit_losses, rtol=1e-5)
 
 
 def test_dummy_rows_and_microbatches_contribute_nothing():
