@@ -16,7 +16,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.training.losses import LossFn
 
-__all__ = ["Axes", "LayeredModel", "LayeredParams", "check_layer", "layered_loss_fn", "num_layers_of"]
+__all__ = ["Axes", "LayeredModel", "LayeredParams", "check_layer", "keeping_inputs", "layered_loss_fn", "num_layers_of"]
 
 
 class Axes(NamedTuple):
@@ -128,6 +128,22 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
         return loss_fn(params, microbatch)
 
     return loss_fn if takes_key else loss_without_key
+
+
+def keeping_inputs(model: LayeredModel) -> LayeredModel:
+    """The same model, whose layers hold only their inputs for the backward pass, and are run again in it.
+
+    References:
+      Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
+    """
+
+    def layer(layer_params: Any, x: Any, microbatch: Any, axes: Axes) -> Any:
+        def run(layer_params: Any, x: Any, microbatch: Any) -> Any:
+            return model.layer(layer_params, x, microbatch, axes)
+
+        return jax.checkpoint(run, prevent_cse=False)(layer_params, x, microbatch)  # layers are in a loop
+
+    return model._replace(layer=layer)
 
 
 def num_layers_of(params: Any) -> int:

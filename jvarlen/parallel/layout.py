@@ -12,13 +12,16 @@ from typing import Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 
-__all__ = ["MESH_AXES", "Layout", "Schedule"]
+__all__ = ["MESH_AXES", "Keeps", "Layout", "Schedule"]
 
 MESH_AXES = ("data", "stage", "sequence", "tensor")
 
 Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
 
+Keeps = Literal["inputs", "residuals"]
+
 _NUMBERED = (*MESH_AXES, "zero", "chunks", "sequence_from")
+_KEEP_WORDS: dict[str, Keeps] = {"keep_inputs": "inputs", "keep_residuals": "residuals"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,8 @@ class Layout:
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
     (`data4`, `stage2`, `sequence2`, `tensor2`, `zero1`, `chunks2`, `sequence_from4096`), `sequence_parallel`, or a
-    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`). `str` leaves defaults out.
+    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what is kept (`keep_inputs`,
+    `keep_residuals`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -61,11 +65,16 @@ class Layout:
     """Whether activations between tensor-parallel layers are sharded by position over `"tensor"`."""
     sequence_from: int = 0
     """Buckets of at least this length spread their positions over `"sequence"`; shorter ones use that axis as data."""
+    keeps: Keeps | None = None
+    """What is held of layers from the forward pass to the backward pass: their `"inputs"`, from which the backward pass
+    runs them again, or their `"residuals"`. None: inputs with stages, and residuals otherwise."""
 
     def __post_init__(self):
         check_at_least_one(**{name: getattr(self, name) for name in (*MESH_AXES, "chunks")})
         check_at_least_zero(zero=self.zero, sequence_from=self.sequence_from)
         check_choices(schedule=(self.schedule, Schedule))
+        if self.keeps is not None:
+            check_choices(keeps=(self.keeps, Keeps))
         if not isinstance(self.sequence_parallel, bool):
             raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
         if self.zero > 3:
@@ -100,13 +109,15 @@ class Layout:
                 name, value = "schedule", word
             elif word == "sequence_parallel":
                 name, value = word, True
+            elif word in _KEEP_WORDS:
+                name, value = "keeps", _KEEP_WORDS[word]
             else:
                 unknown.append(repr(word))
                 continue
             given.setdefault(name, []).append(word)
             values[name] = value
         if unknown:
-            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(Schedule)]
+            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(Schedule), *_KEEP_WORDS]
             raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
         if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
             raise UserError(f"the layout {text!r} says one thing more than once: {list_first(repeated, '; ')}")
@@ -120,6 +131,8 @@ class Layout:
                 continue
             if field.name == "schedule":
                 words.append(value)
+            elif field.name == "keeps":
+                words.append(f"keep_{value}")
             else:
                 words.append(field.name if value is True else f"{field.name}{value}")
         return ".".join(words) or "data1"
@@ -128,6 +141,11 @@ class Layout:
     def axis_sizes(self) -> dict[str, int]:
         """The size of each mesh axis, in their order."""
         return {name: getattr(self, name) for name in MESH_AXES}
+
+    @property
+    def kept(self) -> Keeps:
+        """What is held of layers, the default for these stages included."""
+        return self.keeps or ("inputs" if self.stage > 1 else "residuals")
 
     @property
     def data_axes(self) -> str | tuple[str, str]:

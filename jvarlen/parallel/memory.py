@@ -5,6 +5,7 @@ Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, layered_loss_fn
-from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import Keeps, make_schedule
+from jvarlen.parallel.layers import Axes, LayeredModel, keeping_inputs, layered_loss_fn
+from jvarlen.parallel.layout import Keeps, Layout
+from jvarlen.parallel.scheduled import make_schedule
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import Accumulate, check_layout, model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape, shard_specs, state_specs
@@ -81,7 +82,7 @@ def memory_bill(
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
     accumulate: Accumulate | None = None,
-    keeps: Keeps = "inputs",
+    keeps: Keeps | None = None,
     microbatches_per_step: int | None = None,
 ) -> MemoryBill:
     """What a step of a bucket, without token slices, holds on a device, for a layout that need not fit this machine.
@@ -123,7 +124,10 @@ def memory_bill(
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
+    layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
     check_layout(layout, params, model)
+    if isinstance(model, LayeredModel) and layout.stage == 1 and layout.kept == "inputs":
+        model = keeping_inputs(model)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
@@ -138,7 +142,7 @@ def memory_bill(
     activations = None
     if model is not None and bucket is not None:
         on_device = _Activations(model, layout, state, other_specs, bucket, batch_spec)
-        activations = on_device.num_bytes(microbatches_per_step, keeps)
+        activations = on_device.num_bytes(microbatches_per_step)
     return MemoryBill(
         params=_bytes_of(params, specs_of_state.params, layout),
         grads=grads,
@@ -242,7 +246,7 @@ class _Activations:
             )
         self._state = state._replace(opt_state=None, params=None)
 
-    def num_bytes(self, microbatches_per_step: int | None, keeps: Keeps) -> int:
+    def num_bytes(self, microbatches_per_step: int | None) -> int:
         """Bytes of one microbatch, or with stages of one chunk of its layers and of the schedule's buffers."""
         layout, params = self._layout, self._params
         if layout.stage == 1:
@@ -267,7 +271,7 @@ class _Activations:
         of_chunk = _bytes_of(self._residuals(params))
         # And what a tick sends and receives.
         inputs, gradients = (tables.num_inputs + 2) * _bytes_of(x), (tables.num_gradients + 2) * _bytes_of(floats)
-        if keeps == "inputs":
+        if layout.kept == "inputs":
             return inputs + gradients + tables.num_activations * _bytes_of(x) + of_chunk
         # Where weight gradients come later, B hands them as many gradients as there are residuals, about.
         kept = of_chunk * (2 if layout.schedule == "zero_bubble" else 1)

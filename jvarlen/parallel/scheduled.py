@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,7 @@ from jvarlen.parallel.stages import (
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["Keeps", "check_chunks", "make_schedule", "sum_scheduled"]
-
-Keeps = Literal["inputs", "residuals"]
+__all__ = ["check_chunks", "make_schedule", "sum_scheduled"]
 
 
 def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
@@ -91,7 +89,7 @@ def sum_scheduled(
     mesh: Mesh,
     schedule: layout.Schedule = "eager_1f1b",
     num_chunks: int = 1,
-    keeps: Keeps = "inputs",
+    keeps: layout.Keeps = "inputs",
     with_grads: bool = True,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
@@ -144,7 +142,7 @@ def sum_scheduled(
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
     make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
-    check_choices(keeps=(keeps, Keeps))
+    check_choices(keeps=(keeps, layout.Keeps))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
@@ -213,7 +211,7 @@ class _Plan(NamedTuple):
     num_slots: dict[str, int]
     with_grads: bool
     splits_backward: bool
-    keeps: Keeps
+    keeps: layout.Keeps
 
 
 _ROWS = (
@@ -228,7 +226,7 @@ _ROWS = (
 )
 
 
-def _plan_of(schedule: schedules.Schedule, keeps: Keeps) -> _Plan:
+def _plan_of(schedule: schedules.Schedule, keeps: layout.Keeps) -> _Plan:
     tables = schedule.tables()
     rows = {name: getattr(tables, name) for name in _ROWS}
     kind, slot = tables.kind, tables.activation_slot

@@ -26,11 +26,11 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
-from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.layout import Keeps, Layout
 from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
-from jvarlen.parallel.scheduled import Keeps, sum_scheduled
+from jvarlen.parallel.scheduled import sum_scheduled
 from jvarlen.parallel.schedules import token_slices
 from jvarlen.parallel.sequence import row_length
 from jvarlen.parallel.slices import Slices, slices_of

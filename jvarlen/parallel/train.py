@@ -8,6 +8,7 @@ of whole arrays, which the compiler splits, so any Optax optimizer gives what it
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of
-from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import Keeps, check_chunks, make_schedule, sum_scheduled
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
+from jvarlen.parallel.layout import Keeps, Layout
+from jvarlen.parallel.scheduled import check_chunks, make_schedule, sum_scheduled
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
 from jvarlen.parallel.sliced import check_slices, sum_sliced
 from jvarlen.parallel.slices import Slices
@@ -132,7 +133,7 @@ def make_train_step(
     layout: Layout,
     norms: bool = False,
     accumulate: Accumulate | None = None,
-    keeps: Keeps = "inputs",
+    keeps: Keeps | None = None,
     slices: Slices | None = None,
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
@@ -147,8 +148,8 @@ def make_train_step(
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
         each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
-      keeps: what a stage holds from a forward pass to its backward pass: its `"inputs"`, from which the backward pass
-        runs its layers again, or `"residuals"` of its layers, with which they run once.
+      keeps: what layers hold from the forward pass to the backward pass, in place of what the layout says: their
+        `"inputs"`, from which the backward pass runs them again, or their `"residuals"`, with which they run once.
       slices: token slices, in which rows go through the stages of a model by positions: their number, or their
         lengths for a row length, by a mapping or a function, such as one that calls `choose_slices`. They have an order
         of their own, so that the layout names no schedule. None: rows are whole.
@@ -167,18 +168,18 @@ def make_train_step(
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
     mesh = _checked_mesh(mesh, layout)
+    layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
     _check_model(model, layout)
-    check_choices(keeps=(keeps, Keeps))
     if slices is not None:
-        check_slices(layout, model, keeps)
-    if keeps != "inputs" and layout.stage == 1:
-        raise UserError(f"keeps={keeps!r} is for stages, and the layout {layout} has none")
+        check_slices(layout, model, layout.kept)
+    if layout.stage == 1 and layout.kept == "inputs" and isinstance(model, LayeredModel):
+        model = keeping_inputs(model)
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
     train_step_of_sums = step_of_sums(
-        _sums_of(model, mesh, layout, accumulate, keeps, slices),
+        _sums_of(model, mesh, layout, accumulate, slices),
         _sums_of(model, mesh, layout, with_grads=False),
         optimizer,
         norms=norms,
@@ -343,6 +344,8 @@ def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
             f"sequence{layout.sequence} takes a LayeredModel with by_positions=True, whose functions take the "
             "positions of axes.positions and attend by attend_over_axis"
         )
+    if layout.kept == "inputs" and not isinstance(model, LayeredModel) and layout.stage == 1:
+        raise UserError("keep_inputs takes a LayeredModel, whose layers can be run again")
     if layout.stage > 1 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
@@ -366,7 +369,6 @@ def _sums_of(
     mesh: Mesh,
     layout: Layout,
     accumulate: Accumulate | None = None,
-    keeps: Keeps = "inputs",
     slices: Slices | None = None,
     *,
     with_grads: bool = True,
@@ -385,7 +387,7 @@ def _sums_of(
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
             sum_of = functools.partial(
-                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks, keeps=keeps
+                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks, keeps=layout.kept
             )
             if slices is not None:
                 sum_of = functools.partial(sum_sliced, model, slices=slices)

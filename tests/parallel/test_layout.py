@@ -31,6 +31,7 @@ LAYOUTS = st.builds(
     chunks=SIZES,
     sequence_parallel=st.booleans(),
     sequence_from=st.integers(0, 10**6),
+    keeps=st.sampled_from([None, "inputs", "residuals"]),
 ).map(lambda fields: Layout(**fields))
 
 
@@ -46,7 +47,7 @@ def test_text_leaves_defaults_out():
     assert str(Layout()) == "data1"
     assert Layout.parse("data1") == Layout()
     assert str(Layout.parse("eager_1f1b.zero2.chunks1.data4.stage1.sequence_from0")) == "data4.zero2"
-    full = "data2.stage2.sequence2.tensor2.zero3.interleaved.chunks2.sequence_parallel.sequence_from512"
+    full = "data2.stage2.sequence2.tensor2.zero3.interleaved.chunks2.sequence_parallel.sequence_from512.keep_residuals"
     assert str(Layout.parse(full)) == full
     assert Layout.parse(full) == Layout(
         data=2,
@@ -58,7 +59,11 @@ def test_text_leaves_defaults_out():
         chunks=2,
         sequence_parallel=True,
         sequence_from=512,
+        keeps="residuals",
     )
+    assert [Layout.parse(text).kept for text in ("data2", "stage2", "data2.keep_inputs")] == [
+        "residuals", "inputs", "inputs"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [(), *itertools.combinations(("data2", "stage3", "tensor5", "zero1"), 2)])

@@ -123,6 +123,23 @@ def test_kept_residuals_are_counted_for_each_slot():
     assert 0.5 < more / (24 * per_layer) < 1.5
 
 
+def test_layers_that_are_run_again_hold_their_inputs():
+    params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
+    temp_bytes = {}
+    for text in ("data2", "data2.keep_inputs"):
+        layout = Layout.parse(text)
+        mesh = layout_mesh(layout)
+        state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+        train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
+        (row,) = compile_buckets(train_step, state, [Bucket(8, 32)], microbatches_per_step=2, mesh=mesh).ledger
+        temp_bytes[text] = row.temp_bytes
+    bills = [
+        memory_bill(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
+    ]
+    assert bills[1] < bills[0] / 3
+    assert temp_bytes["data2.keep_inputs"] < temp_bytes["data2"] - (bills[0] - bills[1]) / 2
+
+
 def in_bfloat16(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 

@@ -174,6 +174,8 @@ def trained_whole(packed):
         ("data2.stage2.tensor2.zero1", False, "inputs"),
         ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
         ("data2.stage2.sequence2.zero3", False, "residuals"),
+        ("data2.tensor2.zero3.keep_inputs", False, None),
+        ("data2.sequence2.zero1", True, "inputs"),
     ],
 )
 def test_the_transformer_trains_as_one_device(text, packed, keeps):

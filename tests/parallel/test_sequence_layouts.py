@@ -231,7 +231,7 @@ def test_words_that_need_another_axis_are_refused(text):
         make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
 
 
-def test_residuals_are_for_stages():
-    layout = Layout(data=2)
-    with pytest.raises(ValueError, match=r"keeps='residuals' is for stages"):
-        make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout, keeps="residuals")
+def test_only_layers_are_run_again():
+    layout = Layout(data=2, keeps="inputs")
+    with pytest.raises(ValueError, match="keep_inputs takes a LayeredModel"):
+        make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
