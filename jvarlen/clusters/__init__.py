@@ -1,0 +1,7 @@
+"""Clusters: what a plan costs on any layout of any devices, before training, and which layout to take.
+
+From a plan, a model and a cluster to seconds and bytes of every layout. In reading order:
+
+- `cluster`: devices, memory and links, from presets or files.
+- `layout_table`: many layouts as columns of numbers.
+"""

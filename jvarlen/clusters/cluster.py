@@ -1,0 +1,182 @@
+"""Clusters: devices, their memory and speed, and the links between them. Read without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import dacite
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Float64
+
+from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
+from jvarlen._common.files import write_atomically
+from jvarlen.parallel.wire import Link
+
+__all__ = ["PRESETS", "Cluster"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts of equal devices. Devices are numbered host by host.
+
+    Attributes:
+      name: such as that of the machine.
+      num_hosts: a host is what the fast links connect; a pod of TPUs counts as one.
+      devices_per_host: of each host.
+      memory_bytes: that a device has for a step.
+      flops_per_second: peak of a device, in the type of the products.
+      efficiency: the share of the peak that the products of a step reach, above 0 and at most 1.
+      memory_bytes_per_second: that a device reads or writes.
+      link: of each device to others of its host.
+      host_link: of each device to those of other hosts.
+      overlap: the share of a gradient's communication that a backward pass can hide, 0 to 1.
+      sources: where the figures are from.
+
+    Raises:
+      ValueError: a figure that is not finite or out of range.
+
+    Example:
+      >>> cluster = Cluster.preset("dgx-h100", num_hosts=4)
+      >>> cluster.num_devices, cluster.link.bytes_per_second
+      (32, 450000000000.0)
+    """
+
+    name: str
+    num_hosts: int = 1
+    devices_per_host: int
+    memory_bytes: int
+    flops_per_second: float
+    efficiency: float = 0.5
+    memory_bytes_per_second: float
+    link: Link
+    host_link: Link
+    overlap: float = 0.0
+    sources: str = ""
+
+    def __post_init__(self):
+        check_at_least_one(num_hosts=self.num_hosts, devices_per_host=self.devices_per_host)
+        check_at_least_one(memory_bytes=self.memory_bytes)
+        check_above(self, 0, "flops_per_second", "efficiency", "memory_bytes_per_second")
+        check_at_least(self, 0, "overlap")
+        if above := [f"{name} {value}" for name in ("efficiency", "overlap") if (value := getattr(self, name)) > 1]:
+            raise UserError(f"of a cluster, these are shares of at most 1: {list_first(above)}")
+
+    @property
+    def num_devices(self) -> int:
+        """Of all hosts."""
+        return self.num_hosts * self.devices_per_host
+
+    def bytes_per_second(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Float64[np.ndarray, ...]:
+        """Bandwidth of a device in a group of devices at equal distances, in a ring.
+
+        A ring inside a host uses its links. One through several hosts leaves each host by the links of all its members.
+
+        Args:
+          size: devices of the group.
+          stride: between the numbers of neighbours. `size` and `stride` broadcast.
+
+        Returns:
+          float64, bytes per second.
+        """
+        size, stride = np.asarray(size), np.asarray(stride)
+        in_host = np.maximum(self.devices_per_host // stride, 1)  # members of a group, in a host
+        across = np.minimum(self.link.bytes_per_second, in_host * self.host_link.bytes_per_second)
+        return np.where(self._is_inside(size, stride), float(self.link.bytes_per_second), across)
+
+    def latency_s(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Float64[np.ndarray, ...]:
+        """Of a message between neighbours of a group; arguments as for `bytes_per_second`."""
+        is_inside = self._is_inside(np.asarray(size), np.asarray(stride))
+        return np.where(is_inside, float(self.link.latency_s), float(self.host_link.latency_s))
+
+    def _is_inside(self, size: np.ndarray, stride: np.ndarray) -> np.ndarray:
+        return (size * stride <= self.devices_per_host) | (self.num_hosts == 1)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cluster as JSON, atomically."""
+        with write_atomically(Path(path)) as file:
+            file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Cluster:
+        """Reads a cluster from a JSON file with the attributes of a cluster.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: it holds no cluster; the message says what is wrong.
+        """
+        try:
+            return cls.from_fields(json.loads(Path(path).read_text()))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no cluster file {path}") from None
+        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} holds no cluster: {error}") from error
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Cluster:
+        """A cluster from JSON values."""
+        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise UserError(f"unknown keys: {list_first(unknown)}")
+        return dacite.from_dict(cls, fields, dacite.Config(cast=[float], strict=True))
+
+    @classmethod
+    def preset(cls, name: str, *, num_hosts: int = 1) -> Cluster:
+        """A known machine, one of `PRESETS`.
+
+        Args:
+          name: of the preset.
+          num_hosts: how many of it.
+
+        Raises:
+          ValueError: an unknown name, or fewer than one host.
+        """
+        if name not in PRESETS:
+            raise UserError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+        return dataclasses.replace(PRESETS[name], num_hosts=num_hosts)
+
+
+_ASSUMED = "Latencies and the efficiency are assumptions: measure them"
+
+PRESETS = {
+    each.name: each
+    for each in (
+        Cluster(
+            name="dgx-a100",
+            devices_per_host=8,
+            memory_bytes=80 * 10**9,
+            flops_per_second=312e12,
+            memory_bytes_per_second=2.039e12,
+            link=Link(300e9, 3e-6),
+            host_link=Link(25e9, 8e-6),
+            sources="NVIDIA A100 datasheet (80 GB SXM, bfloat16 without sparsity, NVLink 600 GB/s in both directions); "
+            f"NVIDIA DGX A100 datasheet (8 × 200 Gbit/s). {_ASSUMED}.",
+        ),
+        Cluster(
+            name="dgx-h100",
+            devices_per_host=8,
+            memory_bytes=80 * 10**9,
+            flops_per_second=989.4e12,
+            memory_bytes_per_second=3.35e12,
+            link=Link(450e9, 3e-6),
+            host_link=Link(50e9, 8e-6),
+            sources="NVIDIA H100 datasheet (SXM, bfloat16 without sparsity, NVLink 900 GB/s in both directions); "
+            f"NVIDIA DGX H100 datasheet (8 × 400 Gbit/s). {_ASSUMED}.",
+        ),
+        Cluster(
+            name="tpu-v5e-256",
+            devices_per_host=256,
+            memory_bytes=16 * 2**30,
+            flops_per_second=197e12,
+            memory_bytes_per_second=819e9,
+            link=Link(100e9, 2e-6),
+            host_link=Link(3.1e9, 20e-6),
+            sources="Google Cloud TPU v5e documentation (256 chips a pod, bfloat16, 1,600 Gbit/s a chip in four links, "
+            f"of which a ring uses two). The links between pods are an assumption. {_ASSUMED}.",
+        ),
+    )
+}

@@ -1,0 +1,95 @@
+"""Many layouts as columns of numbers, so that their cost is computed at once. NumPy only.
+
+Letters: C layouts, K buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+from jaxtyping import Bool, Int64
+
+from jvarlen.parallel.layout import Keeps, Layout, Schedule
+from jvarlen.planning.buckets import Bucket
+
+__all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
+
+SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+
+
+class LayoutTable(NamedTuple):
+    """Layouts, a row each.
+
+    Attributes:
+      data: int64[C], and so on: the fields of `Layout`.
+      schedule: the index in `SCHEDULES`; 0 without stages.
+      sequence_parallel: bool[C].
+      keeps_inputs: bool[C], of `Layout.kept`.
+    """
+
+    data: Int64[np.ndarray, " C"]
+    stage: Int64[np.ndarray, " C"]
+    sequence: Int64[np.ndarray, " C"]
+    tensor: Int64[np.ndarray, " C"]
+    zero: Int64[np.ndarray, " C"]
+    schedule: Int64[np.ndarray, " C"]
+    chunks: Int64[np.ndarray, " C"]
+    sequence_parallel: Bool[np.ndarray, " C"]
+    sequence_from: Int64[np.ndarray, " C"]
+    keeps_inputs: Bool[np.ndarray, " C"]
+
+    @property
+    def num_shards(self) -> Int64[np.ndarray, " C"]:
+        """Devices along "data" and "sequence"."""
+        return self.data * self.sequence
+
+    @property
+    def num_devices(self) -> Int64[np.ndarray, " C"]:
+        """The product of the sizes of the axes."""
+        return self.data * self.stage * self.sequence * self.tensor
+
+    def take(self, rows: Any) -> LayoutTable:
+        """Some of the layouts, by index or mask."""
+        return LayoutTable(*(column[rows] for column in self))
+
+    def layout(self, row: int) -> Layout:
+        """One of the layouts."""
+        values = {name: column[row].item() for name, column in self._asdict().items()}
+        keeps_inputs, schedule = values.pop("keeps_inputs"), SCHEDULES[values.pop("schedule")]
+        has_stages = values["stage"] > 1
+        kept: Keeps | None = None if keeps_inputs == has_stages else "inputs" if keeps_inputs else "residuals"
+        return Layout(**values, keeps=kept, **({"schedule": schedule} if has_stages else {}))
+
+    def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
+        """Whether the positions of a bucket's rows are spread over "sequence"."""
+        lengths = np.array([bucket.length for bucket in buckets])
+        return (self.sequence > 1)[:, None] & (lengths >= self.sequence_from[:, None])
+
+    def of_shard(self, buckets: Sequence[Bucket], microbatches_per_step: int) -> Int64[np.ndarray, "C K"]:
+        """Microbatches of a data shard; 0 where they do not divide."""
+        shards = np.where(self.is_spread(buckets), self.data[:, None], self.num_shards[:, None])
+        return np.where(microbatches_per_step % shards == 0, microbatches_per_step // shards, 0)
+
+
+def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
+    """The table of some layouts."""
+
+    def column(name: str, dtype: Any = np.int64) -> np.ndarray:
+        return np.array([getattr(layout, name) for layout in layouts], dtype)
+
+    return LayoutTable(
+        data=column("data"),
+        stage=column("stage"),
+        sequence=column("sequence"),
+        tensor=column("tensor"),
+        zero=column("zero"),
+        schedule=np.array(
+            [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts], np.int64
+        ),
+        chunks=column("chunks"),
+        sequence_parallel=column("sequence_parallel", np.bool_),
+        sequence_from=column("sequence_from"),
+        keeps_inputs=np.array([layout.kept == "inputs" for layout in layouts], np.bool_),
+    )

@@ -1,0 +1,55 @@
+"""Clusters: figures that are checked, files, and the bandwidth of groups of devices."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jvarlen.clusters.cluster import PRESETS, Cluster
+
+DGX = Cluster.preset("dgx-h100", num_hosts=4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_file_holds_the_cluster(name, tmp_path):
+    Cluster.preset(name, num_hosts=3).save(tmp_path / "c.json")
+    assert Cluster.load(tmp_path / "c.json") == Cluster.preset(name, num_hosts=3)
+    assert "assum" in PRESETS[name].sources
+
+
+def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
+    inside, across = 450e9, 50e9
+    assert DGX.bytes_per_second(8, 1) == inside
+    assert DGX.bytes_per_second([2, 4], [4, 2]).tolist() == [inside, inside]
+    assert DGX.bytes_per_second(4, 8) == across  # one member a host
+    assert DGX.bytes_per_second(16, 2) == 4 * across
+    assert DGX.bytes_per_second(32, 1) == 8 * across
+    assert DGX.latency_s([8, 32], 1).tolist() == [3e-6, 8e-6]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"bandwidth": 3}, "unknown keys: bandwidth"),
+        ({"memory_bytes": 0}, "memory_bytes"),
+        ({"flops_per_second": -1.0}, "flops_per_second"),
+        ({"flops_per_second": float("nan")}, "flops_per_second"),
+        ({"efficiency": 1.5}, "shares of at most 1: efficiency 1.5"),
+        ({"link": {"bytes_per_second": 0}}, "bytes_per_second"),
+        ({"link": {"speed": 1}}, "speed"),
+        ({"name": None}, "name"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(change, message, tmp_path):
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(dataclasses.asdict(DGX) | change))
+    with pytest.raises(ValueError, match=message) as error:
+        Cluster.load(path)
+    assert str(path) in str(error.value)
+
+
+def test_presets_and_files_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(ValueError, match="no preset 'dgx'; there are dgx-a100, dgx-h100"):
+        Cluster.preset("dgx")
+    with pytest.raises(FileNotFoundError, match="there is no cluster file"):
+        Cluster.load(tmp_path / "none.json")
