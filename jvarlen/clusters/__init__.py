@@ -4,4 +4,5 @@ From a plan, a model and a cluster to seconds and bytes of every layout. In read
 
 - `cluster`: devices, memory and links, from presets or files.
 - `layout_table`: many layouts as columns of numbers.
+- `model_costs`: products of matrices and collectives of a model. `step_seconds`: what a step takes on each layout.
 """

@@ -6,18 +6,20 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dacite
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float64
+from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.parallel.wire import Link
 
-__all__ = ["PRESETS", "Cluster"]
+__all__ = ["PRESETS", "Cluster", "Kind"]
+
+Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +36,8 @@ class Cluster:
       memory_bytes_per_second: that a device reads or writes.
       link: of each device to others of its host.
       host_link: of each device to those of other hosts.
-      overlap: the share of a gradient's communication that a backward pass can hide, 0 to 1.
+      overlap: the share of communication that passes hide where they can, 0 to 1: that of gradients behind a backward
+        pass, and at ZeRO-3 that of parameters.
       sources: where the figures are from.
 
     Raises:
@@ -71,30 +74,46 @@ class Cluster:
         """Of all hosts."""
         return self.num_hosts * self.devices_per_host
 
-    def bytes_per_second(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Float64[np.ndarray, ...]:
-        """Bandwidth of a device in a group of devices at equal distances, in a ring.
-
-        A ring inside a host uses its links. One through several hosts leaves each host by the links of all its members.
+    def members_in_host(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Int64[np.ndarray, ...]:
+        """Devices of one host in a group at equal distances.
 
         Args:
           size: devices of the group.
           stride: between the numbers of neighbours. `size` and `stride` broadcast.
+        """
+        in_host = np.maximum(self.devices_per_host // np.asarray(stride, np.int64), 1)
+        return np.asarray(size, np.int64) if self.num_hosts == 1 else np.minimum(size, in_host)
+
+    def collective_seconds(
+        self, kind: Kind, num_bytes: npt.ArrayLike, size: npt.ArrayLike, in_host: npt.ArrayLike
+    ) -> Float64[np.ndarray, ...]:
+        """Seconds of a collective that sends the fewest bytes in the fewest rounds, by recursive halving and doubling.
+
+        Inside a host it uses the links of the host. Through several hosts, data leave each by the links of all its
+        members.
+
+        Args:
+          kind: `"all_reduce"`, `"all_gather"`, `"reduce_scatter"`, or `"send"` to one other device.
+          num_bytes: of the whole array: of an all-gather its result, of a reduce-scatter its argument.
+          size: devices of the group; one device takes no time. All these arguments broadcast.
+          in_host: those of them that are in one host, as of `members_in_host`.
 
         Returns:
-          float64, bytes per second.
+          float64, seconds.
+
+        References:
+          Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH".
         """
-        size, stride = np.asarray(size), np.asarray(stride)
-        in_host = np.maximum(self.devices_per_host // stride, 1)  # members of a group, in a host
+        size, in_host = np.asarray(size), np.asarray(in_host)
         across = np.minimum(self.link.bytes_per_second, in_host * self.host_link.bytes_per_second)
-        return np.where(self._is_inside(size, stride), float(self.link.bytes_per_second), across)
-
-    def latency_s(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Float64[np.ndarray, ...]:
-        """Of a message between neighbours of a group; arguments as for `bytes_per_second`."""
-        is_inside = self._is_inside(np.asarray(size), np.asarray(stride))
-        return np.where(is_inside, float(self.link.latency_s), float(self.host_link.latency_s))
-
-    def _is_inside(self, size: np.ndarray, stride: np.ndarray) -> np.ndarray:
-        return (size * stride <= self.devices_per_host) | (self.num_hosts == 1)
+        bytes_per_second = np.where(in_host == size, self.link.bytes_per_second, across)
+        latency_s = np.where(in_host == size, self.link.latency_s, self.host_link.latency_s)
+        times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "send": 1}[kind]
+        if kind == "send":
+            rounds, sent = np.ones_like(size), np.asarray(num_bytes)
+        else:
+            rounds, sent = np.ceil(np.log2(size)), np.asarray(num_bytes) * (size - 1) / size
+        return np.where(size > 1, times * (rounds * latency_s + sent / bytes_per_second), 0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cluster as JSON, atomically."""

@@ -5,12 +5,20 @@ Letters: C layouts, K buckets, L layers, M microbatches of a step, m of a data s
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Bool, Float64, Int64
 
-__all__ = ["StepSeconds"]
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.clusters.cluster import Cluster
+from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
+from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes
+from jvarlen.parallel import schedules
+from jvarlen.planning.budget import CostFn
+
+__all__ = ["StepSeconds", "step_seconds"]
 
 
 class StepSeconds(NamedTuple):
@@ -22,7 +30,7 @@ class StepSeconds(NamedTuple):
       tensor: communication over "tensor".
       sequence: communication over "sequence" for rows that are spread.
       stage: sending from stage to stage.
-      data: communication of gradients and parameters over "data" and "sequence" that no backward pass hides.
+      data: communication of gradients and parameters over "data" and "sequence" that no pass hides.
       update: of the optimizer.
     """
 
@@ -38,3 +46,247 @@ class StepSeconds(NamedTuple):
     def total(self) -> Float64[np.ndarray, ...]:
         """The sum of all."""
         return np.add.reduce([np.asarray(part) for part in self])
+
+    def take(self, rows: Any) -> StepSeconds:
+        """Those of some layouts."""
+        return StepSeconds(*(part[rows] for part in self))
+
+
+def step_seconds(
+    table: LayoutTable,
+    costs: ModelCosts,
+    cluster: Cluster,
+    *,
+    microbatches_per_step: int,
+    is_spread: Bool[np.ndarray, "C K"] | None = None,
+    state_bytes: Float64[np.ndarray, " C"] | None = None,
+    cost: CostFn | None = None,
+) -> StepSeconds:
+    """Predicts the seconds of one step.
+
+    Passes take their operations over the speed of a device. Stages move in lockstep, as their program does: a tick
+    lasts as long as its slowest action. The step waits for gradients, but for what the last backward pass hides, at
+    ZeRO-2 every backward pass, and at ZeRO-3 every pass. With stages nothing is hidden.
+
+    Args:
+      table: the layouts; one that cannot take a bucket gets a number without meaning.
+      costs: of the model, for the K buckets.
+      cluster: of at least as many devices.
+      microbatches_per_step: M.
+      is_spread: bool[C, K], whether rows are spread over "sequence"; None: as `sequence_from` says.
+      state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
+      cost: cost(rows, length) -> measured seconds of a microbatch on one device, forward and backward, in place of
+        operations over speed. See `CostModel`.
+
+    Returns:
+      The seconds, float64[C, K] each.
+
+    Raises:
+      ValueError: costs that are not finite and above 0.
+    """
+    is_spread = table.is_spread(costs.buckets) if is_spread is None else is_spread
+    wide = LayoutTable(*(column[:, None] for column in table))
+    num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
+    parts = wide.tensor * np.where(is_spread, wide.sequence, 1)  # of the products of a microbatch
+    seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
+
+    def of_passes(flops: Passes) -> Passes:
+        return Passes(*(each * seconds_per_flop / parts for each in flops))
+
+    layer, ends = of_passes(costs.layer_flops), of_passes(costs.ends_flops)
+    traffic = _AxisSeconds(wide, is_spread, costs, cluster)
+    layer_tensor, ends_tensor = traffic.over_tensor(costs.layer_traffic), traffic.over_tensor(costs.ends_traffic)
+    layer_sequence, ends_sequence = (
+        traffic.over_sequence(costs.layer_traffic),
+        traffic.over_sequence(costs.ends_traffic),
+    )
+    layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.chunks), 1) if costs.num_layers else 0
+    runs_again = wide.keeps_inputs
+    ticks = _tick_counts(wide, num_microbatches)
+
+    def of_step(layer: Passes, ends: Passes) -> tuple[Any, Any]:
+        """Of the work of the mean stage in a step, and of ticks beyond that."""
+        return _of_schedule(wide, num_microbatches, ticks, layers_of_part, runs_again, layer, ends)
+
+    compute, bubble = of_step(layer, ends)
+    tensor, waits_for_tensor = of_step(layer_tensor, ends_tensor)
+    sequence, waits_for_sequence = of_step(layer_sequence, ends_sequence)
+    stride = wide.tensor * wide.sequence
+    sent = costs.x_bytes / np.where(is_spread, wide.sequence, 1) / np.where(wide.sequence_parallel, wide.tensor, 1)
+    one_send = cluster.collective_seconds("send", sent, 2, cluster.members_in_host(2, stride))
+    stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
+    backward = costs.num_layers * layer.backward + ends.backward
+    forward = costs.num_layers * layer.forward + ends.forward
+    data = _data_seconds(wide, costs, cluster, num_microbatches, forward, backward)
+    state = np.zeros(len(table.data)) if state_bytes is None else state_bytes
+    update = np.broadcast_to(2 * state[:, None] / cluster.memory_bytes_per_second, compute.shape)
+    waiting = bubble + waits_for_tensor + waits_for_sequence
+    return StepSeconds(compute, waiting, tensor, sequence, stage, data, update)
+
+
+def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
+    if cost is None:
+        return np.full(len(costs.buckets), 1 / (cluster.flops_per_second * cluster.efficiency))
+    rows, lengths = np.array(costs.buckets).T
+    seconds = np.asarray(cost(rows, lengths), np.float64)
+    if not (np.isfinite(seconds) & (seconds > 0)).all():
+        wrong = [
+            f"{bucket}: {value}"
+            for bucket, value in zip(costs.buckets, seconds, strict=True)
+            if not (np.isfinite(value) and value > 0)
+        ]
+        raise UserError(f"the cost of a microbatch must be finite and above 0 s: {list_first(wrong)}")
+    return seconds / costs.step_flops
+
+
+class _AxisSeconds:
+    """Seconds of the collectives of passes, over the axes inside a microbatch."""
+
+    def __init__(self, wide: LayoutTable, is_spread: np.ndarray, costs: ModelCosts, cluster: Cluster):
+        self._wide, self._is_spread, self._costs, self._cluster = wide, is_spread, costs, cluster
+
+    def over_tensor(self, traffic: dict[Any, Passes]) -> Passes:
+        wide, cluster = self._wide, self._cluster
+        x_bytes = self._costs.x_bytes / np.where(self._is_spread, wide.sequence, 1)
+        in_host = cluster.members_in_host(wide.tensor, 1)
+
+        def seconds(each: AxisTraffic) -> np.ndarray:
+            return self._seconds(each, x_bytes, wide.tensor, in_host)
+
+        nothing = Passes((), (), ())
+        plain, split = traffic.get("tensor", nothing), traffic.get("sequence_parallel", nothing)
+        zero = np.zeros(self._is_spread.shape)
+        return Passes(
+            *(
+                np.where(wide.sequence_parallel, sum(map(seconds, by_split), zero), sum(map(seconds, by_plain), zero))
+                for by_plain, by_split in zip(plain, split, strict=True)
+            )
+        )
+
+    def over_sequence(self, traffic: dict[Any, Passes]) -> Passes:
+        wide, cluster = self._wide, self._cluster
+        size = np.where(self._is_spread, wide.sequence, 1)
+        in_host = np.where(self._is_spread, cluster.members_in_host(wide.sequence, wide.tensor), 1)
+        zero = np.zeros(self._is_spread.shape)
+        x_bytes = self._costs.x_bytes / wide.tensor  # keys and values of a device's own heads
+        return Passes(
+            *(
+                sum((self._seconds(each, x_bytes, size, in_host) for each in of_pass), zero)
+                for of_pass in traffic.get("sequence", Passes((), (), ()))
+            )
+        )
+
+    def _seconds(self, each: AxisTraffic, x_bytes: Any, size: Any, in_host: Any) -> np.ndarray:
+        times = max(each.times, 1)
+        one = self._cluster.collective_seconds(each.kind, each.num_bytes * x_bytes / times, size, in_host)
+        return times * one
+
+
+def _of_schedule(
+    wide: LayoutTable,
+    num_microbatches: Any,
+    ticks: Int64[np.ndarray, "C K 8"],
+    layers_of_part: Any,
+    runs_again: Any,
+    layer: Passes,
+    ends: Passes,
+) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
+    """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
+    again = np.where(runs_again, layer.again, 0.0)
+    splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
+    half = layer.backward / 2
+    # From kept inputs, weight gradients run the layers and their backward pass again.
+    of_layer = (
+        layer.forward,
+        again + np.where(splits, half, layer.backward),
+        np.where(splits, np.where(runs_again, again + layer.backward, half), 0.0),
+    )
+    zero = np.zeros(ticks.shape[:-1])
+    of_part = [layers_of_part * seconds + zero for seconds in of_layer]
+    makespan = zero
+    for present in range(1, 8):
+        slowest = functools.reduce(np.maximum, [of_part[i] for i in range(3) if present >> i & 1])
+        makespan = makespan + ticks[..., present] * slowest
+    # The last stage computes the loss, its forward pass too, in the ticks of its backward passes.
+    of_ends = num_microbatches * (ends.forward + ends.backward)
+    work = num_microbatches * wide.chunks * sum(of_part) + of_ends / wide.stage
+    return work, np.where(wide.stage > 1, np.maximum(makespan + of_ends - work, 0.0), 0.0)
+
+
+def _tick_counts(wide: LayoutTable, num_microbatches: Int64[np.ndarray, "C K"]) -> Int64[np.ndarray, "C K 8"]:
+    """How many ticks hold which kinds: at index 1 for F, plus 2 for B, plus 4 for W."""
+    sizes = tuple(int(each.max()) + 1 for each in (wide.schedule, wide.stage, wide.chunks, num_microbatches))
+    keys = np.ravel_multi_index(np.broadcast_arrays(wide.schedule, wide.stage, wide.chunks, num_microbatches), sizes)
+    unique, inverse = np.unique(keys, return_inverse=True)
+    counts = [_ticks_of(*map(int, key)) for key in zip(*np.unravel_index(unique, sizes), strict=True)]
+    return np.array(counts)[inverse.reshape(keys.shape)]
+
+
+_STEADY = 4  # times as many microbatches as stages: from then on, ticks grow by the same for as many more microbatches
+
+
+@functools.lru_cache(maxsize=65536)
+def _ticks_of(schedule: int, num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[int, ...]:
+    if num_stages == 1 or num_microbatches < 1:
+        return (0,) * 8
+    name, num_slots = SCHEDULES[schedule], num_microbatches + num_stages - 1
+    if name in ("gpipe", "eager_1f1b"):
+        return (0, num_slots, num_slots, 0, 0, 0, 0, 0)
+    if name == "interleaved" and (num_microbatches % num_stages or num_chunks < 2):
+        return (0,) * 8
+    rounds, rest = divmod(num_microbatches, num_stages)
+    if rounds > _STEADY + 1:
+        fewer, more = (
+            np.array(_ticks_of(schedule, num_stages, num_chunks, num_stages * (_STEADY + i) + rest)) for i in (0, 1)
+        )
+        return tuple((fewer + (rounds - _STEADY) * (more - fewer)).tolist())
+    if name == "interleaved":
+        made = schedules.interleaved(num_stages, num_microbatches, num_chunks)
+    else:
+        make = {"1f1b": schedules.one_f_one_b, "zero_bubble": schedules.zero_bubble}[name]
+        made = make(num_stages, num_microbatches)
+    present = np.zeros((int(made.ticks.max()) + 1, 3), bool)
+    present[made.ticks.ravel(), made.actions[..., 0].ravel()] = True
+    return tuple(np.bincount(present @ [1, 2, 4], minlength=8).tolist())
+
+
+def _data_seconds(
+    wide: LayoutTable, costs: ModelCosts, cluster: Cluster, num_microbatches: Any, forward: Any, backward: Any
+) -> Float64[np.ndarray, "C K"]:
+    """Seconds of gradients and parameters over the data axes, and of the ends' gradients over the stages."""
+    of_layer, of_ends = ((whole + split / wide.tensor) for whole, split in (costs.layer_params, costs.ends_params))
+    on_stage = costs.num_layers / wide.stage * of_layer
+    grad_bytes = max(costs.param_bytes, 4.0)
+    size = wide.num_shards
+    stride_of_data = wide.tensor * wide.sequence * wide.stage
+    in_host = cluster.members_in_host(wide.sequence, wide.tensor) * cluster.members_in_host(wide.data, stride_of_data)
+    in_host = np.minimum(in_host, size)
+
+    def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
+        return cluster.collective_seconds(kind, num_bytes, size, in_host)
+
+    params = on_stage + of_ends
+    reduced = seconds("reduce_scatter", params * grad_bytes)
+    gathered = seconds("all_gather", params * costs.param_bytes)
+    has_stages = wide.stage > 1
+    once_a_step = has_stages | (wide.zero < 2)
+    times_reduced = np.where(once_a_step, 1, num_microbatches)
+    of_layers = seconds("all_gather", on_stage * costs.param_bytes)
+    gathers = np.where(
+        (wide.zero == 3) & ~has_stages,
+        2 * num_microbatches * of_layers + seconds("all_gather", of_ends * costs.param_bytes),
+        gathered,
+    )
+    whole = np.where(wide.zero == 0, seconds("all_reduce", params * grad_bytes), times_reduced * reduced + gathers)
+    ends = cluster.collective_seconds(
+        "all_reduce",
+        of_ends * grad_bytes,
+        wide.stage,
+        cluster.members_in_host(wide.stage, wide.tensor * wide.sequence),
+    )
+    after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
+    last = np.where(wide.zero == 2, num_microbatches, 1) * backward
+    hides = np.where(wide.zero == 3, num_microbatches * (forward + backward), last)
+    hides = np.where(has_stages, 0.0, hides)
+    hidden = np.minimum(cluster.overlap * (whole - after), hides)
+    return whole - hidden + ends

@@ -18,13 +18,18 @@ def test_a_file_holds_the_cluster(name, tmp_path):
 
 
 def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
-    inside, across = 450e9, 50e9
-    assert DGX.bytes_per_second(8, 1) == inside
-    assert DGX.bytes_per_second([2, 4], [4, 2]).tolist() == [inside, inside]
-    assert DGX.bytes_per_second(4, 8) == across  # one member a host
-    assert DGX.bytes_per_second(16, 2) == 4 * across
-    assert DGX.bytes_per_second(32, 1) == 8 * across
-    assert DGX.latency_s([8, 32], 1).tolist() == [3e-6, 8e-6]
+    assert DGX.members_in_host([8, 4, 4, 16, 32], [1, 2, 8, 2, 1]).tolist() == [8, 4, 1, 4, 8]
+    assert Cluster.preset("tpu-v5e-256").members_in_host(256, 4) == 256
+
+    def seconds(kind, size, in_host):
+        return DGX.collective_seconds(kind, 8e9, size, in_host).item()
+
+    assert seconds("all_gather", 8, 8) == pytest.approx(3 * 3e-6 + 7e9 / 450e9)
+    assert seconds("all_reduce", 8, 8) == 2 * seconds("reduce_scatter", 8, 8)
+    assert seconds("all_gather", 4, 1) == pytest.approx(2 * 8e-6 + 6e9 / 50e9)  # one member a host
+    assert seconds("all_gather", 16, 4) == pytest.approx(4 * 8e-6 + 7.5e9 / 200e9)
+    assert seconds("send", 4, 1) == pytest.approx(8e-6 + 8e9 / 50e9)
+    assert [seconds(kind, 1, 1) for kind in ("all_reduce", "send")] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Counted operations and collectives of models, against formulas and compiled programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jvarlen import Bucket
+from jvarlen.clusters.model_costs import count_costs
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel import LayeredModel, LayeredParams
+
+WIDTH, VOCABULARY = 64, 256
+MODEL = TransformerConfig(num_layers=4, width=WIDTH, num_heads=8)
+SHORT, LONG = Bucket(2, 32), Bucket(1, 64)
+
+
+@functools.cache
+def counted():
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    return count_costs(layered(MODEL), params, (SHORT, LONG), tensor_sizes=(1, 2, 3, 4, 8, 16))
+
+
+def test_operations_are_those_of_the_products():
+    costs, layer = counted(), counted().layer_flops
+    of_position = 2 * 12 * WIDTH**2  # four products of attention, two of the hidden layer, four times as wide
+    attention = [4 * bucket.length * WIDTH for bucket in (SHORT, LONG)]
+    assert layer.forward.tolist() == [bucket.num_positions * (of_position + each) for bucket, each in
+                                      zip((SHORT, LONG), attention, strict=True)]  # fmt: skip
+    assert (layer.backward >= 2 * layer.forward).all()
+    assert (layer.backward <= 2.5 * layer.forward).all()
+    assert (layer.again <= layer.forward).all()
+    assert costs.ends_flops.forward.tolist() == [2 * 64 * WIDTH * VOCABULARY] * 2
+    assert costs.step_flops[0] == 4 * (layer.forward + layer.backward)[0] + 3 * costs.ends_flops.forward[0]
+
+
+def test_collectives_are_those_of_the_papers():
+    """Two all-reduces a layer forward and two backward; one for what is computed again, as the last is not needed."""
+    costs = counted()
+    found = {axis: [[tuple(each[:2]) for each in of_pass] for of_pass in passes]
+             for axis, passes in costs.layer_traffic.items()}  # fmt: skip
+    assert found["tensor"] == [[("all_reduce", 2)], [("all_reduce", 2)], [("all_reduce", 1)]]
+    both = [("all_gather", 2), ("reduce_scatter", 2)]
+    assert found["sequence_parallel"][0] == both
+    assert found["sequence_parallel"][2] == [("all_gather", 2), ("reduce_scatter", 1)]
+    assert found["sequence"] == [
+        [("all_gather", 1)], [("all_gather", 1), ("reduce_scatter", 1)], [("all_gather", 1)]
+    ]  # fmt: skip
+    assert costs.layer_traffic["sequence"].forward[0].num_bytes == 2  # keys and values
+    assert costs.x_bytes.tolist() == [64 * WIDTH * 4] * 2
+
+
+def test_parameters_and_sizes_are_those_of_the_model():
+    costs = counted()
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    assert 4 * sum(costs.layer_params) == sum(leaf.size for leaf in jax.tree.leaves(params.layers))
+    assert sum(costs.ends_params) == sum(leaf.size for leaf in jax.tree.leaves(params.ends))
+    assert costs.tensor_sizes == (1, 2, 4, 8)
+    assert costs.by_positions
+
+
+def test_longer_rows_are_extrapolated():
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    buckets = (Bucket(1, 512), Bucket(1, 1024), Bucket(1, 8192))
+    forward = count_costs(layered(MODEL), params, buckets).layer_flops.forward
+    per_position = forward / [512, 1024, 8192]
+    assert per_position[2] - per_position[1] == pytest.approx((per_position[1] - per_position[0]) * 14)
+
+
+def test_a_users_model_with_a_loop_and_a_convolution():
+    def layer(own, x, microbatch, axes):
+        def turn(x, _):
+            return jnp.tanh(x @ own["k"]), None
+
+        return jax.lax.scan(turn, x, None, length=5)[0]
+
+    def embed(ends, microbatch, axes):
+        rows = microbatch.tokens[:, :, None].astype(jnp.float32)
+        return jax.lax.conv_general_dilated(rows, ends["filter"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    model = LayeredModel(embed, layer, lambda ends, x, microbatch, axes: (x.sum(), microbatch.weights.sum()))
+    params = LayeredParams(
+        {"filter": jax.ShapeDtypeStruct((3, 1, 16), np.float32)}, {"k": jax.ShapeDtypeStruct((2, 16, 16), np.float32)}
+    )
+    costs = count_costs(model, params, [SHORT], tensor_sizes=(1, 2))
+    assert costs.layer_flops.forward.tolist() == [5 * 2 * 64 * 16 * 16]
+    assert costs.ends_flops.forward.tolist() == [2 * 64 * 16 * 3]
+    assert (costs.tensor_sizes, costs.by_positions) == ((1,), False)
+
+
+def test_a_loss_function_has_no_layers_and_no_products_are_refused():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    costs = count_costs(make_loss_fn(MODEL), params, [SHORT])
+    whole = counted()
+    assert costs.num_layers == 0
+    assert costs.ends_flops.forward[0] == 4 * whole.layer_flops.forward[0] + whole.ends_flops.forward[0]
+    with pytest.raises(ValueError, match="no products of matrices"):
+        count_costs(lambda params, microbatch: (params.sum(), params.sum()), np.zeros(3, np.float32), [SHORT])
