@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jvarlen.batches.batches import (
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
+    from jvarlen.clusters.cutting import cut_layers
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -74,6 +75,7 @@ _NAMES = {
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
+    "clusters.cutting": ("cut_layers",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -124,7 +126,8 @@ __all__ = [
     "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches",
     "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "attend",
     "attend_within_segments", "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths",
-    "competence_pacing", "compile_buckets", "count_lengths", "data_mesh", "discrete_pacing", "fit", "fit_cost_model",
+    "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh", "discrete_pacing", "fit",
+    "fit_cost_model",
     "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan",
     "make_train_step", "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",

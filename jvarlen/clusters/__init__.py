@@ -5,4 +5,6 @@ From a plan, a model and a cluster to seconds and bytes of every layout. In read
 - `cluster`: devices, memory and links, from presets or files.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: products of matrices and collectives of a model. `step_seconds`: what a step takes on each layout.
+- `cutting`: layers of each stage.
+- `operators`: splits of the operators of a layer.
 """
