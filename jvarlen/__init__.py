@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
     from jvarlen.clusters.cutting import cut_layers
+    from jvarlen.clusters.links import measure_cluster
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -76,6 +77,7 @@ _NAMES = {
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
     "clusters.cutting": ("cut_layers",),
+    "clusters.links": ("measure_cluster",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -127,15 +129,14 @@ __all__ = [
     "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "attend",
     "attend_within_segments", "attention_mask", "batch_by_tokens", "check_lengths", "choose_row_lengths",
     "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh", "discrete_pacing", "fit",
-    "fit_cost_model",
-    "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
-    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_pair_buckets", "make_plan",
-    "make_train_step", "measure_buckets", "measure_difficulty", "measure_lengths", "mixture_counts", "no_recompiles",
-    "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec", "packed_pair_batch_spec",
-    "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest",
-    "planned_schedule", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size",
-    "segment_mask", "shard_local_rows", "stream_batches", "together", "token_batch_spec", "use_compilation_cache",
-    "with_float32_master", "write_ordered",
+    "fit_cost_model", "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load",
+    "load_compiled", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
+    "make_pair_buckets", "make_plan", "make_train_step", "measure_buckets", "measure_cluster", "measure_difficulty",
+    "measure_lengths", "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
+    "packed_batch_spec", "packed_pair_batch_spec", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
+    "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
+    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",
+    "together", "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
 

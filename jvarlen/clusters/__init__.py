@@ -3,6 +3,7 @@
 From a plan, a model and a cluster to seconds and bytes of every layout. In reading order:
 
 - `cluster`: devices, memory and links, from presets or files.
+- `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: products of matrices and collectives of a model. `step_seconds`: what a step takes on each layout.
 - `cutting`: layers of each stage.

@@ -1,4 +1,4 @@
-"""`jvarlen measure`: what a training step of the built-in model costs, and cost models fitted to it."""
+"""`jvarlen measure`: what a training step of the built-in model costs, or devices and the links between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import optax
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+from jvarlen.clusters.links import measure_cluster
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.compiling.measure_buckets import measure_buckets
+from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.distributed.processes import is_main_process
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.edges import check_edges
@@ -105,8 +108,11 @@ def measure_costs(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeasureCommand:
-    """Measure time and memory of training steps of the built-in model, for `plan --cost-model` and `--memory-model`."""
+class MeasureCommand(DeviceConfig):
+    """Measure time and memory of training steps of the built-in model, for `plan --cost-model` and `--memory-model`.
+
+    With --links, measure devices and the links between them.
+    """
 
     max_tokens: int = 4096
     """Tokens of the largest measured buckets."""
@@ -116,8 +122,10 @@ class MeasureCommand:
     """Microbatches of one optimizer update."""
     pack: bool = False
     """Measure rows that hold several samples."""
-    out: Path = Path("cost.json")
-    """Where to write the cost model in seconds."""
+    links: bool = False
+    """Measure all devices and the links between them instead, as a cluster."""
+    out: Path | None = None
+    """Where to write the cost model in seconds, cost.json by default; with --links the cluster, cluster.json."""
     memory_out: Path = Path("memory.json")
     """Where to write the cost model in bytes."""
     progress: bool = True
@@ -126,7 +134,13 @@ class MeasureCommand:
 
     def run(self) -> None:
         """Measures, prints and saves."""
-        missing = [str(path) for path in (self.out, self.memory_out) if not path.parent.is_dir()]
+        if self.links:
+            self._measure_links(self.out or Path("cluster.json"))
+            return
+        if self.devices is not None or self.has_processes:
+            raise UserError("steps are measured on one device: devices and processes are for --links")
+        out = self.out or Path("cost.json")
+        missing = [str(path) for path in (out, self.memory_out) if not path.parent.is_dir()]
         if missing:
             raise FileNotFoundError(f"there is no directory for {', '.join(missing)}")
         costs = measure_costs(
@@ -137,7 +151,24 @@ class MeasureCommand:
             packed=self.pack,
             progress=self.progress,
         )
-        for fitted, path in ((costs.seconds, self.out), (costs.num_bytes, self.memory_out)):
+        for fitted, path in ((costs.seconds, out), (costs.num_bytes, self.memory_out)):
             fitted.save(path)
             print(f"{path}: {fitted}")
         print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
+
+    def _measure_links(self, out: Path) -> None:
+        if not out.parent.is_dir():
+            raise FileNotFoundError(f"there is no directory for {out}")
+        cluster = measure_cluster(launch(self), dtype=self.model.compute_dtype or "float32", progress=self.progress)
+        if not is_main_process():
+            return
+        cluster.save(out)
+        print(f"{out}: {cluster.name}, {cluster.num_hosts} × {cluster.devices_per_host}, each with")
+        print(
+            f"  {cluster.flops_per_second / 1e9:,.1f} GFLOP/s, {cluster.memory_bytes / 1e9:,.1f} GB of memory at ",
+            end="",
+        )
+        print(f"{cluster.memory_bytes_per_second / 1e9:,.2f} GB/s")
+        for name, link in (("link", cluster.link), ("host link", cluster.host_link))[: 1 + (cluster.num_hosts > 1)]:
+            print(f"  {name}: {link.bytes_per_second / 1e9:,.2f} GB/s, {1e6 * link.latency_s:,.1f} µs")
+        print(cluster.sources)
