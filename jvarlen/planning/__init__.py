@@ -4,8 +4,8 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
-- `edges`, `compiled_shapes`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming, and which of
-  those that are compiled already they reuse.
+- `edges`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming, and which of those that are
+  compiled already they reuse.
 - `batching`, `packing`, `joint_packing`, `row_lengths`: greedy token batches, packed rows of one feature or of
   several, and the lengths of packed rows.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
