@@ -1,5 +1,6 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
+from torch_ref.balance import assign_microbatches
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
 from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets
@@ -8,6 +9,7 @@ from torch_ref.graphs import no_recompiles
 from torch_ref.lengths import check_lengths
 from torch_ref.loader import Batch, PlanBatchSampler, load
 from torch_ref.lr import VariableBatchSizeLR, lr_scale, lr_sequence
+from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, generate, load_params
 from torch_ref.model_file import load_model
@@ -30,6 +32,7 @@ __all__ = [
     "CompiledBuckets",
     "CostModel",
     "LedgerRow",
+    "MixedPlan",
     "Mixture",
     "PackedHistogram",
     "Packing",
@@ -43,6 +46,7 @@ __all__ = [
     "ValuePacing",
     "VariableBatchSizeLR",
     "WeightedTokens",
+    "assign_microbatches",
     "batch_by_tokens",
     "check_lengths",
     "choose_row_lengths",
@@ -60,6 +64,7 @@ __all__ = [
     "lr_scale",
     "lr_sequence",
     "make_buckets",
+    "make_mixed_plan",
     "make_pair_buckets",
     "make_plan",
     "mixture_counts",

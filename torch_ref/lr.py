@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 
 from torch_ref.checks import list_offenders
+from torch_ref.mixed_plan import MixedPlan
 from torch_ref.plan import Plan
 
 __all__ = ["Rule", "VariableBatchSizeLR", "lr_scale", "lr_sequence"]
@@ -61,7 +62,7 @@ def lr_scale(batch_size: ArrayLike, base_batch_size: float, rule: Rule = "linear
 
 
 def lr_sequence(
-    plan: Plan | Iterable[Plan],
+    plan: Plan | MixedPlan | Iterable[Plan | MixedPlan],
     base_schedule: float | ArrayLike | Callable[[int], float],
     base_batch_size: float,
     *,
@@ -75,7 +76,8 @@ def lr_sequence(
     `rates = table.tolist()`: NumPy's scalars in a state would keep `torch.load(weights_only=True)` from reading it.
 
     Args:
-        plan: a plan, or one for each epoch; S steps together, and every count goes on from one to the next.
+        plan: a plan, mixed or not, or one for each epoch; S steps together, and every count goes on from one to the
+            next.
         base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
         base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
         rule: as in `lr_scale`.

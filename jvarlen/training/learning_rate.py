@@ -16,8 +16,16 @@ import optax
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
-from jvarlen.planning.steps import PlannedSteps
-from jvarlen.training.rates import BaseSchedule, BatchSizeUnit, Rule, ScheduleUnit, apply_rule, lr_scale, lr_sequence
+from jvarlen.training.rates import (
+    BaseSchedule,
+    BatchSizeUnit,
+    Rule,
+    ScheduleUnit,
+    StepPlan,
+    apply_rule,
+    lr_scale,
+    lr_sequence,
+)
 
 __all__ = ["Rule", "lr_scale", "lr_sequence", "planned_schedule", "scale_by_batch_size", "table_schedule"]
 
@@ -25,7 +33,7 @@ _EXTRA_ARGUMENTS = {"sequences": "batch_size", "tokens": "num_tokens"}
 
 
 def planned_schedule(
-    plan: PlannedSteps | Iterable[PlannedSteps],
+    plan: StepPlan | Iterable[StepPlan],
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,

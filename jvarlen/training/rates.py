@@ -16,6 +16,7 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders
+from jvarlen.planning.mixed_plan import MixedPlan
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "BatchSizeUnit",
     "Rule",
     "ScheduleUnit",
+    "StepPlan",
     "apply_rule",
     "base_rates",
     "before_each",
@@ -31,6 +33,7 @@ __all__ = [
     "step_sizes",
 ]
 
+StepPlan = PlannedSteps | MixedPlan
 Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
 BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
 BatchSizeUnit = Literal["sequences", "tokens"]
@@ -74,7 +77,7 @@ def lr_scale(batch_size: npt.ArrayLike, base_batch_size: float, rule: Rule = "li
 
 
 def lr_sequence(
-    plan: PlannedSteps | Iterable[PlannedSteps],
+    plan: StepPlan | Iterable[StepPlan],
     base_schedule: BaseSchedule,
     base_batch_size: float,
     *,
@@ -85,7 +88,8 @@ def lr_sequence(
     """The learning rate of every step of a plan, in float64 on the host.
 
     Args:
-      plan: a `Plan` or `DistributedPlan`; or several, one an epoch, over which all counts continue. S steps in all.
+      plan: a `Plan`, `DistributedPlan` or `MixedPlan`; or several, one an epoch, over which all counts continue. S
+        steps in all.
       base_schedule: a number, an array of S rates, or a function of how far training has come, such as an Optax
         schedule (evaluated in float64 here).
       base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.
@@ -123,7 +127,7 @@ def lr_sequence(
     return base_rates(base_schedule, before_each(sizes[counted_in])) * lr_scale(sizes[unit], base_batch_size, rule)
 
 
-def step_sizes(plan: PlannedSteps | Iterable[PlannedSteps]) -> dict[str, Int64[np.ndarray, " S"]]:
+def step_sizes(plan: StepPlan | Iterable[StepPlan]) -> dict[str, Int64[np.ndarray, " S"]]:
     """The size of every step of one plan or several, in each unit: one step, its sequences, its tokens."""
     plans = plan if isinstance(plan, Iterable) else [plan]
     # Only the sizes are kept: the plans of many epochs need not be in memory together.
