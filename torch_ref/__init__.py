@@ -1,6 +1,6 @@
 """The same contract as `jvarlen` in PyTorch, written independently of it."""
 
-from torch_ref.balance import assign_microbatches
+from torch_ref.balance import assign_microbatches, balance_plan, packed_row_costs
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
 from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets
@@ -47,6 +47,7 @@ __all__ = [
     "VariableBatchSizeLR",
     "WeightedTokens",
     "assign_microbatches",
+    "balance_plan",
     "batch_by_tokens",
     "check_lengths",
     "choose_row_lengths",
@@ -70,6 +71,7 @@ __all__ = [
     "mixture_counts",
     "no_recompiles",
     "pack_samples",
+    "packed_row_costs",
     "root_pacing",
     "sample_order",
     "sample_sort",

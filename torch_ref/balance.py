@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from torch_ref.checks import MAX_LISTED, check_integer
+from torch_ref.checks import MAX_LISTED, check_integer, check_number
+from torch_ref.lengths import check_joint_lengths, check_lengths
+from torch_ref.plan import Plan
 
-__all__ = ["assign_microbatches"]
+__all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
 
 _SEARCHED_UP_TO = 12
 _UNIT_BITS = 32
+_SWEEPS = 8
+_EXCHANGED_UP_TO = 16  # rows of a rank
 
 
 def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
@@ -47,6 +54,272 @@ def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
     result = np.zeros(len(units), dtype=np.int64)
     result[order] = ranks
     return result
+
+
+def balance_plan(
+    plan: Plan, cost: ArrayLike, num_ranks: int, *, over: str = "step", lengths: ArrayLike | None = None
+) -> Plan:
+    """Deal the rows of each step to its ranks so that none of them has much more to do than the others.
+
+    Rank r of p computes the microbatches from r * M / p to (r + 1) * M / p - 1 of every step. Buckets and steps stay
+    what they are, and so does how many rows each rank has in each step.
+
+    First the costliest rows, as many as there are ranks, go to one rank each; then the next ones, the costliest to the
+    rank with the least work, and so on. (If ranks have different numbers of rows, the cheapest rows are set aside for
+    those that have more.) Then ranks of at most 16 rows exchange rows, eight times at most: the one with the most work
+    with the one with the least, the second with the second last, and so on, one row each, those that leave their work
+    least apart. If that does not help the slowest rank, the step stays as it was. Of equals, what comes first in the
+    plan comes first.
+
+    Over the epoch, the rows of all full steps of a bucket are dealt like those of one step, to all ranks of all these
+    steps. Then the ranks are sorted by their work, and consecutive ones make a step, of which those with the most work
+    come first. Steps are ordered by the mean place of their rows in the old plan. So no order of samples is left within
+    a bucket. Where steps are not faster than if dealt one by one, those are taken.
+
+    Args:
+        plan: of samples, or of packed rows.
+        cost: [N] numbers >= 0 by sample, or [R] by packed row in the order of the steps.
+        num_ranks: the ranks that share a step; a divisor of M.
+        over: "step" deals each step, "epoch" all full steps of a bucket at once.
+        lengths: [N] integers (or [N, D]), what the plan was made of; only needed over the epoch.
+
+    Returns:
+        A plan of the same samples with a digest of its own.
+
+    Raises:
+        ValueError: if an argument is out of its range, if costs or lengths are not those of this plan, or if the ranks
+            cannot share a step evenly; offenders are listed.
+
+    Example:
+        >>> from torch_ref.plan import make_plan
+        >>> plan = make_plan([5, 5, 5, 5], [(2, 5)], microbatches_per_step=2, order="dataset")
+        >>> balance_plan(plan, [3, 1, 4, 2], 2).sample_ids.tolist()
+        [1, 0, 2, 3]
+    """
+    if over not in ("step", "epoch"):
+        raise ValueError(f'over must be "step" or "epoch", got {over!r}')
+    units = torch.tensor(_in_units(_row_costs(plan, cost, num_ranks)))
+    tokens = None if over == "step" else _sample_tokens(plan, lengths)
+    first_rows = _step_rows(plan)
+    order = torch.arange(plan.num_rows)
+    full_steps: dict[int, list[int]] = {}
+    for step, bucket in enumerate(plan.step_bucket.tolist()):
+        begin, end = first_rows[step : step + 2].tolist()
+        owners = _owners(plan, end - begin, num_ranks)
+        dealt = begin + _place(_deal(units[begin:end], torch.bincount(owners)), owners)
+        if _slowest(units[dealt], owners) < _slowest(units[begin:end], owners):
+            order[begin:end] = dealt
+        if end - begin == plan.buckets[bucket].rows * plan.microbatches_per_step:
+            full_steps.setdefault(bucket, []).append(step)
+    for steps in full_steps.values() if over == "epoch" else ():
+        _deal_over(steps, units, order, first_rows, _owners(plan, int(np.diff(first_rows)[steps[0]]), num_ranks))
+    return _reorder(plan, order.numpy(), tokens)
+
+
+def packed_row_costs(plan: Plan, lengths: ArrayLike, *, crossover_length: float) -> NDArray[np.float64]:
+    """Return the costs of packed rows if attention leaves out the blocks between samples.
+
+    Args:
+        plan: of packed rows of one feature.
+        lengths: [N] integers, the samples' lengths.
+        crossover_length: attention of a sample so long costs as much as everything else that its tokens cost.
+
+    Returns:
+        float64[R] by row, in the order of the steps: the bucket's length, and for each sample its squared length
+        divided by `crossover_length`. Counted in tokens without attention.
+
+    Raises:
+        ValueError: if rows are not packed or have several features, or if the lengths are not those of this plan.
+
+    Example:
+        >>> from torch_ref.packing import pack_samples
+        >>> from torch_ref.plan import make_plan
+        >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)])
+        >>> packed_row_costs(plan, [3, 1], crossover_length=10).tolist()
+        [5.0]
+    """
+    if plan.row_offsets is None or len(plan.buckets[0]) != 2:
+        raise ValueError("packed_row_costs needs a plan of packed rows of one feature")
+    crossover = check_number("crossover_length", crossover_length, above=0)
+    squares = np.concatenate([[0], np.cumsum(_sample_tokens(plan, lengths) ** 2)])
+    row_lengths = np.array([length for _, length in plan.buckets])[plan.step_bucket]
+    costs: NDArray[np.float64] = np.diff(squares[plan.row_offsets]) / crossover
+    return costs + np.repeat(row_lengths, np.diff(_step_rows(plan)))
+
+
+def rank_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
+    """Return how much work each rank has in each step.
+
+    Args:
+        plan: as in `balance_plan`.
+        cost: as in `balance_plan`.
+        num_ranks: as in `balance_plan`.
+
+    Returns:
+        float64[S, num_ranks].
+
+    Raises:
+        ValueError: as `balance_plan` does.
+    """
+    costs = torch.from_numpy(_row_costs(plan, cost, num_ranks))
+    work = torch.zeros(plan.num_steps, num_ranks, dtype=torch.float64)
+    bounds = _step_rows(plan).tolist()
+    for step in range(plan.num_steps):
+        rows = slice(bounds[step], bounds[step + 1])
+        work[step].index_add_(0, _owners(plan, rows.stop - rows.start, num_ranks), costs[rows])
+    return work.numpy()
+
+
+def _row_costs(plan: Plan, cost: ArrayLike, num_ranks: int) -> NDArray[np.float64]:
+    """Return the cost of each row in the order of the steps."""
+    check_integer("num_ranks", num_ranks)
+    if plan.microbatches_per_step % num_ranks:
+        raise ValueError(
+            f"num_ranks must divide the microbatches of a step: {num_ranks} do not divide {plan.microbatches_per_step}"
+        )
+    costs = _check_costs("cost", cost)
+    if plan.row_offsets is None:
+        _check_ids(plan, len(costs), "cost")
+        return costs[plan.sample_ids]
+    if len(costs) != plan.num_rows:
+        raise ValueError(f"cost must have {plan.num_rows} values, one for each packed row, got {len(costs)}")
+    return costs
+
+
+def _check_ids(plan: Plan, num_values: int, name: str) -> None:
+    beyond = plan.sample_ids[plan.sample_ids >= num_values]
+    if len(beyond):
+        listed = ", ".join(f"id {number}" for number in beyond[:MAX_LISTED].tolist())
+        more = f" and {len(beyond) - MAX_LISTED} more" if len(beyond) > MAX_LISTED else ""
+        raise ValueError(f"{name} has only {num_values} values, the plan has {listed}{more}")
+
+
+def _step_rows(plan: Plan) -> NDArray[np.int64]:
+    """Return int64[S + 1], the rows before each step."""
+    offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
+    return np.searchsorted(offsets, plan.step_offsets)
+
+
+def _sample_tokens(plan: Plan, lengths: ArrayLike | None) -> NDArray[np.int64]:
+    """Return the tokens of each of the plan's samples, or pieces, in its order."""
+    if lengths is None:
+        raise ValueError('lengths are needed with over="epoch": steps will have other numbers of tokens')
+    values = check_joint_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)[:, None]
+    if values.shape[1] != len(plan.buckets[0]) - 1:
+        raise ValueError(f"lengths of shape {np.shape(lengths)} do not go with buckets like {tuple(plan.buckets[0])}")
+    _check_ids(plan, len(values), "lengths")
+    before = 0 if plan.piece_starts is None else plan.piece_starts[:, None]
+    edges = np.array(plan.buckets)[:, 1:].max(axis=0)
+    tokens: NDArray[np.int64] = np.minimum(values[plan.sample_ids] - before, edges).sum(axis=1)
+    found = np.diff(np.concatenate([[0], np.cumsum(tokens)])[plan.step_offsets])
+    other = np.flatnonzero(found != plan.num_tokens)
+    if len(other):
+        listed = ", ".join(f"step {i}: {found[i]} for {plan.num_tokens[i]}" for i in other[:MAX_LISTED])
+        more = f" and {len(other) - MAX_LISTED} more" if len(other) > MAX_LISTED else ""
+        raise ValueError(f"the plan was made with other lengths: by these, tokens are {listed}{more}")
+    return tokens
+
+
+def _owners(plan: Plan, num_rows: int, num_ranks: int) -> Tensor:
+    """Return the rank of each row of a step."""
+    shape = (-1, num_ranks, plan.microbatches_per_step // num_ranks)
+    ranks = torch.arange(num_ranks)[None, :, None]
+    slots = -(-num_rows // plan.microbatches_per_step)
+    return ranks.expand(slots, *shape[1:]).reshape(-1)[:num_rows]
+
+
+def _slowest(units: Tensor, owners: Tensor) -> int:
+    return int(torch.zeros(int(owners.max()) + 1, dtype=torch.int64).index_add_(0, owners, units).max())
+
+
+def _place(shares: Tensor, owners: Tensor) -> Tensor:
+    """Return which row comes to each place, of rows in `shares` and places of `owners`, the earliest first."""
+    rows = torch.empty_like(shares)
+    rows[torch.argsort(owners, stable=True)] = torch.argsort(shares, stable=True)
+    return rows
+
+
+def _deal_over(steps: list[int], units: Tensor, order: Tensor, first_rows: NDArray[np.int64], owners: Tensor) -> None:
+    """Change the order of the rows of full steps of one bucket, if dealing them all at once makes steps faster."""
+    num_ranks = int(owners.max()) + 1
+    rows = torch.cat([torch.arange(*first_rows[step : step + 2].tolist()) for step in steps])
+    per_rank = len(owners) // num_ranks
+    shares = _deal(units[rows], torch.full((len(steps) * num_ranks,), per_rank))
+    hands = torch.argsort(shares, stable=True).view(-1, per_rank)
+    by_work = torch.argsort(units[rows][hands].sum(dim=1), descending=True, stable=True)
+    new_steps = hands[by_work].view(len(steps), -1)
+    new_steps = new_steps[torch.argsort(new_steps.sum(dim=1), stable=True)]
+    places = torch.argsort(owners, stable=True)
+    dealt = torch.empty_like(new_steps)
+    dealt[:, places] = rows[new_steps]
+    before = sum(_slowest(units[order[one]], owners) for one in rows.view(len(steps), -1))
+    if sum(_slowest(units[one], owners) for one in dealt) < before:
+        order[rows] = dealt.view(-1)
+
+
+def _deal(units: Tensor, counts: Tensor) -> Tensor:
+    """Return the owner of each row.
+
+    Args:
+        units: int64[n], costs of rows.
+        counts: int64[W], how many rows each of W owners gets, n in all.
+    """
+    fewest = int(counts.min())
+    falling = torch.argsort(units, descending=True, stable=True)
+    num_even = fewest * len(counts)
+    more = [torch.nonzero(counts - fewest > i).flatten() for i in range(int(counts.max()) - fewest)]
+    owners = torch.empty_like(units)
+    owners[falling[num_even:]] = torch.cat([*more, torch.empty(0, dtype=torch.int64)])
+    work = torch.zeros(len(counts), dtype=torch.int64)
+    work.index_add_(0, owners[falling[num_even:]], units[falling[num_even:]])
+    hands = torch.empty(len(counts), fewest, dtype=torch.int64)
+    for turn, rows in enumerate(falling[:num_even].view(fewest, len(counts))):
+        idlest = torch.argsort(work, stable=True)
+        hands[idlest, turn] = rows
+        work[idlest] += units[rows]
+    if fewest <= _EXCHANGED_UP_TO:
+        _exchange(hands, work, units)
+    owners[hands] = torch.arange(len(counts))[:, None].expand_as(hands)
+    return owners
+
+
+def _exchange(hands: Tensor, work: Tensor, units: Tensor) -> None:
+    """Exchange rows between owners with much and with little work, in place."""
+    half, size = len(work) // 2, hands.shape[1]
+    for _ in range(_SWEEPS if half else 0):
+        by_work = torch.argsort(work, descending=True, stable=True)
+        busy, idle = by_work[:half], by_work.flip(0)[:half]
+        gap = work[busy] - work[idle]
+        freed = units[hands[busy]][:, :, None] - units[hands[idle]][:, None, :]
+        apart = (gap[:, None, None] - 2 * freed).abs().flatten(1)
+        choice = torch.argmin(apart, dim=1)  # the first of several
+        useful = apart.gather(1, choice[:, None])[:, 0] < gap
+        busy, idle, choice = busy[useful], idle[useful], choice[useful]
+        given, taken = hands[busy, choice // size], hands[idle, choice % size]
+        hands[busy, choice // size], hands[idle, choice % size] = taken, given
+        work[busy] += units[taken] - units[given]
+        work[idle] += units[given] - units[taken]
+
+
+def _reorder(plan: Plan, order: NDArray[np.int64], tokens: NDArray[np.int64] | None) -> Plan:
+    """Return the plan with other rows in its places; `tokens` of its samples, where steps get other ones."""
+    offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
+    sizes = np.diff(offsets)[order]
+    ends = np.cumsum(sizes)
+    samples = np.arange(len(plan.sample_ids)) + np.repeat(offsets[:-1][order] - (ends - sizes), sizes)
+    row_offsets = np.concatenate([[0], ends])
+    step_offsets = row_offsets[_step_rows(plan)]
+    num_tokens = plan.num_tokens
+    if tokens is not None:
+        num_tokens = np.diff(np.concatenate([[0], np.cumsum(tokens[samples])])[step_offsets])
+    return replace(
+        plan,
+        sample_ids=plan.sample_ids[samples],
+        piece_starts=None if plan.piece_starts is None else plan.piece_starts[samples],
+        row_offsets=None if plan.row_offsets is None else row_offsets,
+        step_offsets=step_offsets,
+        num_tokens=num_tokens,
+    )
 
 
 def _check_costs(name: str, costs: ArrayLike) -> NDArray[np.float64]:

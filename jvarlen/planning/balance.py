@@ -1,23 +1,43 @@
 """Work dealt to ranks so that none waits long for the slowest.
 
 NumPy only. Costs are floats of any unit. They are compared as integers: multiples of 2**-32 of the power of two above
-the largest, so that sums are exact and ties are decided the same everywhere. Letters: n microbatches, p ranks.
+the largest, so that sums are exact and ties are decided the same everywhere. Letters: n microbatches, p ranks, M
+microbatches a step, S steps, R rows of a plan, n of a step. G groups of n rows are dealt at once, each to W shares of q
+rows: the ranks of a step, or those of all steps.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, list_offenders, offenders_where
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_choices,
+    is_number,
+    list_offenders,
+    offenders_where,
+)
+from jvarlen.planning._kernels import take_segments
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.lengths import check_feature_lengths, check_lengths, ends_to_offsets
+from jvarlen.planning.order import stable_argsort
+from jvarlen.planning.plan import Plan
 
-__all__ = ["assign_microbatches"]
+__all__ = ["assign_microbatches", "balance_plan", "packed_row_costs", "rank_costs"]
+
+Over = Literal["step", "epoch"]
 
 _COST_BITS = 32
+_MOST_SWEEPS = 8  # of swaps; more of them hardly gain
+_MOST_SWAPPED = 16  # rows of a rank, above which dealing alone is even enough
 _MOST_SEARCHED = 12  # microbatches, for an exact search
 
 
@@ -54,6 +74,323 @@ def assign_microbatches(costs: npt.ArrayLike, num_ranks: int) -> Int64[np.ndarra
     ranks = np.empty(len(units), np.int64)
     ranks[descending] = _ranks_of_descending(tuple(units[descending].tolist()), min(int(num_ranks), len(units)))
     return ranks
+
+
+def balance_plan(
+    plan: Plan,
+    cost: npt.ArrayLike,
+    num_ranks: int,
+    *,
+    over: Over = "step",
+    lengths: npt.ArrayLike | None = None,
+) -> Plan:
+    """Deals the rows of a plan to ranks so that the ranks of a step take nearly the same time.
+
+    Row j of a step is in microbatch j mod M, and rank r of p computes the microbatches from r·M/p up to (r + 1)·M/p.
+    The buckets, the steps of each bucket and their order, the real rows of each step and of each of its ranks, and the
+    dummy rows stay as they are; only which row is where changes, and with it the digest.
+
+    Rows are dealt in rounds. Each round gives the costliest rows that are left to the ranks, one each, the costliest to
+    the rank with the least so far. Where the ranks of a short step have different numbers of rows, those with more
+    first get the cheapest. Ranks with at most 16 rows then swap, in at most 8 sweeps: the costliest rank with the
+    cheapest, the second with the second and so on; each pair swaps the two rows, if any, that bring them closest.
+    Ties go by place in the plan, then by step and rank. A step whose slowest rank would not get faster is left alone.
+
+    Over an epoch, the full steps of a bucket share their rows: these are dealt to the ranks of all its steps, and the
+    ranks that got nearly the same become a step. Steps come in the order of the mean place that their rows had before.
+    So the order of the samples changes: a curriculum within a bucket is lost, and steps of a shuffled plan are not
+    random draws any more, but mix costly and cheap rows evenly. Buckets for which that isn't faster than dealing within
+    steps are dealt within steps, and so are short steps. Pieces of split samples can leave their order.
+
+    It gains time only if what a row costs depends on what is in it: see `packed_row_costs`.
+
+    Args:
+      plan: of samples or of packed rows.
+      cost: floats[N] by sample id; of packed rows floats[R] in the order of the steps, such as `packed_row_costs`.
+        Finite and at least 0, in any unit.
+      num_ranks: p, of data parallelism; it divides M.
+      over: `"step"`: rows stay in their steps. `"epoch"`: they move between steps of the same bucket.
+      lengths: integers[N] or [N, D], tokens of the samples as the plan was made with; needed over an epoch, where the
+        tokens of steps change.
+
+    Returns:
+      Another plan of the same samples.
+
+    Raises:
+      ValueError: costs that are negative, NaN or infinite, or too few or many of them; a number of ranks that does not
+        divide M; lengths that are missing or are not those of the plan. Offenders are listed.
+
+    Example:
+      >>> from jvarlen.planning.plan import make_plan
+      >>> plan = make_plan([4, 4, 4, 4], [(2, 4)], microbatches_per_step=2, order="dataset")
+      >>> cost = [8.0, 1.0, 7.0, 2.0]
+      >>> rank_costs(plan, cost, 2).tolist(), rank_costs(balance_plan(plan, cost, 2), cost, 2).tolist()
+      ([[15.0, 3.0]], [[9.0, 9.0]])
+    """
+    check_choices(over=(over, Over))
+    units = _in_units(_costs_of_rows(plan, cost, num_ranks))
+    tokens = None if over == "step" else _tokens_of_samples(plan, lengths)
+    first_row = _first_rows(plan)
+    num_rows = np.diff(first_row)
+    rows = np.arange(plan.num_rows)
+    full = plan.microbatches_per_step * np.array([bucket.rows for bucket in plan.buckets])[plan.step_bucket]
+    for kind in np.unique(np.stack([plan.step_bucket, num_rows], axis=1), axis=0).tolist():
+        steps = np.flatnonzero((plan.step_bucket == kind[0]) & (num_rows == kind[1]))
+        places_GxN = first_row[steps][:, None] + np.arange(kind[1])
+        rank_of_place = _rank_of_places(kind[1], plan.microbatches_per_step, num_ranks)
+        costs_GxN = units[places_GxN]
+        in_order = _slowest(costs_GxN, rank_of_place)
+        taken_GxN = _dealt_within_steps(costs_GxN, rank_of_place, in_order)
+        if over == "epoch" and len(steps) > 1 and kind[1] == full[steps[0]]:
+            within = _slowest(np.take_along_axis(costs_GxN, taken_GxN, axis=1), rank_of_place)
+            dealt = _dealt_over_steps(costs_GxN, rank_of_place)
+            if _slowest(costs_GxN.reshape(-1)[dealt], rank_of_place).sum() < within.sum():
+                rows[places_GxN] = places_GxN.reshape(-1)[dealt]
+                continue
+        rows[places_GxN] = np.take_along_axis(places_GxN, taken_GxN, axis=1)
+    return _with_rows(plan, rows, tokens)
+
+
+def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: float) -> Float64[np.ndarray, " R"]:
+    """What packed rows cost where attention skips the blocks of positions that share no sample: T + Σ l² / c.
+
+    T is the length of the row's bucket, l are the tokens of its samples. The unit is what one token costs without
+    attention. If attention computes all pairs of positions of a row, whatever its samples, as `attend_within_segments`
+    does, all rows of a bucket cost the same.
+
+    Args:
+      plan: of packed rows of one feature.
+      lengths: integers[N], tokens of the samples by id, as they were packed.
+      crossover_length: c, the tokens of a sample at which attention costs as much as all else. By its multiplications,
+        a transformer of width d with 12·d² parameters a layer has 6·d, and 12·d if attention is causal and skips what
+        comes later.
+
+    Returns:
+      float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.
+
+    Raises:
+      ValueError: a plan without packed rows, or of pairs; a crossover length that is not above 0; lengths that are not
+        those of the plan.
+
+    Example:
+      >>> from jvarlen.planning.packing import pack_samples
+      >>> from jvarlen.planning.plan import make_plan
+      >>> lengths = [8, 2, 3, 3]
+      >>> plan = make_plan(pack_samples(lengths, 8), [(2, 8)])
+      >>> packed_row_costs(plan, lengths, crossover_length=4).tolist()
+      [24.0, 13.5]
+    """
+    if plan.row_offsets is None or len(plan.buckets[0].lengths) > 1:
+        raise UserError(
+            "packed_row_costs needs a plan of packed rows of one feature, as from make_plan(pack_samples(…))"
+        )
+    if not is_number(crossover_length) or not 0 < crossover_length < np.inf:
+        raise UserError(f"crossover_length must be finite and above 0, not {crossover_length!r}")
+    squares = _tokens_of_samples(plan, lengths).astype(np.float64) ** 2
+    row_length = np.array([bucket.length for bucket in plan.buckets if isinstance(bucket, Bucket)], np.float64)
+    of_rows = np.repeat(row_length[plan.step_bucket], np.diff(_first_rows(plan)))
+    return of_rows + np.add.reduceat(squares, plan.row_offsets[:-1]) / crossover_length
+
+
+def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, "S p"]:
+    """What each rank has to do in each step; the slowest of a step decides how long it takes.
+
+    Args:
+      plan: as in `balance_plan`.
+      cost: as in `balance_plan`.
+      num_ranks: as in `balance_plan`.
+
+    Returns:
+      float64[S, p], sums of the costs of the rows of a rank.
+
+    Raises:
+      ValueError: costs and ranks that `balance_plan` rejects.
+    """
+    costs = _costs_of_rows(plan, cost, num_ranks)
+    num_rows = np.diff(_first_rows(plan))
+    place = np.arange(len(costs)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+    rank = place % plan.microbatches_per_step // (plan.microbatches_per_step // num_ranks)
+    cell = np.repeat(np.arange(plan.num_steps), num_rows) * num_ranks + rank
+    return np.bincount(cell, costs, plan.num_steps * num_ranks).reshape(plan.num_steps, num_ranks)
+
+
+def _costs_of_rows(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.ndarray, " R"]:
+    """The cost of every row in the order of the steps; raises ValueError for what `balance_plan` rejects."""
+    check_at_least_one(num_ranks=num_ranks)
+    if plan.microbatches_per_step % num_ranks:
+        raise UserError(
+            f"{num_ranks} ranks do not divide the {plan.microbatches_per_step} microbatches of a step, "
+            "so that they cannot share it evenly"
+        )
+    costs = _checked_costs(cost, "cost")
+    if plan.is_packed:
+        if len(costs) != plan.num_rows:
+            raise UserError(
+                f"cost has {len(costs):,} values, one for each of the plan's {plan.num_rows:,} rows is needed"
+            )
+        return costs
+    _check_known(plan, len(costs), "cost")
+    return costs[plan.sample_ids]
+
+
+def _check_known(plan: Plan, num_known: int, name: str) -> None:
+    unknown = plan.sample_ids[plan.sample_ids >= num_known]
+    if len(unknown):
+        raise UserError(f"{name} has {num_known:,} values, the plan more samples: {list_offenders(unknown)}")
+
+
+def _first_rows(plan: Plan) -> Int64[np.ndarray, " S_plus_1"]:
+    """The rows before each step."""
+    return plan.step_offsets if plan.row_offsets is None else np.searchsorted(plan.row_offsets, plan.step_offsets)
+
+
+def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike | None) -> Int64[np.ndarray, " n"]:
+    """The planned tokens of each of `plan.sample_ids`; raises ValueError if the lengths are not those of the plan."""
+    if lengths is None:
+        raise UserError('over="epoch" needs lengths, because the tokens of steps change')
+    checked = check_feature_lengths(lengths) if np.ndim(lengths) == 2 else check_lengths(lengths)
+    num_sides = 1 if checked.ndim == 1 else checked.shape[1]
+    if num_sides != len(plan.buckets[0].lengths):
+        raise UserError(f"lengths of shape {checked.shape} do not go with buckets like {tuple(plan.buckets[0])}")
+    _check_known(plan, len(checked), "lengths")
+    tokens = plan.planned_lengths(checked)
+    tokens = tokens if tokens.ndim == 1 else tokens.sum(axis=1)
+    found = np.add.reduceat(tokens, plan.step_offsets[:-1])
+    if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
+        listed = ", ".join(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong[:5])
+        more = f" and {len(wrong) - 5:,} more" if len(wrong) > 5 else ""
+        raise UserError(f"the plan was made with other lengths: {listed}{more}")
+    return tokens
+
+
+def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"], tokens: Int64[np.ndarray, " n"] | None) -> Plan:
+    """The plan with its rows in another order; with the tokens of its samples, if rows change steps."""
+    if plan.row_offsets is None:
+        num_tokens = plan.num_tokens if tokens is None else np.add.reduceat(tokens[rows], plan.step_offsets[:-1])
+        return dataclasses.replace(plan, sample_ids=plan.sample_ids[rows], num_tokens=num_tokens)
+    offsets, row_offsets = plan.row_offsets, ends_to_offsets(np.cumsum(np.diff(plan.row_offsets)[rows]))
+    step_offsets = row_offsets[_first_rows(plan)]
+
+    def moved(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        return take_segments(values, offsets, rows, row_offsets)
+
+    return dataclasses.replace(
+        plan,
+        sample_ids=moved(plan.sample_ids),
+        row_offsets=row_offsets,
+        step_offsets=step_offsets,
+        piece_starts=None if plan.piece_starts is None else moved(plan.piece_starts),
+        num_tokens=plan.num_tokens if tokens is None else np.add.reduceat(moved(tokens), step_offsets[:-1]),
+    )
+
+
+def _rank_of_places(num_rows: int, microbatches_per_step: int, num_ranks: int) -> Int64[np.ndarray, " n"]:
+    """The rank that computes each real row of a step."""
+    return np.arange(num_rows) % microbatches_per_step // (microbatches_per_step // num_ranks)
+
+
+def _slowest(costs: Int64[np.ndarray, "G n"], rank_of_place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " G"]:
+    """What the slowest rank of each step has to do."""
+    by_rank = stable_argsort(rank_of_place)
+    first = np.flatnonzero(np.diff(rank_of_place[by_rank], prepend=-1))
+    return np.add.reduceat(costs[:, by_rank], first, axis=1).max(axis=1)
+
+
+def _dealt_within_steps(
+    costs: Int64[np.ndarray, "G n"], rank_of_place: Int64[np.ndarray, " n"], in_order: Int64[np.ndarray, " G"]
+) -> Int64[np.ndarray, "G n"]:
+    """The row that comes to each place of each step, by its old place."""
+    rank_GxN = _deal(costs, np.bincount(rank_of_place))
+    taken_GxN = np.empty_like(rank_GxN)
+    taken_GxN[:, stable_argsort(rank_of_place)] = np.argsort(rank_GxN, axis=1, kind="stable")
+    is_faster = _slowest(np.take_along_axis(costs, taken_GxN, axis=1), rank_of_place) < in_order
+    return np.where(is_faster[:, None], taken_GxN, np.arange(costs.shape[1]))
+
+
+def _dealt_over_steps(
+    costs: Int64[np.ndarray, "S n"], rank_of_place: Int64[np.ndarray, " n"]
+) -> Int64[np.ndarray, "S n"]:
+    """The row that comes to each place of each full step, by its old place, counted over all steps."""
+    num_steps, num_rows = costs.shape
+    num_ranks = int(rank_of_place[-1]) + 1
+    num_shares = num_steps * num_ranks
+    per_share = num_rows // num_ranks
+    share = _deal(costs.reshape(1, -1), np.full(num_shares, per_share))[0]
+    rows_of_share = stable_argsort(share).reshape(num_shares, per_share)
+    load = costs.reshape(-1)[rows_of_share].sum(axis=1)
+    # Neighbours in what they have to do become a step, which is the least that slowest ranks can sum up to.
+    rows_of_step = rows_of_share[stable_argsort(-load)].reshape(num_steps, num_rows)
+    taken = np.empty_like(rows_of_step)
+    taken[:, stable_argsort(rank_of_place)] = rows_of_step[stable_argsort(rows_of_step.sum(axis=1))]
+    return taken
+
+
+def _deal(costs: Int64[np.ndarray, "G n"], counts: Int64[np.ndarray, " W"]) -> Int64[np.ndarray, "G n"]:
+    """The rank that each row is dealt to.
+
+    Args:
+      costs: int64[G, n].
+      counts: int64[W], the rows that each rank gets, not ascending, at least 1 each.
+
+    Returns:
+      int64[G, n].
+    """
+    num_groups = len(costs)
+    num_ranks, per_rank = len(counts), int(counts[-1])
+    by_cost = np.argsort(-costs, axis=1, kind="stable")
+    ranks = np.empty_like(by_cost)
+    loads = np.zeros((num_groups, num_ranks), np.int64)
+    start = num_ranks * per_rank
+    for round_ in range(per_rank, int(counts[0])):
+        to_rank = np.flatnonzero(counts > round_)
+        dealt = by_cost[:, start : start + len(to_rank)]
+        np.put_along_axis(ranks, dealt, to_rank[None], axis=1)
+        loads[:, to_rank] += np.take_along_axis(costs, dealt, axis=1)
+        start += len(to_rank)
+    rows_GxWxQ = np.empty((num_groups, num_ranks, per_rank), np.int64)
+    for round_ in range(per_rank):
+        dealt = by_cost[:, round_ * num_ranks : (round_ + 1) * num_ranks]
+        to_rank = np.argsort(loads, axis=1, kind="stable")
+        np.put_along_axis(rows_GxWxQ[:, :, round_], to_rank, dealt, axis=1)
+        loads += np.take_along_axis(costs, rows_GxWxQ[:, :, round_], axis=1)
+    _swap(rows_GxWxQ, costs, loads)
+    np.put_along_axis(
+        ranks, rows_GxWxQ.reshape(num_groups, -1), np.repeat(np.arange(num_ranks), per_rank)[None], axis=1
+    )
+    return ranks
+
+
+def _swap(rows: Int64[np.ndarray, "G W q"], costs: Int64[np.ndarray, "G n"], loads: Int64[np.ndarray, "G W"]) -> None:
+    """Swaps rows between ranks, in place, so that costly and cheap ones come closer."""
+    num_groups, num_ranks, per_rank = rows.shape
+    if per_rank > _MOST_SWAPPED or num_ranks < 2:
+        return
+    num_pairs = num_ranks // 2
+    group = np.arange(num_groups)[:, None]
+    for _ in range(_MOST_SWEEPS):
+        by_load = np.argsort(-loads, axis=1, kind="stable")
+        high, low = by_load[:, :num_pairs], by_load[:, : -num_pairs - 1 : -1]
+        high_GxPxQ, low_GxPxQ = rows[group, high], rows[group, low]
+        low_costs = costs[group[:, None], low_GxPxQ]
+        apart = np.take_along_axis(loads, high, axis=1) - np.take_along_axis(loads, low, axis=1)
+        closest, place_of_high, place_of_low = apart, np.zeros_like(apart), np.zeros_like(apart)
+        for place in range(per_rank):
+            moved = np.take_along_axis(costs, high_GxPxQ[:, :, place], axis=1)[:, :, None] - low_costs
+            left = np.abs(apart[:, :, None] - 2 * moved)
+            best = left.argmin(axis=2)
+            left = np.take_along_axis(left, best[:, :, None], axis=2)[:, :, 0]
+            is_closer = left < closest
+            closest = np.where(is_closer, left, closest)
+            place_of_high = np.where(is_closer, place, place_of_high)
+            place_of_low = np.where(is_closer, best, place_of_low)
+        g, pair = np.nonzero(closest < apart)
+        if not len(g):
+            return
+        to_high, to_low = (g, high[g, pair], place_of_high[g, pair]), (g, low[g, pair], place_of_low[g, pair])
+        rows[to_high], rows[to_low] = rows[to_low], rows[to_high]
+        gained = costs[g, rows[to_low]] - costs[g, rows[to_high]]
+        loads[g, high[g, pair]] -= gained
+        loads[g, low[g, pair]] += gained
 
 
 def _checked_costs(costs: npt.ArrayLike, name: str) -> Float64[np.ndarray, " n"]:

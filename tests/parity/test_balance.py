@@ -1,0 +1,231 @@
+"""Plans whose rows are dealt to ranks by cost."""
+
+from collections import Counter
+from itertools import pairwise
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jvarlen
+import jvarlen.planning.balance
+import torch_ref
+import torch_ref.balance
+
+from .inputs import many, moderate
+
+BOTH = (jvarlen, torch_ref)
+BUCKETS = [(1, 4), (3, 9), (2, 20)]
+LONGEST = 20
+
+
+@st.composite
+def inputs(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw lengths, what is planned of them, costs with and without ties, and ranks."""
+    num_microbatches = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    kind = draw(st.sampled_from(["samples", "rows", "pieces", "pairs"]))
+    size = draw(st.integers(1, 60))
+    seed = draw(st.integers(0, 2**32))
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, (45 if kind == "pieces" else LONGEST) + 1, (size, 2) if kind == "pairs" else size)
+    costs = [
+        random.integers(0, 4, size).astype(float),
+        random.lognormal(0, 1.5, size),
+        np.where(random.random(size) < 0.1, 1e9, random.random(size)),
+    ]
+    return {
+        "kind": kind,
+        "lengths": lengths,
+        "order": draw(st.sampled_from(["dataset", "length", "shuffle"])),
+        "num_microbatches": num_microbatches,
+        "num_ranks": draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if num_microbatches % n == 0])),
+        "costs": costs[draw(st.integers(0, 2))],
+    }
+
+
+def plan_of(package: ModuleType, drawn: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the plan, and the costs of its samples or rows."""
+    given_lengths, buckets = drawn["lengths"], BUCKETS
+    if drawn["kind"] in ("rows", "pieces"):
+        overlong = "split" if drawn["kind"] == "pieces" else "error"
+        given_lengths = package.pack_samples(given_lengths, LONGEST, overlong=overlong)
+    elif drawn["kind"] == "pairs":
+        buckets = [(1, 9, 9), (3, 20, 20)]
+    options = {"microbatches_per_step": drawn["num_microbatches"], "order": drawn["order"]}
+    plan = package.make_plan(given_lengths, buckets, **options)
+    return plan, np.resize(drawn["costs"], plan.num_rows)
+
+
+def work_of(package: ModuleType, plan: Any, costs: Any, num_ranks: int) -> np.ndarray:
+    """Return the work of each rank in each step."""
+    module = {jvarlen: jvarlen.planning.balance, torch_ref: torch_ref.balance}[package]
+    return module.rank_costs(plan, costs, num_ranks)
+
+
+def rows_of(plan: Any) -> list[tuple[tuple[int, int], ...]]:
+    """Return the samples of each row, with where they begin, in the order of the plan."""
+    starts = np.zeros(plan.num_samples, int) if plan.piece_starts is None else plan.piece_starts
+    offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
+    samples = list(zip(plan.sample_ids.tolist(), starts.tolist(), strict=True))
+    return [tuple(samples[i:j]) for i, j in pairwise(offsets)]
+
+
+def moved_costs(plan: Any, balanced: Any, costs: Any) -> Any:
+    """Return the costs of the same rows in their new order; those by sample stay."""
+    if plan.row_offsets is None:
+        return costs
+    by_row = dict(zip(rows_of(plan), costs, strict=True))
+    return np.array([by_row[row] for row in rows_of(balanced)])
+
+
+@many
+@given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
+def test_both_deal_alike(drawn: dict[str, Any], over: str) -> None:
+    """Integer for integer, whatever is planned."""
+    results = []
+    for package in BOTH:
+        plan, costs = plan_of(package, drawn)
+        balanced = package.balance_plan(plan, costs, drawn["num_ranks"], over=over, lengths=drawn["lengths"])
+        work = work_of(package, balanced, moved_costs(plan, balanced, costs), drawn["num_ranks"])
+        results.append((balanced, work))
+    (one, work), (other, work_of_other) = results
+    assert one.digest == other.digest
+    assert one.num_tokens.tolist() == other.num_tokens.tolist()
+    np.testing.assert_allclose(work, work_of_other, rtol=1e-12)
+
+
+@moderate
+@given(drawn=inputs(), over=st.sampled_from(["step", "epoch"]))
+def test_a_balanced_plan_has_the_same_steps_and_rows(package: ModuleType, drawn: dict[str, Any], over: str) -> None:
+    """Every row once, in the same bucket; the same number of rows in each step of each rank."""
+    plan, costs = plan_of(package, drawn)
+    balanced = package.balance_plan(plan, costs, drawn["num_ranks"], over=over, lengths=drawn["lengths"])
+    assert Counter(rows_of(balanced)) == Counter(rows_of(plan))
+    assert (balanced.buckets, balanced.microbatches_per_step) == (plan.buckets, plan.microbatches_per_step)
+    assert balanced.step_bucket.tolist() == plan.step_bucket.tolist()
+    assert balanced.step_offsets.dtype == balanced.sample_ids.dtype == balanced.num_tokens.dtype == np.int64
+    for step in range(plan.num_steps):
+        old, new = plan.rows(step), balanced.rows(step)
+        is_row = [(rows if rows.ndim == 2 else rows[..., 0]) >= 0 for rows in (old, new)]
+        assert is_row[0].tolist() == is_row[1].tolist()
+        if over == "step":
+            assert set(old.ravel().tolist()) == set(new.ravel().tolist())
+            assert balanced.num_tokens[step] == plan.num_tokens[step]
+        bucket = plan.step_bucket[step]
+        assert {find_bucket(plan, row) for row in rows_in(balanced, step)} == {bucket}
+    if drawn["kind"] == "samples":
+        tokens = [drawn["lengths"][rows[rows >= 0]].sum() for rows in map(balanced.rows, range(balanced.num_steps))]
+        assert balanced.num_tokens.tolist() == tokens
+
+
+def rows_in(plan: Any, step: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return the rows of a step."""
+    begin, end = plan.step_offsets[step : step + 2]
+    offsets = np.arange(plan.num_samples + 1) if plan.row_offsets is None else plan.row_offsets
+    first, last = np.searchsorted(offsets, [begin, end])
+    return rows_of(plan)[first:last]
+
+
+def find_bucket(plan: Any, row: tuple[tuple[int, int], ...]) -> int:
+    """Return the bucket that a row has in a plan."""
+    return next(int(plan.step_bucket[step]) for step in range(plan.num_steps) if row in rows_in(plan, step))
+
+
+@moderate
+@given(drawn=inputs())
+def test_dealing_never_costs_time(package: ModuleType, drawn: dict[str, Any]) -> None:
+    """Within steps, no slowest rank gets slower; over the epoch, their sum is at most that."""
+    plan, costs = plan_of(package, drawn)
+    slowest = []
+    for over in ("", "step", "epoch"):
+        balanced = plan
+        if over:
+            balanced = package.balance_plan(plan, costs, drawn["num_ranks"], over=over, lengths=drawn["lengths"])
+        moved = moved_costs(plan, balanced, costs)
+        slowest.append(work_of(package, balanced, moved, drawn["num_ranks"]).max(axis=1))
+    before, within, over_epoch = slowest
+    room = 1 + 60 * 2.0**-31 * np.max(costs) / np.maximum(before, 1e-300)  # costs are rounded to 2**-32 of the largest
+    assert (within <= before * room).all()
+    assert over_epoch.sum() <= (within * room).sum()
+
+
+def test_rows_of_a_step_are_dealt_evenly(package: ModuleType) -> None:
+    """Two ranks with three rows each."""
+    plan = package.make_plan([4] * 6, [(3, 4)], microbatches_per_step=2, order="dataset")
+    cost = [9.0, 1.0, 8.0, 2.0, 5.0, 5.0]
+    assert work_of(package, plan, cost, 2).tolist() == [[22.0, 8.0]]
+    balanced = package.balance_plan(plan, cost, 2)
+    assert work_of(package, balanced, cost, 2).tolist() == [[15.0, 15.0]]
+    assert balanced.digest != plan.digest
+
+
+def test_a_rank_with_fewer_rows_gets_the_costly_ones(package: ModuleType) -> None:
+    """Four microbatches, two ranks, three rows: two and one."""
+    plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=4, order="dataset")
+    balanced = package.balance_plan(plan, [3.0, 1.0, 2.0], 2)
+    assert work_of(package, balanced, [3.0, 1.0, 2.0], 2).tolist() == [[3.0, 3.0]]
+    assert balanced.rows(0).tolist() == [[1], [2], [0], [-1]]
+
+
+def test_over_the_epoch_costly_rows_meet(package: ModuleType) -> None:
+    """Two costly rows in one step, and two cheap ones in the other, where each step had one."""
+    plan = package.make_plan([4] * 4, [(1, 4)], microbatches_per_step=2, order="dataset")
+    cost, lengths = [9.0, 1.0, 1.0, 9.0], [4] * 4
+    assert work_of(package, package.balance_plan(plan, cost, 2), cost, 2).max(axis=1).tolist() == [9.0, 9.0]
+    balanced = package.balance_plan(plan, cost, 2, over="epoch", lengths=lengths)
+    assert sorted(work_of(package, balanced, cost, 2).max(axis=1).tolist()) == [1.0, 9.0]
+
+
+def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
+    """T + Σ l² / c, with the bucket's T, and pieces as long as they are."""
+    packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
+    plan = package.make_plan(packing, [(1, 5), (2, 10)])
+    costs = package.packed_row_costs(plan, [25, 6, 3, 2], crossover_length=8)
+    expected = []
+    for step in range(plan.num_steps):
+        length = plan.buckets[plan.step_bucket[step]][1]
+        for row in rows_in(plan, step):
+            pieces = [min([25, 6, 3, 2][number] - start, 10) for number, start in row]
+            expected.append(length + sum(piece**2 for piece in pieces) / 8)
+    assert costs.tolist() == expected
+    assert len(set(expected)) > 2
+
+
+def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
+    """Costs by id, steps by number, and what is missing."""
+    plan = package.make_plan([4, 4, 3], [(2, 4)], microbatches_per_step=2)
+    with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0"):
+        package.balance_plan(plan, [1.0, float("nan"), -1.0], 2)
+    with pytest.raises(ValueError, match="id 2"):
+        package.balance_plan(plan, [1.0, 2.0], 2)
+    for num_ranks in (0, 3, 4):  # more ranks than microbatches, too
+        with pytest.raises(ValueError, match=r"num_ranks|ranks do not divide"):
+            package.balance_plan(plan, [1.0] * 3, num_ranks)
+    with pytest.raises(ValueError, match="over"):
+        package.balance_plan(plan, [1.0] * 3, 2, over="year")
+    with pytest.raises(ValueError, match="lengths"):
+        package.balance_plan(plan, [1.0] * 3, 2, over="epoch")
+    with pytest.raises(ValueError, match=r"step 0.*1[01].*1[01]"):
+        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[4, 3, 3])
+    with pytest.raises(ValueError, match="id 2"):
+        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[4, 4])
+    with pytest.raises(ValueError, match="buckets like"):
+        package.balance_plan(plan, [1.0] * 3, 2, over="epoch", lengths=[[4, 4]] * 3)
+
+
+def test_what_has_no_packed_rows_is_named(package: ModuleType) -> None:
+    """Rows of one feature only; one cost a row."""
+    with pytest.raises(ValueError, match="packed rows"):
+        package.packed_row_costs(package.make_plan([4], [(2, 4)]), [4], crossover_length=2)
+    joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)])
+    with pytest.raises(ValueError, match="one feature"):
+        package.packed_row_costs(joint, [[2, 3], [1, 1]], crossover_length=2)
+    plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)])
+    for wrong in (0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="crossover_length"):
+            package.packed_row_costs(plan, [2, 2, 3], crossover_length=wrong)
+    with pytest.raises(ValueError, match=r"2 rows|2 values"):
+        package.balance_plan(plan, [1.0] * 3, 1)
