@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jvarlen import make_buckets, make_plan
+from jvarlen import balance_plan, make_buckets, make_plan, pack_samples, packed_row_costs
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.planning.balance import rank_costs
 
 MAX_TOKENS = 8192
 
@@ -44,3 +45,15 @@ def test_few_shapes_come_close_to_no_padding(lengths, max_shapes, expected):
 def test_what_is_common_costs_more(lengths, strategy, times_the_ideal):
     buckets = make_buckets(lengths, MAX_TOKENS, strategy=strategy)
     assert 1 / efficiency(lengths, buckets) == pytest.approx(times_the_ideal, rel=0.03)
+
+
+def test_64_ranks_rarely_wait_for_the_slowest():
+    lengths = np.clip(np.random.default_rng(0).lognormal(6, 1.2, 200_000), 1, 8192).astype(np.int64)
+    plan = make_plan(pack_samples(lengths, 8192), [(4, 8192)], microbatches_per_step=64, order="shuffle")
+    costs = packed_row_costs(plan, lengths, crossover_length=4096)
+    efficiency = []
+    for dealt in (plan, *(balance_plan(plan, costs, 64, over=over, lengths=lengths) for over in ("step", "epoch"))):
+        work = rank_costs(dealt, packed_row_costs(dealt, lengths, crossover_length=4096), 64)
+        efficiency.append((work.mean(axis=1) / work.max(axis=1)).mean())
+    assert efficiency == pytest.approx([0.677, 0.981, 0.995], abs=0.002)
+    assert efficiency[-1] >= 0.99

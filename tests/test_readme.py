@@ -116,6 +116,11 @@ def test_the_guide_to_the_order_prints_what_it_shows(capsys):
     assert names["plan"].num_samples == 1000
 
 
+def test_the_guide_to_balance_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("balance.md", capsys)
+    assert len({each.digest for each in (names["plan"], names["within_steps"], names["over_epoch"])}) == 3
+
+
 def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("learning_rate.md", capsys)
     assert names["state"].params["embed"].shape == (8, 4)
