@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from jax.extend.core import Jaxpr, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
+from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, keeping_inputs, layered_loss_fn
+from jvarlen.parallel.layers import Axes, LayeredModel, keeping_inputs, layered_loss_fn, num_layers_of
 from jvarlen.parallel.layout import Keeps, Layout
-from jvarlen.parallel.scheduled import make_schedule
+from jvarlen.parallel.residuals import floats_of, split_passes
+from jvarlen.parallel.scheduled import BufferSlots, buffer_slots
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import Accumulate, check_layout, model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape, shard_specs, state_specs
@@ -30,9 +32,21 @@ from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument
 from jvarlen.training.train_state import TrainState, init_train_state
 
-__all__ = ["MemoryBill", "memory_bill"]
+__all__ = [
+    "DeviceArrays",
+    "MemoryBill",
+    "OneMicrobatch",
+    "StateBytes",
+    "batch_bytes",
+    "buffer_bytes",
+    "memory_bill",
+    "shapes_on",
+    "state_bytes",
+    "temporary_bytes",
+]
 
 _ONE_DEVICE = Layout()
+_MARGIN = 1.0
 
 
 class MemoryBill(NamedTuple):
@@ -43,11 +57,16 @@ class MemoryBill(NamedTuple):
       grads: gradients, in the type of their parameters, as the papers count them.
       accumulation: what sums of gradients in float32 take beyond `grads`; 0 for parameters in float32.
       opt_state: the state of the optimizer, and `extra`.
-      gathered: parameters and gradients that are there for a time only: at ZeRO-3 those of the ends and of one layer,
+      gathered: parameters and gradients that are there for a time only: at ZeRO-3 those of the ends or of one layer,
         or with stages all parameters of the stage; below, the gradients of a microbatch, with stages those of the ends
         and one chunk, before they are added to `grads`. With several chunks also layers that change places.
-      activations: what the forward pass of one microbatch leaves to the backward pass, before the compiler shares
-        memory; with stages that of one chunk of layers, and the buffers of the schedule. None if no model was given.
+      activations: what the forward pass of one microbatch leaves to the backward pass, as the model is written; with
+        stages that of one chunk of layers, and the buffers of the schedule. None if no model was given.
+      workspace: what else is there at the fullest point of the step: results that are used at once, and the batch. None
+        if no model was given.
+
+    At the fullest point not all of what is there for a time only is there at once: `gathered` and then `activations`
+    are counted first, and `workspace` is the rest.
     """
 
     params: int
@@ -56,6 +75,7 @@ class MemoryBill(NamedTuple):
     opt_state: int
     gathered: int
     activations: int | None
+    workspace: int | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -101,7 +121,7 @@ def memory_bill(
       accumulate: as for `make_train_step`.
       keeps: likewise.
       microbatches_per_step: those of a step over all devices, which stages count with; None: as many as stages for each
-        data shard.
+        data shard, and at least two.
 
     Returns:
       The bill.
@@ -126,31 +146,161 @@ def memory_bill(
     """
     layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
     check_layout(layout, params, model)
-    if isinstance(model, LayeredModel) and layout.stage == 1 and layout.kept == "inputs":
-        model = keeping_inputs(model)
+    params = shapes_on(layout, params, model)
+    state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
+    held = state_bytes(layout, state, model, accumulate)
+    bill = MemoryBill(
+        params=held.params,
+        grads=held.grads,
+        accumulation=held.accumulated - held.grads,
+        opt_state=held.opt_state,
+        gathered=held.whole + held.once,
+        activations=None,
+        workspace=None,
+    )
+    if model is None or bucket is None:
+        return bill
+    num_layers = None
+    if layout.stage > 1:
+        num_layers = num_layers_of(params) // (layout.stage * layout.chunks)
+    one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
+    num_shards = layout.data if one.rows_along else layout.num_shards
+    of_shard = max(2, layout.stage)
+    if microbatches_per_step is not None:
+        if microbatches_per_step % num_shards:
+            raise UserError(
+                f"{microbatches_per_step} microbatches a step do not spread over {num_shards} shards of {layout}"
+            )
+        of_shard = microbatches_per_step // num_shards
+    arrays = one.arrays()
+    slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.chunks)
+    temporary = temporary_bytes(
+        held,
+        arrays,
+        arrays.lifetimes.peak(),
+        arrays.lifetimes.peak(np.where(arrays.is_grad, 0, arrays.lifetimes.num_bytes)),
+        slots,
+        has_stages=layout.stage > 1,
+        zero=layout.zero,
+        chunks=layout.chunks,
+        keeps_inputs=layout.kept == "inputs",
+        num_layers=num_layers or 0,
+        of_shard=of_shard,
+    )
+    others = math.ceil(temporary) - held.accumulated
+    gathered = min(bill.gathered, others)
+    of_buffers = 0
+    if layout.stage > 1:
+        of_buffers = int(buffer_bytes(arrays, slots, keeps_inputs=layout.kept == "inputs", num_layers=num_layers))
+    activations = min(one.residual_bytes() + of_buffers, others - gathered)
+    workspace = others - gathered - activations + batch_bytes(batch_spec, bucket, of_shard)
+    return bill._replace(gathered=gathered, activations=activations, workspace=workspace)
+
+
+def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> Any:
+    """Shapes of whole parameters, split for "tensor"."""
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a device that do not depend on the bucket; integers, or arrays of several layouts.
+
+    Attributes:
+      params: parameters.
+      opt_state: the state of the optimizer, and `extra`.
+      grads: gradients, in the type of their parameters.
+      accumulated: sums of gradients, in float32 at least.
+      whole: what ZeRO-3 gathers for a time: parameters of a stage, or those and the gradients of one layer or of the
+        ends, whichever are more. Besides, layers that change places between chunks.
+      once: whole gradients of one microbatch; with stages those of the ends and one chunk.
+    """
+
+    params: Any
+    opt_state: Any
+    grads: Any
+    accumulated: Any
+    whole: Any
+    once: Any
+
+
+def state_bytes(
+    layout: Layout, state: TrainState, model: LayeredModel | LossFn | None, accumulate: Accumulate | None = None
+) -> StateBytes:
+    """Those of a state of shapes, whose parameters are split for "tensor"."""
+    params = state.params
     other_specs = other_specs_of(params, model, layout)
     specs_of_state = state_specs(state, layout, other_specs)
-    specs = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
+    beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
+    specs = beside
     if layout.zero >= 2 and accumulate != "whole" and layout.stage == 1:
         specs = shard_specs(params, layout, padded=layout.zero == 2, other_specs=other_specs)
     wide = jax.tree.map(_accumulated, params)
-    grads = _bytes_of(params, specs, layout)
-    activations = None
-    if model is not None and bucket is not None:
-        on_device = _Activations(model, layout, state, other_specs, bucket, batch_spec)
-        activations = on_device.num_bytes(microbatches_per_step)
-    return MemoryBill(
+    if layout.stage > 1:
+        ends, layers = _bytes_of(wide.ends, beside.ends, layout), _bytes_of(wide.layers, beside.layers, layout)
+        once = ends + layers // layout.chunks
+    else:
+        once = _bytes_of(params, beside, layout) if layout.zero < 3 else 0
+    return StateBytes(
         params=_bytes_of(params, specs_of_state.params, layout),
-        grads=grads,
-        accumulation=_bytes_of(wide, specs, layout) - grads,
         opt_state=_bytes_of((state.opt_state, state.extra), (specs_of_state.opt_state, specs_of_state.extra), layout),
-        gathered=_gathered_bytes(params, layout, model, other_specs),
-        activations=activations,
+        grads=_bytes_of(params, specs, layout),
+        accumulated=_bytes_of(wide, specs, layout),
+        whole=_whole_bytes(params, layout, model, other_specs),
+        once=once,
     )
+
+
+def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
+    """Bytes of the microbatches of a data shard."""
+    return _bytes_of(batch_spec(check_buckets([bucket])[0], of_shard))
+
+
+def buffer_bytes(arrays: DeviceArrays, slots: BufferSlots, *, keeps_inputs: Any, num_layers: Any) -> Any:
+    """What a stage holds in the buffers of its schedule, and of each what an action takes and returns."""
+    kept = (arrays.kept + arrays.handed) * num_layers
+    moving = (slots.inputs + 2) * arrays.x + (slots.gradients + 2) * arrays.floats
+    residuals = (slots.kept + 1) * kept + (slots.outputs + 1) * arrays.x
+    return moving + np.where(keeps_inputs, slots.kept * arrays.x, residuals)
+
+
+def temporary_bytes(
+    held: StateBytes,
+    arrays: DeviceArrays,
+    peak: Any,
+    peak_without_grads: Any,
+    slots: BufferSlots,
+    *,
+    has_stages: Any,
+    zero: Any,
+    chunks: Any,
+    keeps_inputs: Any,
+    num_layers: Any,
+    of_shard: Any,
+) -> Any:
+    """What a step holds beside its state and its batch at the fullest point, in bytes; numbers or arrays of layouts.
+
+    Args:
+      held: of the state.
+      arrays: of a microbatch.
+      peak: bytes of `arrays.lifetimes` at its fullest point.
+      peak_without_grads: likewise, without the gradients.
+      slots: of the buffers of the schedule.
+      has_stages: whether there are several.
+      zero: the ZeRO level.
+      chunks: V.
+      keeps_inputs: whether stages keep inputs.
+      num_layers: of a chunk.
+      of_shard: M.
+    """
+    sums = np.where(of_shard > 1, held.accumulated, 0)  # of one microbatch, they are its gradients
+    below = np.where(zero == 2, held.accumulated, sums) + peak
+    sharded = sums + held.grads + peak_without_grads + held.whole
+    buffers = buffer_bytes(arrays, slots, keeps_inputs=keeps_inputs, num_layers=num_layers)
+    copied = np.where(chunks > 1, 2 * held.accumulated, 0)  # by conditionals
+    staged = held.accumulated + held.whole + copied + buffers + peak
+    return _MARGIN * np.where(has_stages, staged, np.where(zero == 3, sharded, below))
 
 
 def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -180,104 +330,145 @@ def _is_spec(leaf: Any) -> bool:
     return isinstance(leaf, PartitionSpec)
 
 
-def _gathered_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any) -> int:
-    """Bytes of parameters and gradients that exist for a time only."""
-    beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
-    if layout.stage > 1:
-        wide = jax.tree.map(_accumulated, params)
-        grads = (
-            _bytes_of(wide.ends, beside.ends, layout) + _bytes_of(wide.layers, beside.layers, layout) // layout.chunks
-        )
-        moved = _bytes_of(params.layers, beside.layers, layout) if layout.chunks > 1 else 0
-        if layout.zero < 3:
-            return grads + moved
-        specs = shard_specs(params, layout, padded=False, other_specs=other_specs)
-        in_shards = jax.tree.map(
-            lambda leaf, spec, there: _bytes_of(leaf, there, layout) if DATA_AXIS in axes_in(spec) else 0,
-            params, specs, beside,
-        )  # fmt: skip
-        return grads + moved + sum(jax.tree.leaves(in_shards))
+def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any) -> int:
+    """`StateBytes.whole`."""
+    moved = 0
+    if layout.chunks > 1:
+        moved = _bytes_of(params.layers, other_specs.layers, layout)
     if layout.zero < 3:
-        return _bytes_of(params, beside, layout)
-    if isinstance(model, LayeredModel) and model.stack is not None:
-        params = jax.eval_shape(model.stack, params)
-        beside = jax.tree.map(lambda _: PartitionSpec(), params)
+        return moved
+    if layout.stage == 1 and isinstance(model, LayeredModel) and model.stack is not None:
+        params, other_specs = jax.eval_shape(model.stack, params), None
+    beside = jax.tree.map(lambda _: PartitionSpec(), params) if other_specs is None else other_specs
     specs = shard_specs(params, layout, padded=False, other_specs=beside)
 
-    def of_shards(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec, num_layers: int = 1) -> int:
+    def gathered(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec, there: PartitionSpec, num_layers: int = 1) -> int:
         if DATA_AXIS not in axes_in(spec):
             return 0
-        return (_bytes_of(leaf, there, layout) + _bytes_of(_accumulated(leaf), there, layout)) // num_layers
+        of_params = _bytes_of(leaf, there, layout)
+        if layout.stage > 1:
+            return of_params
+        return (of_params + _bytes_of(_accumulated(leaf), there, layout)) // num_layers
 
-    ends = jax.tree.map(of_shards, params.ends, specs.ends, beside.ends)
-    layer = jax.tree.map(
-        lambda leaf, spec, there: of_shards(leaf, spec, there, leaf.shape[0]),
+    ends = sum(jax.tree.leaves(jax.tree.map(gathered, params.ends, specs.ends, beside.ends)))
+    layers = jax.tree.map(
+        lambda leaf, spec, there: gathered(leaf, spec, there, leaf.shape[0] if layout.stage == 1 else 1),
         params.layers,
         specs.layers,
         beside.layers,
     )
-    return sum(jax.tree.leaves((ends, layer)))
+    of_layers = sum(jax.tree.leaves(layers))
+    return moved + (ends + of_layers if layout.stage > 1 else max(ends, of_layers))
 
 
-class _Activations:
-    """Counts what the forward pass of a microbatch leaves to the backward pass, on one device."""
+class DeviceArrays(NamedTuple):
+    """What one microbatch of some layers computes on a device, in bytes of its arrays.
+
+    Attributes:
+      lifetimes: of the arrays of its gradient.
+      is_grad: bool[N], which of them are gradients.
+      x: bytes of what goes from layer to layer.
+      floats: of its leaves that have gradients.
+      kept: of the residuals of one layer, where stages keep them; 0 otherwise.
+      handed: of what one layer's backward pass hands to weight gradients of their own; 0 otherwise.
+    """
+
+    lifetimes: Lifetimes
+    is_grad: np.ndarray
+    x: int
+    floats: int
+    kept: int
+    handed: int
+
+
+class OneMicrobatch:
+    """A microbatch of a bucket on one device of a layout, to be traced.
+
+    Args:
+      model: as for `memory_bill`.
+      layout: binds "tensor" and "sequence", and tells what is kept.
+      params: shapes of the whole parameters, split for "tensor".
+      extra: as for `init_state`.
+      bucket: of the microbatch.
+      batch_spec: as for `memory_bill`.
+      num_layers: how many layers are run; None: all.
+    """
 
     def __init__(
         self,
         model: LayeredModel | LossFn,
         layout: Layout,
-        state: TrainState,
-        other_specs: Any,
+        params: Any,
+        extra: Any,
         bucket: tuple[int, ...],
         batch_spec: Any,
+        num_layers: int | None = None,
     ):
         batch = batch_spec(check_buckets([bucket])[0], 1)
         self._microbatch = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
         )
         self._layout = layout
-        self._model, self._rows_along = model_on_axes(model, layout, state.params, batch)
-        self._params = state.params
+        other_specs = other_specs_of(params, model, layout)
+        self._model, self.rows_along = model_on_axes(model, layout, params, batch)
+        if isinstance(self._model, LayeredModel) and layout.stage == 1 and layout.kept == "inputs":
+            self._model = keeping_inputs(self._model)
+        self._params = params
         if other_specs is not None:
             self._params = jax.tree.map(
                 lambda leaf, spec: jax.ShapeDtypeStruct(_local_shape(leaf.shape, spec, layout), leaf.dtype),
-                state.params,
+                params,
                 other_specs,
             )
-        self._state = state._replace(opt_state=None, params=None)
-
-    def num_bytes(self, microbatches_per_step: int | None) -> int:
-        """Bytes of one microbatch, or with stages of one chunk of its layers and of the schedule's buffers."""
-        layout, params = self._layout, self._params
-        if layout.stage == 1:
-            return _bytes_of(self._residuals(params))
-        params = params._replace(
-            layers=jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((leaf.shape[0] // layout.chunks, *leaf.shape[1:]), leaf.dtype),
-                params.layers,
+        if num_layers is not None:
+            layers = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), self._params.layers
             )
-        )
-        num_shards = layout.data if self._rows_along else layout.num_shards
-        of_shard = layout.stage
-        if microbatches_per_step is not None:
-            if microbatches_per_step % num_shards:
-                raise UserError(
-                    f"{microbatches_per_step} microbatches a step do not spread over {num_shards} shards of {layout}"
-                )
-            of_shard = microbatches_per_step // num_shards
-        tables = make_schedule(layout.schedule, layout.stage, of_shard, layout.chunks).tables()
-        x = self._input(params)
-        floats = [leaf for leaf in jax.tree.leaves(x) if np.issubdtype(leaf.dtype, np.inexact)]
-        of_chunk = _bytes_of(self._residuals(params))
-        # And what a tick sends and receives.
-        inputs, gradients = (tables.num_inputs + 2) * _bytes_of(x), (tables.num_gradients + 2) * _bytes_of(floats)
-        if layout.kept == "inputs":
-            return inputs + gradients + tables.num_activations * _bytes_of(x) + of_chunk
-        # Where weight gradients come later, B hands them as many gradients as there are residuals, about.
-        kept = of_chunk * (2 if layout.schedule == "zero_bubble" else 1)
-        return inputs + gradients + tables.num_activations * kept
+            self._params = self._params._replace(layers=layers)
+        self._state = TrainState(None, None, extra=extra)
 
-    def _input(self, params: Any) -> Any:
+    def arrays(self) -> DeviceArrays:
+        """What it computes."""
+        loss_fn = self._loss_fn()
+
+        def value_and_grads(params: Any, microbatch: Any, key: Any) -> Any:
+            loss = bind_loss(loss_fn, self._state)
+            loss_sum, pull, others = jax.vjp(lambda params: loss(params, microbatch, key), params, has_aux=True)
+            return pull(jax.numpy.ones_like(loss_sum)), (loss_sum, others)
+
+        key = self._key(embed=takes_argument(loss_fn, "key"))
+        jaxpr, _ = self._on_device(value_and_grads, self._params, self._microbatch, key)
+        lifetimes = lifetimes_of(ClosedJaxpr(jaxpr, ()))
+        if self._layout.stage == 1:
+            return DeviceArrays(lifetimes, lifetimes.end == lifetimes.num_points, 0, 0, 0, 0)
+        x = self._input()
+        floats = [leaf for leaf in jax.tree.leaves(x) if np.issubdtype(leaf.dtype, np.inexact)]
+        kept, handed = self._of_passes(x) if self._layout.kept == "residuals" else (0, 0)
+        is_grad = lifetimes.end == lifetimes.num_points
+        return DeviceArrays(lifetimes, is_grad, _bytes_of(x), _bytes_of(floats), kept, handed)
+
+    def _loss_fn(self) -> LossFn:
+        return layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
+
+    def _of_passes(self, x: Any) -> tuple[int, int]:
+        """Bytes of the residuals of one layer, and of what its backward pass hands to weight gradients."""
+        model = self._model
+        assert isinstance(model, LayeredModel)
+        own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), self._params.layers)
+        weights_apart = self._layout.schedule == "zero_bubble"
+
+        def run_layer(own: Any, x: Any, microbatch: Any, key: Any) -> Any:
+            return model.layer(own, x, microbatch, Axes(key=key))
+
+        def passes(own: Any, x: Any, microbatch: Any, key: Any) -> Any:
+            cut = split_passes(run_layer, own, x, microbatch, key, weights_apart=weights_apart)
+            y, kept = cut.forward(own, x, microbatch, key)
+            return kept, cut.backward(own, kept, floats_of(y), microbatch, key)[1] if weights_apart else []
+
+        _, (kept, handed) = self._on_device(passes, own, x, self._microbatch, self._key(embed=True))
+        return _bytes_of(kept), _bytes_of(handed)
+
+    def _input(self) -> Any:
         """The shapes of what goes from layer to layer."""
         model = self._model
         assert isinstance(model, LayeredModel)
@@ -285,21 +476,23 @@ class _Activations:
         def embed(ends: Any, microbatch: Any, key: Any) -> Any:
             return jax.tree.map(jax.numpy.asarray, model.embed(ends, microbatch, Axes(key=key)))
 
-        return self._on_device(embed, params.ends, self._microbatch, self._key(embed=True))[1]
+        return self._on_device(embed, self._params.ends, self._microbatch, self._key(embed=True))[1]
 
-    def _residuals(self, params: Any) -> list[jax.ShapeDtypeStruct]:
-        """What the backward pass needs and is not an argument: parameters, or the microbatch."""
-        loss_fn = layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
+    def residual_bytes(self) -> int:
+        """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
+        loss_fn = self._loss_fn()
 
         def residuals(params: Any, microbatch: Any, key: Any) -> Any:
             loss = bind_loss(loss_fn, self._state)
             return jax.vjp(lambda params: loss(params, microbatch, key), params, has_aux=True)[1]
 
         key = self._key(embed=takes_argument(loss_fn, "key"))
-        jaxpr, shapes = self._on_device(residuals, params, self._microbatch, key)
+        jaxpr, shapes = self._on_device(residuals, self._params, self._microbatch, key)
         given = {*jaxpr.invars, *jaxpr.constvars}
         saved = zip(jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
-        return list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
+        return _bytes_of(
+            list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
+        )
 
     def _key(self, *, embed: bool) -> Any:
         return jax.eval_shape(lambda: jax.random.key(0)) if embed else None

@@ -40,7 +40,7 @@ from jvarlen.parallel.stages import (
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["check_chunks", "make_schedule", "sum_scheduled"]
+__all__ = ["BufferSlots", "buffer_slots", "check_chunks", "make_schedule", "sum_scheduled"]
 
 
 def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
@@ -81,6 +81,46 @@ def check_chunks(schedule: layout.Schedule, num_chunks: int) -> None:
     if num_chunks > 1 and schedule != "interleaved":
         others = ", ".join(name for name in get_args(layout.Schedule) if name != "interleaved")
         raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
+
+
+class BufferSlots(NamedTuple):
+    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
+
+    Attributes:
+      inputs: inputs that arrive.
+      kept: what forward passes keep, and what backward passes hand on to weight gradients.
+      outputs: of the last part; only where residuals are kept.
+      gradients: output gradients that arrive.
+    """
+
+    inputs: Any
+    kept: Any
+    outputs: Any
+    gradients: Any
+
+
+def buffer_slots(name: layout.Schedule, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+    """The slots of the buffers of a schedule, without its tables; at most one more of `inputs` and `gradients`.
+
+    Args:
+      name: a word of `Layout`.
+      num_stages: S, at least 2; an integer, or an array of several schedules.
+      num_microbatches: M; likewise.
+      num_chunks: V; likewise.
+
+    Example:
+      >>> tuple(map(int, buffer_slots("1f1b", 4, 16)))
+      (1, 4, 1, 1)
+    """
+    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
+    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
+    if name == "interleaved":
+        kept = np.where(m > s, (v + 1) * s - 1, v * s)
+        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
+    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
+    kept = np.minimum(most, m) * one
+    outputs = kept if name in ("gpipe", "zero_bubble") else one
+    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)
 
 
 def sum_scheduled(
