@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from jvarlen.batches.batches import (
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
+    from jvarlen.clusters.choice import choose_layout
+    from jvarlen.clusters.cluster import Cluster
     from jvarlen.clusters.cutting import cut_layers
     from jvarlen.clusters.links import measure_cluster
+    from jvarlen.clusters.model_file import ModelFile
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -78,8 +81,11 @@ _NAMES = {
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
+    "clusters.choice": ("choose_layout",),
+    "clusters.cluster": ("Cluster",),
     "clusters.cutting": ("cut_layers",),
     "clusters.links": ("measure_cluster",),
+    "clusters.model_file": ("ModelFile",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -127,17 +133,17 @@ _NAMES = {
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
-    "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "CompileOptions", "CompiledBuckets", "CostModel",
-    "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedPlan", "Mixture", "PackedBatch",
-    "PackedHistogram", "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples",
-    "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens",
-    "agree", "assign_microbatches", "attend", "attend_within_segments", "attention_mask", "balance_plan",
-    "batch_by_tokens", "check_lengths", "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths",
-    "cut_layers", "data_mesh", "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream", "local_sort", "lr_scale",
-    "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan", "make_pair_buckets", "make_plan",
-    "make_train_step", "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixture_counts",
-    "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec",
+    "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions", "CompiledBuckets",
+    "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedPlan", "Mixture", "ModelFile",
+    "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError",
+    "StepSamples", "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing",
+    "WeightedTokens", "agree", "assign_microbatches", "attend", "attend_within_segments", "attention_mask",
+    "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "choose_row_lengths", "competence_pacing",
+    "compile_buckets", "count_lengths", "cut_layers", "data_mesh", "discrete_pacing", "fit", "fit_cost_model",
+    "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
+    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan", "make_pair_buckets",
+    "make_plan", "make_train_step", "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
+    "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec",
     "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
     "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
     "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",

@@ -6,6 +6,8 @@ From a plan, a model and a cluster to seconds and bytes of every layout. In read
 - `links`: a cluster from measurements of the devices at hand.
 - `layout_table`: many layouts as columns of numbers.
 - `model_costs`: products of matrices and collectives of a model. `step_seconds`: what a step takes on each layout.
+- `memory_model`: the bytes of a step on many layouts at once. `model_file`: a model as JSON.
+- `choice`: the fastest layout that fits.
 - `cutting`: layers of each stage.
 - `operators`: splits of the operators of a layer.
 """

@@ -158,6 +158,22 @@ class Cluster:
             raise UserError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
         return dataclasses.replace(PRESETS[name], num_hosts=num_hosts)
 
+    @classmethod
+    def named(cls, text: str) -> Cluster:
+        """A cluster by its file, or a preset by its name, such as `dgx-h100` or `dgx-h100:4` for four hosts.
+
+        Raises:
+          FileNotFoundError: it is no preset, and there is no such file.
+          ValueError: as `load` and `preset`.
+        """
+        name, _, num_hosts = text.partition(":")
+        if name in PRESETS and (num_hosts.isdecimal() or not num_hosts):
+            return cls.preset(name, num_hosts=int(num_hosts or 1))
+        try:
+            return cls.load(text)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{error}, and no preset; there are {', '.join(PRESETS)}") from None
+
 
 _ASSUMED = "Latencies and the efficiency are assumptions: measure them"
 

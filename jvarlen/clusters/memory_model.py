@@ -180,6 +180,18 @@ class MemoryModel:
                 part[rows] = own
         return slots
 
+    def state_bytes(self, table: LayoutTable) -> Float64[np.ndarray, " C"]:
+        """Parameters and optimizer state on a device of each layout.
+
+        Args:
+          table: C layouts.
+
+        Returns:
+          float64[C], bytes.
+        """
+        held = self._state_of(table)
+        return held.params + held.opt_state
+
     def _state_of(self, table: LayoutTable) -> StateBytes:
         """Of each layout."""
         keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage > 1], axis=1)

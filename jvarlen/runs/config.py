@@ -29,6 +29,7 @@ from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 
 __all__ = [
+    "AUTO",
     "Change",
     "DataConfig",
     "DeviceConfig",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 
+AUTO = "auto"  # as `parallel`
 _MODELS = ("cost_model", "memory_model")  # files that a run directory has copies of
 
 Scope = Literal["run", "course", "process", "call"]
@@ -218,8 +220,11 @@ class FitConfig(DataConfig, DeviceConfig):
     Without accelerators the CPU is split into this many. None: one device, or all with several processes."""
     parallel: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """How a step spreads over all devices, such as data4.zero2 or data2.stage2.tensor2.zero1: data-parallel shards,
-    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. None: data
-    parallelism."""
+    stages, context and tensor parallelism, and a ZeRO level from 0 to 3. The numbers are the same. "auto" chooses the
+    fastest that fits, for all devices. None: data parallelism."""
+    cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
+    """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
+    None measures them before the run."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
@@ -238,6 +243,8 @@ class FitConfig(DataConfig, DeviceConfig):
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
         _ = self.layout  # which raises ValueError for a text that is none
+        if self.cluster is not None and self.parallel != AUTO:
+            raise UserError(f"cluster ({self.cluster}) is for parallel auto, not {self.parallel}")
         if self.keep_best and self.eval_every is None:
             raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
@@ -247,8 +254,8 @@ class FitConfig(DataConfig, DeviceConfig):
 
     @property
     def layout(self) -> Layout | None:
-        """`parallel`, read; None: data parallelism over all devices."""
-        return None if self.parallel is None else Layout.parse(self.parallel)
+        """`parallel`, read; None: data parallelism over all devices, or a layout that is yet to be chosen."""
+        return None if self.parallel in (None, AUTO) else Layout.parse(self.parallel)
 
 
 def saved_settings(config: FitConfig) -> dict[str, Any]:

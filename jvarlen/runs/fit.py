@@ -25,7 +25,7 @@ from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
-from jvarlen.distributed.mesh import layout_mesh, replicate
+from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.processes import (
     agree,
     gather_texts,
@@ -39,11 +39,11 @@ from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, saved_settings
+from jvarlen.runs.config import AUTO, FitConfig, saved_settings
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
-from jvarlen.runs.prepare import Prepared, prepare, say, show_bills, when_compiled
+from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_bills, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.runs.trackers import Tracker, open_trackers
@@ -157,7 +157,7 @@ def dry_run(config: FitConfig) -> None:
     """
     config, mesh = _launched(config, None, None)
     with remembered_interrupts():
-        show_bills(prepare(config, Task(), None, mesh), mesh)
+        show_bills(prepare(config, Task(), None, mesh))
 
 
 def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple[FitConfig, Mesh | None]:
@@ -167,10 +167,12 @@ def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple
     has_processes = config.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
     if config.layout is not None and num_devices is None and not has_processes:
         num_devices = config.layout.num_devices
-    if mesh is None and (num_devices is not None or has_processes or jax.process_count() > 1):
+    if mesh is None and (
+        num_devices is not None or has_processes or config.parallel == AUTO or jax.process_count() > 1
+    ):
         mesh = launch(dataclasses.replace(config, devices=num_devices))
-        if config.layout is not None and config.layout.num_devices > config.layout.data:
-            mesh = layout_mesh(config.layout, mesh.devices.flatten().tolist())
+        if config.layout is not None:
+            mesh = mesh_for(config.layout, mesh)
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:
@@ -188,7 +190,7 @@ def _fit(
     held: contextlib.ExitStack,
 ) -> FitResult:
     prepared = prepare(config, task, given, mesh)
-    config, task, course = prepared.config, prepared.task, prepared.course
+    config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
     run_dir = _open_run_dir(config, first_plan, prepared.data, held)

@@ -55,10 +55,17 @@ class PlanCommand(PlanConfig):
     compare: bool = False
     """Also print a table of all strategies, packing, and batching without a plan."""
     html: Path | None = None
-    """Where to write a page with pictures of the plan: one file that works offline."""
+    """Where to write a page with pictures of the plan: one file that works offline. With cluster, of the layouts."""
+    cluster: str | None = None
+    """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
+    four hosts. Needs model."""
+    model: Path | None = None
+    """JSON file of the model: layers, width, heads, vocabulary, params_dtype, compute_dtype, optimizer."""
 
     def run(self) -> None:
-        """Prints the plan and the comparison, and writes the requested files."""
+        """Prints the plan, the comparison and the layouts, and writes the requested files."""
+        if (self.cluster is None) != (self.model is None):
+            raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
         lengths = check_lengths(load_array(self.lengths, "lengths"))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
         rates = self._learning_rates(plan)
@@ -70,10 +77,28 @@ class PlanCommand(PlanConfig):
         if self.out is not None:
             plan.save(self.out)
             print(self.out)
-        if self.html is not None:
+        if self.cluster is not None:
+            self._choose_layout(plan)
+        elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
+            print(self.html)
+
+    def _choose_layout(self, plan: Plan) -> None:
+        from jvarlen.clusters.choice import choose_layout  # here: it imports JAX
+        from jvarlen.clusters.cluster import Cluster
+        from jvarlen.clusters.model_file import ModelFile
+
+        assert self.cluster is not None
+        assert self.model is not None
+        cluster, model = Cluster.named(self.cluster), ModelFile.load(self.model)
+        choice = choose_layout(plan, model.model, model.make_optimizer(), cluster, params=model.params, cost=self.cost)
+        print(f"\n{choice}")
+        if self.html is not None:
+            from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
+
+            write_choice_page(self.html, plan, choice, cluster)
             print(self.html)
 
     def _learning_rates(self, plan: Plan) -> Float64[np.ndarray, " S"] | None:

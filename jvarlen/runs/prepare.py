@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,12 +13,15 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.clusters.choice import choose_layout
+from jvarlen.clusters.cluster import Cluster
+from jvarlen.clusters.links import measure_cluster
 from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import When
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
-from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.distributed.mesh import batch_shardings, layout_mesh
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layout import Layout
@@ -26,13 +30,13 @@ from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.parallel.train import check_bucket
 from jvarlen.planning.lengths import DataSource
 from jvarlen.reports.report import length_histogram
-from jvarlen.runs.config import FitConfig, shared_settings
+from jvarlen.runs.config import AUTO, FitConfig, shared_settings
 from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import BatchSpec, Task
 
-__all__ = ["Prepared", "prepare", "say", "show_bills", "when_compiled"]
+__all__ = ["Prepared", "mesh_for", "prepare", "say", "show_bills", "when_compiled"]
 
 _DEMO_STEPS = 360  # enough to learn from the built-in corpus, in minutes on a CPU
 
@@ -48,6 +52,7 @@ class Prepared(NamedTuple):
       lengths: int64[N] of the samples to train on.
       eval_lengths: int64[H] of each set to evaluate on, by name.
       chooser: of the shapes.
+      mesh: the devices, with the axes of the layout; None for one.
     """
 
     config: FitConfig
@@ -57,6 +62,7 @@ class Prepared(NamedTuple):
     lengths: Int64[np.ndarray, " N"]
     eval_lengths: dict[str, Int64[np.ndarray, " H"]]
     chooser: ShapeChooser
+    mesh: Mesh | None = None
 
     def batch_spec(self, epoch: int = 0) -> BatchSpec:
         """The shapes of the batches of an epoch and of evaluations."""
@@ -87,7 +93,8 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         held_out, *others = [f"{len(dataset):,} of {name}" for name, dataset in data.evaluation.items()]
         say("Corpus", length_histogram(lengths), f"evaluated on other samples: {', '.join([held_out, *others])}")
         eval_lengths = {name: _lengths_of(dataset, task, False) for name, dataset in data.evaluation.items()}
-    task = task.with_model(config.model, data.vocab_size, config.seed, config.layout)
+    with_model = functools.partial(task.with_model, config.model, data.vocab_size, config.seed)
+    task = with_model(config.layout)
     max_steps = config.max_steps
     if given is None and not config.data and max_steps is None and config.num_epochs is None:
         max_steps = _DEMO_STEPS
@@ -96,21 +103,80 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
     config = dataclasses.replace(config, plan=chooser.choose(lengths, eval_lengths, max_steps))
     with together("plan the training"):
         course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
-        if config.layout is not None:
-            check_portable(task.params, course.optimizer, layout=config.layout, model=task.loss_fn)
-            for bucket in sorted({*course.buckets, *course.eval_buckets}):
-                check_bucket(config.layout, bucket, config.plan.microbatches_per_step)
         rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
         plan, costs = course.plan_of_epoch(0), config.plan
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
         say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
+    if config.parallel == AUTO:
+        config, mesh = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, mesh)
+        task = with_model(config.layout)
+    with together("plan the training"):
+        if config.layout is not None:
+            check_portable(task.params, course.optimizer, layout=config.layout, model=task.loss_fn)
+            for bucket in sorted({*course.buckets, *course.eval_buckets}):
+                check_bucket(config.layout, bucket, config.plan.microbatches_per_step)
         raise_if_interrupted()
-    return Prepared(config, task, data, course, lengths, eval_lengths, chooser)
+    return Prepared(config, task, data, course, lengths, eval_lengths, chooser, mesh)
 
 
-def show_bills(prepared: Prepared, mesh: Mesh | None) -> None:
+def _with_layout(
+    config: FitConfig, task: Task, course: Course, data: TrainingData, mesh: Mesh | None
+) -> tuple[FitConfig, Mesh | None]:
+    """The settings with the chosen layout, and its mesh; the same on all processes."""
+    num_devices = 1 if mesh is None else mesh.devices.size
+    if num_devices == 1:
+        return dataclasses.replace(config, parallel=None, cluster=None), mesh
+    cluster = _cluster_of(config, mesh)
+    if cluster.num_devices != num_devices:
+        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    model, params = stack_for(Layout(stage=2), task.loss_fn, task.params)
+    plan = course.plan_of_epoch(0)
+    with together("choose the layout"):
+        choice = choose_layout(
+            plan,
+            model,
+            course.optimizer,
+            cluster,
+            params=jax.tree.map(jax.typeof, params),
+            cost=config.plan.cost,
+            batch_spec=task.batch_spec_for({"training": plan}, {"training": data.train}, packed=config.plan.pack),
+            extra=task.extra,
+        )
+        layout = next((each for each in choice.candidates.layouts() if _takes(each, task, course)), None)
+        if layout is None:
+            raise UserError(f"no layout of {num_devices} devices takes this optimizer and the steps of evaluations")
+    say("Layout", str(choice), *([f"{layout} is the first that takes this optimizer"] * (layout != choice.layout)))
+    layout = Layout.parse(gather_texts("the chosen layout", str(layout))[0])
+    return dataclasses.replace(config, parallel=str(layout), cluster=None), mesh_for(layout, mesh)
+
+
+def _takes(layout: Layout, task: Task, course: Course) -> bool:
+    """Whether a layout takes the optimizer and the steps of evaluations."""
+    try:
+        check_portable(task.params, course.optimizer, layout=layout, model=task.loss_fn)
+        for bucket in course.eval_buckets:
+            check_bucket(layout, bucket, course.plan_of_epoch(0).microbatches_per_step)
+    except ValueError:
+        return False
+    return True
+
+
+def _cluster_of(config: FitConfig, mesh: Mesh | None) -> Cluster:
+    if config.cluster is None:
+        return measure_cluster(mesh, dtype=config.model.compute_dtype or "float32", progress=config.progress)
+    return Cluster.named(config.cluster)
+
+
+def mesh_for(layout: Layout, mesh: Mesh | None) -> Mesh | None:
+    """The devices of a mesh with the axes that a layout needs."""
+    if mesh is None or layout.num_devices == layout.data:
+        return mesh
+    return layout_mesh(layout, mesh.devices.flatten().tolist())
+
+
+def show_bills(prepared: Prepared) -> None:
     """Prints what a step of the largest shape holds on a device, and what it sends, for which it is compiled."""
-    config, task, course = prepared.config, prepared.task, prepared.course
+    config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
     bucket = max(course.buckets, key=lambda bucket: bucket.rows * sum(bucket[1:]))
     layout = config.layout or Layout(data=1 if mesh is None else mesh.devices.size)
     batch_spec = prepared.batch_spec()
@@ -166,5 +232,5 @@ def _check_mesh(config: FitConfig, mesh: Mesh | None) -> None:
         of_processes = {name: gather_texts(name, value) for name, value in settings.items()}
         differing = [f"{name}: {', '.join(values)}" for name, values in of_processes.items() if len(set(values)) > 1]
         raise UserError(f"processes differ in settings, in the order of processes: {'; '.join(differing)}")
-    if mesh is not None:
+    if mesh is not None and config.parallel != AUTO:
         batch_shardings(np.empty(config.plan.microbatches_per_step), mesh)

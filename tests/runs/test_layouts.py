@@ -11,9 +11,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jvarlen import cli, fit
+from jvarlen import Cluster, cli, fit
 from jvarlen.models import TransformerConfig
-from jvarlen.parallel import LayeredModel, LayeredParams, TensorSpec, column_linear, layered_loss_fn, row_linear
+from jvarlen.parallel import LayeredModel, LayeredParams, Layout, TensorSpec, column_linear, layered_loss_fn, row_linear
 from jvarlen.reports.report import read_metrics
 from jvarlen.runs.config import load_config
 from jvarlen.training.checkpoint import read_params
@@ -100,6 +100,27 @@ def test_a_run_that_changes_layouts_is_the_uninterrupted_one(config, alone):
             assert step < run.summary.num_steps <= step + 2
     assert_same_training(run, alone)
     assert load_config(resume / "config.json").parallel == ALL_AXES
+
+
+@pytest.mark.slow
+def test_the_chosen_layout_trains_as_one_device(config, alone, tmp_path, capsys):
+    """Of 8 devices for 4 microbatches, for which data parallelism alone is too wide."""
+    cluster = tmp_path / "cluster.json"
+    Cluster.preset("dgx-h100").save(cluster)
+    auto = dataclasses.replace(config, parallel="auto", cluster=str(cluster), devices=8)
+    run = fit(auto, run_fit.make_data())
+    assert_same_training(run, alone)
+    chosen = Layout.parse(load_config(run.run_dir / "config.json").parallel)
+    assert chosen.num_devices == 8 > chosen.data
+    said = capsys.readouterr().out
+    assert f"{chosen}: " in said
+    assert "its data shards do not divide 4 microbatches" in said
+    small = dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
+    small.save(cluster)
+    with pytest.raises(ValueError, match="the cluster dgx-h100 has 4 devices, and the run 8"):
+        fit(auto, run_fit.make_data())
+    with pytest.raises(ValueError, match=r"cluster \(.*\) is for parallel auto, not data8"):
+        dataclasses.replace(auto, parallel="data8")
 
 
 def own_model():

@@ -1,0 +1,114 @@
+"""A transformer described in a JSON file, so that layouts can be chosen for a model that is not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import dacite
+import jax
+import jax.numpy as jnp
+import optax
+
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel.layers import LayeredModel
+from jvarlen.training.float32_master import with_float32_master
+
+__all__ = ["ModelFile"]
+
+_Type = Literal["float32", "bfloat16"]
+_Optimizer = Literal["adamw", "lion", "sgd"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """The shape of a decoder of the built-in kind, as JSON names it.
+
+    Attributes:
+      layers: number of layers.
+      width: of the residual stream.
+      heads: attention heads, which divide the width into even sizes.
+      vocabulary: number of tokens.
+      params_dtype: of parameters; with `"bfloat16"`, the optimizer keeps float32 copies.
+      compute_dtype: of activations.
+      optimizer: `"adamw"` keeps two numbers a parameter, `"lion"` one, `"sgd"` none.
+
+    Raises:
+      ValueError: sizes below 1, heads that do not divide the width, or unknown types.
+
+    Example:
+      >>> ModelFile(layers=2, width=64, heads=4, vocabulary=256).num_params
+      131264
+    """
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    params_dtype: _Type = "float32"
+    compute_dtype: _Type = "float32"
+    optimizer: _Optimizer = "adamw"
+
+    def __post_init__(self):
+        check_at_least_one(layers=self.layers, width=self.width, heads=self.heads, vocabulary=self.vocabulary)
+        check_choices(
+            params_dtype=(self.params_dtype, _Type),
+            compute_dtype=(self.compute_dtype, _Type),
+            optimizer=(self.optimizer, _Optimizer),
+        )
+        _ = self._config  # which checks sizes that do not divide
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ModelFile:
+        """Reads the file.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: unknown or missing keys, or values that are not valid.
+        """
+        try:
+            fields = json.loads(Path(path).read_text())
+            unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
+            if unknown:
+                raise UserError(f"unknown keys: {list_first(unknown)}")
+            return dacite.from_dict(cls, fields, dacite.Config(strict=True))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"there is no model file {path}") from None
+        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} describes no model: {error}") from error
+
+    @property
+    def _config(self) -> TransformerConfig:
+        return TransformerConfig(
+            num_layers=self.layers,
+            width=self.width,
+            num_heads=self.heads,
+            vocab_size=self.vocabulary,
+            compute_dtype="bfloat16" if self.compute_dtype == "bfloat16" else None,
+        )
+
+    @property
+    def model(self) -> LayeredModel:
+        """The model by layers."""
+        return layered(self._config)
+
+    @property
+    def params(self) -> Any:
+        """`LayeredParams` of `jax.ShapeDtypeStruct`."""
+        shapes = jax.eval_shape(lambda: stack_layers(init_params(self._config, seed=0)))
+        dtype = jnp.dtype(self.params_dtype)
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+
+    @property
+    def num_params(self) -> int:
+        """Parameters in all."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    def make_optimizer(self) -> optax.GradientTransformation:
+        """The optimizer, with any learning rate."""
+        optimizer = {"adamw": optax.adamw, "lion": optax.lion, "sgd": optax.sgd}[self.optimizer](1e-3)
+        return with_float32_master(optimizer) if self.params_dtype == "bfloat16" else optimizer

@@ -1,0 +1,212 @@
+"""The chosen layout against brute force over all layouts, on random models, plans and clusters."""
+
+import dataclasses
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import jvarlen
+from jvarlen import Bucket
+from jvarlen.clusters.choice import choose_layout, divisors
+from jvarlen.clusters.cluster import Cluster
+from jvarlen.clusters.layout_table import SCHEDULES, layout_table
+from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes
+from jvarlen.clusters.step_seconds import step_seconds
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import Layout
+from jvarlen.parallel.train import check_bucket
+from jvarlen.parallel.wire import Link
+
+SKEWED = {
+    "fast links": {"link": Link(1e15), "host_link": Link(1e15)},
+    "slow hosts": {"host_link": Link(1e7, 1e-3)},
+    "slow links": {"link": Link(1e8, 1e-3), "host_link": Link(1e6, 1e-2)},
+    "slow products": {"flops_per_second": 1e9},
+}
+
+
+class AnyMemory:
+    """Bytes that differ from layout to layout, without rule."""
+
+    def __init__(self, seed, buckets):
+        self._weights = np.random.default_rng(seed).uniform(0.2, 2, 10)
+        self._positions = np.array([bucket.num_positions for bucket in buckets])
+        self._buckets = buckets
+
+    def state_bytes(self, table):
+        return 1e6 * self._weights[0] / table.stage / table.tensor / np.where(table.zero, table.num_shards, 1)
+
+    def memory_bytes(self, table, microbatches_per_step):
+        spread = np.where(table.is_spread(self._buckets), table.sequence[:, None], 1)
+        of_row = 1 + table.schedule % 3 + self._weights[1] * table.chunks + self._weights[2] * ~table.keeps_inputs
+        return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
+
+
+def random_case(seed):
+    rng = np.random.default_rng(seed)
+    num_microbatches = int(rng.choice([4, 6, 8, 12]))
+    lengths = np.sort(rng.choice([16, 24, 64, 96, 256], rng.integers(1, 4), replace=False)).tolist()
+    buckets = [Bucket(int(rng.integers(1, 5)), length) for length in lengths]
+    samples = rng.choice(lengths, 400)
+    plan = jvarlen.make_plan(samples, buckets, microbatches_per_step=num_microbatches)
+    num_buckets = len(buckets)
+
+    def passes():
+        forward = rng.uniform(1e9, 1e11, num_buckets)
+        return Passes(forward, forward * rng.uniform(1, 3), forward * rng.uniform(0.5, 1))
+
+    def traffic():
+        return Passes(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
+
+    axes = ("tensor", "sequence_parallel", "sequence")
+    costs = ModelCosts(
+        buckets=tuple(buckets),
+        num_layers=int(rng.choice([0, 3, 4, 6])),
+        layer_flops=passes(),
+        ends_flops=passes(),
+        x_bytes=rng.uniform(1e3, 1e7, num_buckets),
+        layer_traffic={axis: traffic() for axis in axes},
+        ends_traffic={axis: traffic() for axis in axes},
+        layer_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        ends_params=(int(rng.integers(1e6)), int(rng.integers(1e6))),
+        param_bytes=4.0,
+        tensor_sizes=(1, 2, 4),
+        by_positions=bool(rng.integers(2)),
+    )
+    devices, hosts = rng.choice([2, 4, 6]), rng.choice([1, 2])
+    cluster = dataclasses.replace(
+        Cluster.preset("dgx-h100", num_hosts=int(hosts)),
+        devices_per_host=int(devices),
+        overlap=float(rng.uniform()),
+        **SKEWED[list(SKEWED)[seed % len(SKEWED)]],
+    )
+    return plan, costs, AnyMemory(seed, buckets), cluster, int(rng.uniform(0.3, 20) * 1e6)
+
+
+def all_layouts(costs, num_devices):
+    thresholds = [0, *(bucket.length for bucket in costs.buckets[1:])]
+    for data, stage, sequence, tensor in itertools.product(divisors(num_devices), repeat=4):
+        if data * stage * sequence * tensor != num_devices:
+            continue
+        if costs.num_layers == 0 and stage > 1:
+            continue
+        if tensor not in costs.tensor_sizes or (sequence > 1 and not costs.by_positions):
+            continue
+        orders = [("gpipe", 1)]
+        if stage > 1:
+            orders = [(name, 1) for name in SCHEDULES if name != "interleaved"]
+            orders += [("interleaved", chunks) for chunks in range(2, 7)]
+        for zero, (schedule, chunks), sequence_parallel, keeps, sequence_from in itertools.product(
+            range(4 if data * sequence > 1 else 1),
+            orders,
+            (False, True) if tensor > 1 else (False,),
+            ("inputs", "residuals"),
+            thresholds if sequence > 1 else [0],
+        ):
+            if costs.num_layers == 0 and (zero == 3 or keeps == "inputs"):
+                continue
+            if stage > 1 and costs.num_layers % (stage * chunks):
+                continue
+            yield Layout(
+                data=data, stage=stage, sequence=sequence, tensor=tensor, zero=zero, chunks=chunks, keeps=keeps,
+                sequence_parallel=sequence_parallel, sequence_from=sequence_from, schedule=schedule,
+            )  # fmt: skip
+
+
+def brute_force(plan, costs, memory, cluster, limit, cost=None):
+    """The least seconds of a layout that takes every step and fits; None if there is none."""
+    used = np.flatnonzero(np.bincount(plan.step_bucket, minlength=len(costs.buckets)))
+    layouts = []
+    for layout in all_layouts(costs, cluster.num_devices):
+        try:
+            for k in used:
+                check_bucket(layout, costs.buckets[k], plan.microbatches_per_step)
+        except ValueError:
+            continue
+        layouts.append(layout)
+    if not layouts:
+        return None
+    table = layout_table(layouts)
+    fits = memory.memory_bytes(table, plan.microbatches_per_step)[:, used].max(axis=1) <= limit
+    seconds = step_seconds(
+        table,
+        costs,
+        cluster,
+        microbatches_per_step=plan.microbatches_per_step,
+        state_bytes=memory.state_bytes(table),
+        cost=cost,
+    )
+    in_all = seconds.total[:, plan.step_bucket].sum(axis=1)
+    return in_all[fits].min() if fits.any() else None
+
+
+@pytest.mark.parametrize("first", range(0, 200, 25))
+def test_the_choice_is_that_of_brute_force(first):
+    for seed in range(first, first + 25):
+        plan, costs, memory, cluster, limit = random_case(seed)
+        cost = None if seed % 3 else lambda rows, length: 1e-3 + 1e-6 * rows * length**1.5
+        best = brute_force(plan, costs, memory, cluster, limit, cost)
+        given = {"params": None, "memory_bytes": limit, "costs": costs, "memory": memory, "cost": cost}
+        if best is None:
+            with pytest.raises(ValueError, match="no layout of the"):
+                choose_layout(plan, None, None, cluster, **given)
+            continue
+        choice = choose_layout(plan, None, None, cluster, **given)
+        assert choice.seconds == pytest.approx(best, rel=1e-12), seed
+        assert choice.num_bytes <= limit
+        assert choice.candidates.layouts(1) == [choice.layout]
+        used = np.bincount(plan.step_bucket, minlength=len(costs.buckets))
+        assert choice.of_step.total @ used == pytest.approx(choice.seconds)
+        for layout in choice.candidates.layouts(50):
+            for k in np.flatnonzero(used):
+                check_bucket(layout, costs.buckets[k], plan.microbatches_per_step)
+        fitting = choice.candidates.seconds[: choice.candidates.num_fitting]
+        assert (np.diff(fitting) >= 0).all()
+        assert all(choice.candidates.reasons[choice.candidates.num_fitting :])
+
+
+MODEL = TransformerConfig(num_layers=4, width=64, num_heads=4)
+LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
+PLAN = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], microbatches_per_step=8)
+EIGHT = Cluster.preset("dgx-h100")
+
+
+def choose(cluster=EIGHT, **options):
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    return choose_layout(PLAN, layered(MODEL), optax.adamw(1e-3), cluster, params=params, **options)
+
+
+def test_less_memory_takes_a_layout_that_holds_less():
+    free = choose()
+    assert (free.layout.data, free.layout.num_devices) == (8, 8)
+    tight = choose(memory_bytes=int(0.7 * free.num_bytes))
+    assert tight.num_bytes <= 0.7 * free.num_bytes
+    assert tight.seconds > free.seconds
+    assert "too large" in str(tight)
+    assert str(free.layout) in free.why()
+
+
+def test_fixed_words_hold():
+    choice = choose(fixed={"tensor": 2, "stage": 2, "schedule": "gpipe"})
+    assert (choice.layout.tensor, choice.layout.stage, choice.layout.schedule) == (2, 2, "gpipe")
+    with pytest.raises(ValueError, match="has no field tensors"):
+        choose(fixed={"tensors": 2})
+
+
+def test_a_model_that_is_too_large_names_the_nearest_layout():
+    with pytest.raises(ValueError, match=r"fits into 1,000 bytes a device: the nearest, .*, needs .* too many"):
+        choose(memory_bytes=1000)
+
+
+def test_a_loss_function_is_spread_over_data():
+    def loss_fn(params, microbatch):
+        hot = jax.nn.one_hot(microbatch.tokens, 16)
+        return (hot @ params["w"]).sum(), microbatch.weights.sum()
+
+    params = {"w": jax.ShapeDtypeStruct((16, 16), np.float32)}
+    choice = choose_layout(PLAN, loss_fn, optax.adam(1e-3), EIGHT, params=params)
+    assert choice.layout.data == 8
+    assert "stage2 does not divide 0 layers" in str(choice)

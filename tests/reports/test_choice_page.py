@@ -1,0 +1,65 @@
+"""The page of a chosen layout: true, and readable in a browser at two widths."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jvarlen
+from jvarlen import Bucket, Cluster, ModelFile, choose_layout
+from jvarlen.cli import main
+from jvarlen.reports.choice_page import write_choice_page
+from tests.browser import measured, num_pixels_of, render
+from tests.html_pages import Page
+
+MODEL = {"layers": 4, "width": 64, "heads": 4, "vocabulary": 256}
+LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    path = tmp_path_factory.mktemp("choice") / "choice.html"
+    plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], microbatches_per_step=8)
+    model, cluster = ModelFile(**MODEL), Cluster.preset("dgx-h100")
+    choice = choose_layout(plan, model.model, model.make_optimizer(), cluster, params=model.params, memory_bytes=10**7)
+    write_choice_page(path, plan, choice, cluster)
+    return path, choice
+
+
+def test_the_page_holds_the_choice_and_why_others_were_rejected(drawn):
+    path, choice = drawn
+    page = Page(path.read_text(encoding="utf-8"))
+    assert {attrs["id"] for attrs in page.named("figure")} == {"seconds", "bytes"}
+    cells = {row[0]: row[1:] for row in page.cells}
+    for layout in choice.candidates.layouts(40):
+        assert str(layout) in cells
+    assert [cells[reason] for reason, _ in choice.candidates.rejections()] == [
+        [f"{number:,}"] for _, number in choice.candidates.rejections()
+    ]
+    assert choice.why() in page.text
+
+
+@pytest.mark.slow
+def test_a_reader_sees_the_page_in_a_browser(drawn):
+    path, _ = drawn
+    seen = render(path)
+    assert seen.complaints == []
+    assert num_pixels_of(seen.pixels, "#c8590a") > 100  # the line of what a device has
+    for width in (1280, 390):
+        layout = measured(path, width=width)
+        assert {box["figure"] for box in layout["pictures"]} == {"seconds", "bytes"}
+        assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
+        assert layout["clipped"] == []
+        assert layout["page_width"] <= width
+
+
+def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys):
+    np.save(tmp_path / "lengths.npy", LENGTHS)
+    (tmp_path / "model.json").write_text(json.dumps(MODEL))
+    page = tmp_path / "page.html"
+    args = ["plan", str(tmp_path / "lengths.npy"), "--max-tokens", "256", "--microbatches-per-step", "8"]
+    args += ["--cluster", "dgx-h100:2", "--model", str(tmp_path / "model.json"), "--html", str(page)]
+    assert main(args) == 0
+    said = capsys.readouterr().out
+    assert "times the best" in said
+    assert "on 16 devices" in page.read_text()
