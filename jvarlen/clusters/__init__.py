@@ -8,4 +8,6 @@ From a plan, a model and a cluster to seconds and bytes of every layout. In read
 - `model_costs`: products of matrices and collectives of a model. `step_seconds`: what a step takes on each layout.
 - `cutting`: layers of each stage.
 - `operators`: splits of the operators of a layer.
+- `noise`, `failures`: devices of uneven speed, and hosts that fail.
+- `simulate`: a plan played out on a cluster.
 """
