@@ -7,6 +7,7 @@ samples, M microbatches per step, B rows, T length.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,17 @@ from jvarlen.reports.memory_figures import draw_memory
 from jvarlen.reports.plan_figures import draw_plan
 from jvarlen.reports.schedule_figures import draw_timelines
 
-__all__ = ["DARK", "EXAMPLE", "LIGHT", "draw_corpus", "draw_example", "draw_layouts", "draw_schedules", "to_file"]
+__all__ = [
+    "DARK",
+    "EXAMPLE",
+    "LIGHT",
+    "draw_corpus",
+    "draw_example",
+    "draw_layouts",
+    "draw_scale",
+    "draw_schedules",
+    "to_file",
+]
 
 FOLDER = Path(__file__).parent / "pictures"
 
@@ -100,6 +111,14 @@ def draw_layouts() -> Iterator[tuple[str, str]]:
     }
     yield "layouts-memory", draw_memory(bills)
     yield "layouts-stages", draw_timelines(parallel.eager_1f1b(4, 8).simulate({"F": 1, "B": 2}))
+
+
+def draw_scale() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of the run that the page on scale simulates."""
+    names: dict[str, Any] = {}
+    for script in re.findall(r"```python\n(.*?)```", (FOLDER.parent / "scale.md").read_text(), re.DOTALL):
+        exec(script, names)
+    yield "scale", names["svg"]
 
 
 def to_file(svg: str) -> str:
@@ -267,7 +286,7 @@ def _text(
 def main() -> None:
     """Writes all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for name, svg in [*draw_example(), *draw_schedules(), *draw_layouts(), *draw_corpus()]:
+    for name, svg in [*draw_example(), *draw_schedules(), *draw_layouts(), *draw_scale(), *draw_corpus()]:
         (FOLDER / f"{name}.svg").write_text(to_file(svg) + "\n")
 
 

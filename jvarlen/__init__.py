@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from jvarlen.clusters.cutting import cut_layers
     from jvarlen.clusters.links import measure_cluster
     from jvarlen.clusters.model_file import ModelFile
+    from jvarlen.clusters.simulate import simulate
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -86,6 +87,7 @@ _NAMES = {
     "clusters.cutting": ("cut_layers",),
     "clusters.links": ("measure_cluster",),
     "clusters.model_file": ("ModelFile",),
+    "clusters.simulate": ("simulate",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -146,8 +148,8 @@ __all__ = [
     "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec",
     "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
     "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
-    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches",
-    "together", "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
+    "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "simulate",
+    "stream_batches", "together", "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
 

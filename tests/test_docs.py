@@ -231,7 +231,7 @@ def test_pictures_of_the_corpus_show_what_the_library_draws(pictures):
 
     drawn = dict(pictures.draw_corpus())
     others = {**dict(pictures.draw_example()), **dict(pictures.draw_schedules())}
-    of_layouts = {"layouts-memory", "layouts-stages"}
+    of_layouts = {"layouts-memory", "layouts-stages", "scale"}
     assert {path.stem for path in (DOCS / "pictures").glob("*.svg")} == {*drawn, *others, *of_layouts}
     for name, svg in drawn.items():
         assert words(svg) == words((DOCS / "pictures" / f"{name}.svg").read_text()) != []

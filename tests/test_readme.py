@@ -149,6 +149,15 @@ def test_the_guide_to_schedules_prints_what_it_shows(capsys):
 
 
 @pytest.mark.slow
+def test_the_guide_to_scale_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("scale.md", capsys)
+    drawn, saved = (
+        re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (names["svg"], (DOCS / "pictures" / "scale.svg").read_text())
+    )
+    assert drawn == saved != [], "the picture is out of date: run `python docs/pictures.py`"
+
+
+@pytest.mark.slow
 def test_the_guide_to_tensor_parallelism_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("tensor_parallel.md", capsys)
     assert names["keep"].shape == (4, 32, 16)

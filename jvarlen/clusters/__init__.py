@@ -10,4 +10,6 @@ From a plan, a model and a cluster to seconds and bytes of every layout. In read
 - `choice`: the fastest layout that fits.
 - `cutting`: layers of each stage.
 - `operators`: splits of the operators of a layer.
+- `noise`, `failures`: devices of uneven speed, and hosts that fail.
+- `simulate`: a plan played out on a cluster.
 """

@@ -74,7 +74,14 @@ class LayoutTable(NamedTuple):
 
 
 def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
-    """The table of some layouts."""
+    """The table of some layouts.
+
+    Args:
+      layouts: C of them.
+
+    Returns:
+      A `LayoutTable` of C rows.
+    """
 
     def column(name: str, dtype: Any = np.int64) -> np.ndarray:
         return np.array([getattr(layout, name) for layout in layouts], dtype)

@@ -6,5 +6,6 @@
 - `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.
 - `plan_figures`, `plan_page`: a plan as a page.
 - `schedule_figures`, `memory_figures`: simulated pipeline schedules, and what steps hold, as pictures.
+- `simulation_figures`: simulated runs, as a picture.
 - `run_records`, `run_figures`, `run_page`: run directories, read and overlaid; the pictures that a run leaves behind.
 """
