@@ -107,7 +107,8 @@ def _read(
     """Reads what the ranks of this process take of a step."""
     start, end = plan.step_offsets[step : step + 2].tolist()
     mine_M = start + np.flatnonzero(np.isin(ranks[start:end], own))
-    if not len(mine_M):
+    has_none = not len(mine_M)
+    if has_none:
         mine_M = np.array([start])  # for its scalars, which are of the whole step
     parts = [source.read(int(t)) for t in mine_M]
     buckets = [plan.buckets[k] for k in plan.plan.step_bucket[mine_M]]
@@ -116,5 +117,5 @@ def _read(
     def of_own_ranks(leaf: Any) -> Any:
         return leaf[own] if leaf.ndim else leaf
 
-    ids = np.concatenate([part.ids for part in parts])
+    ids = np.concatenate([part.ids for part in parts])[: 0 if has_none else None]
     return ReadStep(step, jax.tree.map(of_own_ranks, mixed), len(ids), 0, ids)

@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.loading.loader import PlanSource
 from jvarlen.parallel.layout import Layout
 from jvarlen.planning.mixed_plan import make_mixed_plan
+from tests import processes, run_mixed
 from tests.conftest import random_dataset
 
 BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
@@ -341,3 +344,20 @@ def test_what_does_not_fit_is_refused_by_name():
     with refused(match="rank 0 gets more than the 1 microbatches") as raised:
         next(load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(hand_made((0,), (0,)), mesh=mesh)))
     assert raised.value.__notes__ == ["which is a microbatch of step 0 of the mixed plan"]
+
+
+@pytest.mark.multiprocess
+def test_processes_read_their_own_microbatches_and_train_as_one():
+    """Two processes of two ranks each; in the last step one of them has no microbatch."""
+    losses, params, read, num_samples, counts = run_mixed.train()
+    assert read == [*range(num_samples)]
+    assert counts == [9, 9, 1]
+    found_read, found_samples = [], 0
+    for output in processes.run(Path(run_mixed.__file__), 2, num_devices=2):
+        found = json.loads(output.splitlines()[-1])
+        np.testing.assert_allclose(found[0], losses, rtol=1e-12)
+        np.testing.assert_allclose(found[1], params, rtol=1e-12)
+        found_read += found[2]
+        found_samples += found[3]
+    assert {*found_read} == {*read}
+    assert len(read) == found_samples < len(found_read) <= found_samples + 4  # both read the last, for its scalars
