@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     )
     from jvarlen.clusters.choice import choose_layout
     from jvarlen.clusters.cluster import Cluster
+    from jvarlen.batches.mixed import MixedBatch, mixed_batch_spec
     from jvarlen.clusters.cutting import cut_layers
     from jvarlen.clusters.links import measure_cluster
     from jvarlen.clusters.model_file import ModelFile
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     )
     from jvarlen.loading.ids_digest import planned_ids_digest
     from jvarlen.loading.loader import BatchIterator, load, load_stream
+    from jvarlen.loading.mixed_loader import load_mixed
+    from jvarlen.parallel.mixed import make_mixed_train_step
     from jvarlen.planning.balance import assign_microbatches, balance_plan, packed_row_costs
     from jvarlen.planning.batching import Batches, batch_by_tokens
     from jvarlen.planning.budget import Budget
@@ -84,6 +87,7 @@ _NAMES = {
     ),
     "clusters.choice": ("choose_layout",),
     "clusters.cluster": ("Cluster",),
+    "batches.mixed": ("MixedBatch", "mixed_batch_spec",),
     "clusters.cutting": ("cut_layers",),
     "clusters.links": ("measure_cluster",),
     "clusters.model_file": ("ModelFile",),
@@ -106,6 +110,8 @@ _NAMES = {
     ),
     "loading.ids_digest": ("planned_ids_digest",),
     "loading.loader": ("BatchIterator", "load", "load_stream",),
+    "loading.mixed_loader": ("load_mixed",),
+    "parallel.mixed": ("make_mixed_train_step",),
     "planning.balance": ("assign_microbatches", "balance_plan", "packed_row_costs",),
     "planning.batching": ("Batches", "batch_by_tokens",),
     "planning.budget": ("Budget",),
@@ -136,16 +142,17 @@ _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions", "CompiledBuckets",
-    "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedPlan", "Mixture", "ModelFile",
-    "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan", "RecompileError",
-    "StepSamples", "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "UserError", "ValuePacing",
-    "WeightedTokens", "agree", "assign_microbatches", "attend", "attend_within_segments", "attention_mask",
-    "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "choose_row_lengths", "competence_pacing",
-    "compile_buckets", "count_lengths", "cut_layers", "data_mesh", "discrete_pacing", "fit", "fit_cost_model",
-    "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
-    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan", "make_pair_buckets",
-    "make_plan", "make_train_step", "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
-    "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec",
+    "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedBatch", "MixedPlan", "Mixture",
+    "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing", "PairBatch", "PairBucket", "Plan",
+    "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState", "UnplannedShapeError", "UserError",
+    "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend", "attend_within_segments",
+    "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout", "choose_row_lengths",
+    "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh", "discrete_pacing", "fit",
+    "fit_cost_model", "full_batch", "init_train_state", "initialize_processes", "linear_pacing", "load",
+    "load_compiled", "load_mixed", "load_stream", "local_sort", "lr_scale", "lr_sequence", "make_buckets",
+    "make_eval_step", "make_mixed_plan", "make_mixed_train_step", "make_pair_buckets", "make_plan", "make_train_step",
+    "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixed_batch_spec", "mixture_counts",
+    "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket", "packed_batch_spec",
     "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket", "padding_mask",
     "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule", "replicate", "root_pacing",
     "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask", "shard_local_rows", "simulate",

@@ -126,6 +126,12 @@ def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
     assert names["state"].params["embed"].shape == (8, 4)
 
 
+@pytest.mark.slow
+def test_the_guide_to_mixed_steps_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows("mixed.md", capsys)
+    assert len(names["compiled"].specs) == 1
+
+
 def test_the_guide_to_collectives_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("collectives.md", capsys)
     assert names["chunks"].sum() == names["total"][:6].sum()

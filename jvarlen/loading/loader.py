@@ -29,12 +29,12 @@ from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.streams import StreamStep
 from jvarlen.sorting.distributed_plan import DistributedPlan
 
-__all__ = ["BatchIterator", "PlanSource", "load", "load_stream"]
+__all__ = ["BatchIterator", "Delivered", "PlanSource", "load", "load_stream", "put"]
 
 _HOST_BUFFER = 4  # collated steps that wait on the host
 
 
-class _Delivered(NamedTuple):
+class Delivered(NamedTuple):
     """A step on its devices, with what is counted when it is delivered."""
 
     batch: Any
@@ -91,7 +91,7 @@ class BatchIterator(Iterator[Any]):
         if self._ended is None:
             self._end(UserError("these batches are closed"))
 
-    def _next_delivered(self) -> _Delivered:
+    def _next_delivered(self) -> Delivered:
         while True:
             try:
                 return next(self._epoch)
@@ -255,7 +255,7 @@ def load_stream(
     for step in stream:
         samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
         num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())
-        yield _put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
+        yield put(collate(StepSamples(step.bucket, step.ids, samples, num_tokens, truncate, num_sequences)), mesh)
 
 
 def _read_epoch(
@@ -297,7 +297,7 @@ def _read_epoch(
     planned_steps = itertools.count(start_step)
     digest = IdsDigest() if verify else None
 
-    def deliver(step: ReadStep) -> _Delivered:
+    def deliver(step: ReadStep) -> Delivered:
         planned_step = next(planned_steps)
         if step.step != planned_step:
             raise RuntimeError(f"step {step.step} was read where step {planned_step} comes")
@@ -306,8 +306,8 @@ def _read_epoch(
             digest.add(step.step, step.ids)
         # On a CPU, JAX would go on using the shared memory that arrays of workers lie in.
         host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
-        batch = _put(host_batch, mesh, None if own is None else num_microbatches)
-        return _Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
+        batch = put(host_batch, mesh, None if own is None else num_microbatches)
+        return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
     num_steps = plan.num_steps - start_step
     return ReadAhead(read, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
@@ -335,7 +335,7 @@ def _copied(leaf: Any) -> Any:
     return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:
+def put(batch: Any, mesh: Mesh | None, num_microbatches: int | None = None) -> Any:
     """The batch on its devices; of several processes, each has a part of the `num_microbatches`."""
     batch = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), batch)
     if mesh is None or num_microbatches is None:

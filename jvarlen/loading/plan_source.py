@@ -1,7 +1,7 @@
 """Reads the steps of a plan, compares the samples with the plan, and collates them.
 
 It runs wherever samples are read: in a thread or in a worker process. Letters: N samples of the dataset, n of a step, m
-microbatches of a process.
+microbatches of a process, S steps.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class PlanSource:
       microbatches: int64[m], the microbatches of a `Plan` to read; None reads all. A `DistributedPlan` has its own.
       lengths: as in `load`.
       on_mismatch: as in `load`.
+      num_sequences: int64[S], real samples of the whole step that each step of the plan belongs to; None: its own.
 
     Raises:
       ValueError: the dataset is smaller than the plan, or has another number of samples than `lengths`.
@@ -70,6 +71,7 @@ class PlanSource:
         *,
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
+        num_sequences: Int64[np.ndarray, " S"] | None = None,
     ):
         ids = plan.row_ids if isinstance(plan, DistributedPlan) else plan.sample_ids
         if ids.max() >= len(dataset):
@@ -82,6 +84,7 @@ class PlanSource:
         self._collate = collate
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
+        self._num_sequences = plan.num_sequences if num_sequences is None else num_sequences
         self._lengths = None
         if lengths is not None:
             self._lengths = _planned_lengths(plan, lengths)
@@ -131,7 +134,7 @@ class PlanSource:
             samples=samples,
             num_tokens=num_tokens,
             truncate=plan.overlong == "truncate",
-            num_sequences=int(plan.num_sequences[step]),
+            num_sequences=int(self._num_sequences[step]),
             starts=starts,
         )
         return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)

@@ -5,6 +5,7 @@
 - `layers`: a model by layers, which is what most of the others cut up.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
+- `mixed`: the train step of ranks with different numbers of microbatches of different shapes.
 - `portable`: states of any layout in the form of one device, as checkpoints hold them.
 - `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.memory import memory_bill
+    from jvarlen.parallel.mixed import make_mixed_train_step
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import (
         Schedule,
@@ -89,6 +91,7 @@ __all__ = [
     "layout_mesh",
     "leave_tensor_parallel",
     "make_eval_step",
+    "make_mixed_train_step",
     "make_train_step",
     "memory_bill",
     "merge_params",
@@ -118,6 +121,7 @@ _NAMES_OF = {
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.layout": ("Layout",),
     "parallel.memory": ("memory_bill",),
+    "parallel.mixed": ("make_mixed_train_step",),
     "parallel.portable": ("portable_form",),
     "parallel.schedules": (
         "Schedule",

@@ -37,6 +37,7 @@ __all__ = [
     "microbatches_of",
     "next_extra",
     "split_step",
+    "step_key",
     "sum_microbatch",
     "sum_step",
 ]
@@ -185,12 +186,19 @@ def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, 
     """
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
-    if state.key is None or not takes_key:
+    key = step_key(state) if takes_key else None
+    if key is None:
         return microbatches, None
+    return microbatches, jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_microbatches))
+
+
+def step_key(state: TrainState) -> jax.Array | None:
+    """The key of a step, which the place of a microbatch is folded into; None if the state has none."""
+    if state.key is None:
+        return None
     if state.step is None:
         raise UserError("the state has a key and no step: init_train_state(…, seed=0) gives it both")
-    step_key = jax.random.fold_in(state.key, state.step)
-    return microbatches, jax.vmap(jax.random.fold_in, (None, 0))(step_key, jnp.arange(num_microbatches))
+    return jax.random.fold_in(state.key, state.step)
 
 
 def _tapped(loss_fn: LossFn, tap: Callable[[Any, Any], Any], shards: Any) -> LossFn:

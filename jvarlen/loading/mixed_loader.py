@@ -1,0 +1,121 @@
+"""The loader of mixed plans: reads the microbatches of a step and mixes them into one batch.
+
+Letters: M microbatches of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int32
+
+from jvarlen._common.checks import UserError
+from jvarlen.batches.mixed import MixedBatch, mix_microbatches, mixed_batch_spec
+from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, own_shards
+from jvarlen.distributed.processes import agree
+from jvarlen.loading.collate import pad_to_bucket
+from jvarlen.loading.loader import BatchIterator, Delivered, put
+from jvarlen.loading.plan_source import CollateFn, PlanSource, ReadStep
+from jvarlen.loading.read_ahead import ReadAhead
+from jvarlen.planning.budget import CostFn
+from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.mixed_plan import MixedPlan
+
+__all__ = ["load_mixed"]
+
+
+def load_mixed(
+    plan: MixedPlan,
+    dataset: DataSource,
+    *,
+    mesh: Mesh,
+    cost: CostFn | None = None,
+    spec: MixedBatch | None = None,
+    start_step: int = 0,
+    collate: CollateFn = pad_to_bucket,
+) -> BatchIterator:
+    """The steps of a mixed plan as device arrays, in the plan's order, each a `MixedBatch` of the same shapes.
+
+    Samples are read and collated in a thread, two steps ahead.
+
+    Args:
+      plan: the mixed plan of one epoch.
+      dataset: random access by sample id: `len()` and integer indexing.
+      mesh: its axis `"data"` has the ranks. If its devices belong to several processes, all of them load, and each
+        reads the samples of its own ranks.
+      cost: cost(rows, length) of one microbatch, such as a `CostModel`; `plan.ranks` spreads the microbatches by it.
+        None: as `plan.ranks` does without one.
+      spec: the shapes, from `mixed_batch_spec` with the same mesh and cost; needed for batches of other types than
+        `Batch`, and for several epochs in one program. None: those of this plan.
+      start_step: the first step to return; earlier steps are not read.
+      collate: makes the arrays of one microbatch from its `StepSamples`, with M = 1. `num_sequences` there is that of
+        the whole step.
+
+    Returns:
+      A `BatchIterator` over `plan.num_steps` − start_step batches.
+
+    Raises:
+      ValueError: start_step out of range; a dataset smaller than the plan; a spec for other buckets or another number
+        of ranks; processes with different plans or costs; and, when a step comes, samples that `collate` rejects, or
+        more than the spec has room for.
+    """
+    if not 0 <= start_step <= plan.num_steps:
+        raise UserError(f"start_step must be between 0 and {plan.num_steps}, not {start_step}")
+    spec = mixed_batch_spec(plan, mesh=mesh, cost=cost) if spec is None else spec
+    num_ranks = num_shards_of(mesh, DATA_AXIS)
+    if len(spec.num_microbatches) != num_ranks:
+        raise UserError(f"the spec is for {len(spec.num_microbatches)} ranks, and the mesh has {num_ranks}")
+    if (of_spec := tuple(each.bucket for each in spec.layout)) != plan.buckets:
+        raise UserError(f"the spec has the buckets {of_spec}, and the plan {plan.buckets}")
+    ranks = plan.ranks(num_ranks, cost)
+    own = own_shards(mesh, DATA_AXIS)
+    if mesh.is_multi_process:
+        agree("the mixed plan", plan.digest)
+        agree("the ranks of its microbatches", hashlib.sha256(ranks.tobytes()).hexdigest())
+    of_step = np.repeat(plan.num_sequences, np.diff(plan.step_offsets))
+    source = PlanSource(plan.plan, dataset, collate, num_sequences=of_step)
+
+    def read(step: int) -> ReadStep:
+        try:
+            return _read(plan, source, step, ranks, own, spec)
+        except Exception as error:
+            error.add_note(f"which is a microbatch of step {step} of the mixed plan")
+            raise
+
+    def deliver(step: ReadStep) -> Delivered:
+        batch = put(step.batch, mesh, num_ranks if mesh.is_multi_process else None)
+        return Delivered(batch, step.num_samples, step.num_adjusted, None)
+
+    num_steps = plan.num_steps - start_step
+    steps = (read(step) for step in range(start_step, plan.num_steps))
+    reading = ReadAhead(steps, deliver, first_step=start_step, num_steps=num_steps, num_workers=0)
+    return BatchIterator(reading, iter(()), lambda: None)
+
+
+def _read(
+    plan: MixedPlan,
+    source: PlanSource,
+    step: int,
+    ranks: Int32[np.ndarray, " all"],
+    own: np.ndarray,
+    spec: MixedBatch,
+) -> ReadStep:
+    """Reads what the ranks of this process take of a step."""
+    start, end = plan.step_offsets[step : step + 2].tolist()
+    mine_M = start + np.flatnonzero(np.isin(ranks[start:end], own))
+    has_none = not len(mine_M)
+    if has_none:
+        mine_M = np.array([start])  # for its scalars, which are of the whole step
+    parts = [source.read(int(t)) for t in mine_M]
+    buckets = [plan.buckets[k] for k in plan.plan.step_bucket[mine_M]]
+    mixed = mix_microbatches([part.batch for part in parts], buckets, ranks[mine_M], spec, places=mine_M - start)
+
+    def of_own_ranks(leaf: Any) -> Any:
+        return leaf[own] if leaf.ndim else leaf
+
+    ids = np.concatenate([part.ids for part in parts])[: 0 if has_none else None]
+    return ReadStep(step, jax.tree.map(of_own_ranks, mixed), len(ids), 0, ids)

@@ -1,0 +1,160 @@
+"""The train step of mixed plans: every rank has its own number of microbatches, each of its own shape.
+
+One program runs any of them: a loop with as many turns as the rank has microbatches, in it a switch over the buckets,
+and one reduction after the loop. Ranks wait for each other there only, once a step. Letters: p ranks, m microbatches of
+a rank, L arrays of a batch, K buckets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from jvarlen._common.checks import UserError
+from jvarlen.batches.mixed import MixedBatch
+from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, num_shards_of
+from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.step import StepFn, step_of_sums
+from jvarlen.training.step_sums import StepSums, step_key, sum_microbatch
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["make_mixed_train_step"]
+
+
+def make_mixed_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    buckets: Sequence[tuple[int, ...]],
+    *,
+    mesh: Mesh,
+    norms: bool = False,
+) -> StepFn:
+    """A train step over microbatches of different shapes, of which each rank has any number.
+
+    Loss, gradient and random keys are those of `make_train_step` with the same microbatches on one device: sums are
+    accumulated over a rank's microbatches, reduced over the ranks once, and divided once.
+
+    Args:
+      loss_fn: as for `make_train_step`. It may not communicate over the mesh: ranks do not call it at the same time.
+      optimizer: as for `make_train_step`.
+      buckets: those of the mixed plan; the loss is compiled for all of them, in one program.
+      mesh: its axis `"data"` has the ranks; other axes must have size 1.
+      norms: whether the metrics include the global norms of gradient and updates.
+
+    Returns:
+      `train_step(state, batch) -> (state, Metrics)` for a `MixedBatch`: a plain function, to be compiled by `jax.jit`.
+
+    Raises:
+      ValueError: buckets that repeat or do not ascend; a mesh without `"data"`, or with other axes; and when it is
+        traced: a batch of other buckets or of another number of ranks, a loss that communicates, and what
+        `make_train_step` raises.
+    """
+    checked = check_buckets(buckets)
+    num_ranks = num_shards_of(mesh, DATA_AXIS)
+    if others := [f"{name!r} {size}" for name, size in mesh.shape.items() if name != DATA_AXIS and size > 1]:
+        raise UserError(f"a mixed step is data-parallel alone, and the mesh also has {', '.join(others)}")
+    sums_of, values_of = (
+        _sum_mixed(loss_fn, checked, auto_axes(mesh), num_ranks, with_grads=with_grads) for with_grads in (True, False)
+    )
+    return step_of_sums(sums_of, values_of, optimizer, norms=norms)
+
+
+def _sum_mixed(
+    loss_fn: LossFn, buckets: tuple[AnyBucket, ...], mesh: Mesh, num_ranks: int, *, with_grads: bool
+) -> Callable[[TrainState, Any], StepSums]:
+    """The sums of a whole mixed step, over all ranks."""
+
+    def sums_of(state: TrainState, batch: Any) -> StepSums:
+        _check_batch(batch, buckets, num_ranks)
+        state = state._replace(opt_state=None)
+        split, whole = PartitionSpec(DATA_AXIS), PartitionSpec()
+        zeros = _zero_sums(loss_fn, state, batch, with_grads=with_grads)
+
+        def on_rank(state: TrainState, batch: MixedBatch) -> StepSums:
+            sums = _accumulate(loss_fn, state, batch, zeros, with_grads=with_grads)
+            return jax.lax.psum(sums, DATA_AXIS)
+
+        # Unchecked, as in `sum_step`: loops of the loss may start from constants.
+        over_ranks = jax.shard_map(
+            on_rank,
+            mesh=mesh,
+            in_specs=(whole, jax.tree.map(lambda leaf: split if leaf.ndim else whole, batch)),
+            out_specs=whole,
+            check_vma=False,
+        )
+        return over_ranks(state, batch)
+
+    return sums_of
+
+
+def _accumulate(
+    loss_fn: LossFn, state: TrainState, batch: MixedBatch, zeros: StepSums, *, with_grads: bool
+) -> StepSums:
+    """The sums over the microbatches of one rank, whose arrays have a leading axis of 1."""
+    leaves, structure = jax.tree.flatten(batch.arrays)
+    key = step_key(state) if takes_argument(loss_fn, "key") else None
+    sizes_KxL = np.array([[math.prod(shape) for shape in each.shapes] for each in batch.layout], np.int32)
+
+    def adding(shapes: tuple[tuple[int, ...], ...]) -> Callable[..., StepSums]:
+        def add(sums: StepSums, offsets_L: jax.Array, place: jax.Array) -> StepSums:
+            arrays = [
+                jax.lax.dynamic_slice(leaf[0], (offset,), (math.prod(shape),)).reshape(shape) if leaf.ndim else leaf
+                for leaf, shape, offset in zip(leaves, shapes, offsets_L, strict=True)
+            ]
+            own_key = None if key is None else jax.random.fold_in(key, place)
+            microbatch = jax.tree.unflatten(structure, arrays)
+            added = sum_microbatch(loss_fn, state, microbatch, own_key, with_grads=with_grads)
+            return jax.tree.map(jnp.add, sums, added)
+
+        return add
+
+    branches = [adding(each.shapes) for each in batch.layout]
+
+    def turn(carry: tuple[jax.Array, jax.Array, StepSums]) -> tuple[jax.Array, jax.Array, StepSums]:
+        i, offsets_L, sums = carry
+        k = batch.bucket_index[0, i]
+        sums = jax.lax.switch(k, branches, sums, offsets_L, batch.places[0, i])
+        return i + 1, offsets_L + jnp.asarray(sizes_KxL)[k], sums
+
+    start = jnp.int32(0), jnp.zeros(len(leaves), jnp.int32), zeros
+    return jax.lax.while_loop(lambda carry: carry[0] < batch.num_microbatches[0], turn, start)[2]
+
+
+def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, with_grads: bool) -> StepSums:
+    """Zeros of what a microbatch adds; raises ValueError if the loss names a mesh axis."""
+    leaves, structure = jax.tree.flatten(batch.arrays)
+    shapes = zip(leaves, batch.layout[0].shapes, strict=True)
+    microbatch = jax.tree.unflatten(structure, [jax.ShapeDtypeStruct(shape, leaf.dtype) for leaf, shape in shapes])
+    key = step_key(state) if takes_argument(loss_fn, "key") else None
+    try:  # outside of shard_map, where no axis has a name
+        sums = jax.eval_shape(
+            lambda microbatch: sum_microbatch(loss_fn, state, microbatch, key, with_grads=with_grads), microbatch
+        )
+    except NameError as error:
+        if "axis name" not in str(error):
+            raise
+        name = getattr(loss_fn, "__name__", "loss_fn")
+        raise UserError(
+            f"{name} names a mesh axis ({error}), and the ranks of a mixed step do not call it at the same time, nor "
+            "equally often: return the sums of the microbatch's own rows"
+        ) from error
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sums)
+
+
+def _check_batch(batch: Any, buckets: tuple[AnyBucket, ...], num_ranks: int) -> None:
+    if not isinstance(batch, MixedBatch):
+        raise UserError(f"a mixed step takes a MixedBatch, such as load_mixed gives, not a {type(batch).__name__}")
+    of_batch = tuple(each.bucket for each in batch.layout)
+    if of_batch != buckets:
+        listed = (", ".join(map(str, each)) for each in (of_batch, buckets))
+        raise UserError("the batch has the buckets {}, and the step was made for {}".format(*listed))
+    if len(batch.num_microbatches) != num_ranks:
+        raise UserError(f"the batch is for {len(batch.num_microbatches)} ranks, and the mesh has {num_ranks}")

@@ -1,0 +1,363 @@
+"""Mixed steps: ranks with different numbers of microbatches of different shapes give the result of one device."""
+
+import functools
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from jvarlen import (
+    Bucket,
+    CompileOptions,
+    Plan,
+    compile_buckets,
+    data_mesh,
+    init_train_state,
+    load_mixed,
+    make_mixed_train_step,
+    make_plan,
+    make_train_step,
+    mixed_batch_spec,
+    no_recompiles,
+    pack_samples,
+    packed_batch_spec,
+    replicate,
+    scale_by_batch_size,
+)
+from jvarlen.batches.batches import Batch
+from jvarlen.batches.mixed import mix_microbatches
+from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.loading.loader import PlanSource
+from jvarlen.parallel.layout import Layout
+from jvarlen.planning.mixed_plan import make_mixed_plan
+from tests import processes, run_mixed
+from tests.conftest import random_dataset
+
+BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
+OF_STEP = (3, 0, 2, 1, 1, 0, 3, 2, 0, 1, 2)  # the buckets of eleven microbatches
+
+
+def rnn_loss(params, microbatch, key=None):
+    """A loop that starts from a constant, and dropout where it gets a key."""
+    x_TxBxD = params["embedding"][microbatch.tokens].swapaxes(0, 1)
+    if key is not None:
+        x_TxBxD = x_TxBxD * jax.random.bernoulli(key, 0.7, x_TxBxD.shape)
+
+    def cell(h_BxD, x_BxD):
+        h_BxD = jnp.tanh(x_BxD + h_BxD @ params["weight"])
+        return h_BxD, jnp.sum(jnp.square(h_BxD - 0.1), axis=-1)
+
+    _, losses_TxB = jax.lax.scan(cell, jnp.zeros(x_TxBxD.shape[1:], x_TxBxD.dtype), x_TxBxD)
+    return jnp.sum(losses_TxB.T * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def make_params(dtype=np.float64):
+    rng = np.random.default_rng(0)
+    params = {"embedding": rng.normal(size=(128, 6)), "weight": rng.normal(size=(6, 6)) / 3}
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def make_optimizer():
+    return optax.chain(optax.sgd(0.3, momentum=0.9), scale_by_batch_size(8))
+
+
+def random_microbatches(buckets, num_sequences=29):
+    rng = np.random.default_rng(1)
+    for bucket in buckets:
+        lengths_B = rng.integers(0, bucket.length + 1, bucket.rows).astype(np.int32)
+        is_token_BxT = np.arange(bucket.length) < lengths_B[:, None]
+        tokens_BxT = (rng.integers(0, 128, is_token_BxT.shape) * is_token_BxT).astype(np.int32)
+        weights_BxT = (rng.integers(1, 5, is_token_BxT.shape) / 2 * is_token_BxT).astype(np.float32)
+        arrays = (array[None] for array in (tokens_BxT, lengths_B, weights_BxT))
+        yield Batch(*arrays, np.float32(num_sequences))
+
+
+def hand_made(ranks, of_step=OF_STEP, buckets=BUCKETS):
+    """A mixed plan of one step, whose microbatches have these buckets, of one sample each, and these ranks."""
+    num_microbatches = len(of_step)
+    plan = Plan(
+        buckets=buckets,
+        microbatches_per_step=1,
+        step_bucket=np.array(of_step, np.int32),
+        step_offsets=np.arange(num_microbatches + 1),
+        num_tokens=np.ones(num_microbatches, np.int64),
+        sample_ids=np.arange(num_microbatches),
+    )
+    mixed = make_mixed_plan(plan, num_microbatches)
+    object.__setattr__(mixed, "ranks", lambda num_ranks, cost=None: np.array(ranks, np.int32))
+    return mixed
+
+
+def mixed_by_hand(ranks, num_ranks, of_step=OF_STEP, buckets=BUCKETS):
+    """Microbatches, their mixed batch, its spec and the mesh."""
+    mesh = data_mesh(num_ranks)
+    spec = mixed_batch_spec(hand_made(ranks, of_step, buckets), mesh=mesh)
+    own_buckets = [buckets[k] for k in of_step]
+    microbatches = list(random_microbatches(own_buckets))
+    return microbatches, mix_microbatches(microbatches, own_buckets, ranks, spec), spec, mesh
+
+
+def on_one_device(loss_fn, microbatches, params, seed=None):
+    """Loss and gradient of a step, from the definition."""
+
+    def loss(params):
+        sums = jnp.zeros(2)
+        for i, microbatch in enumerate(microbatches):
+            first = jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, microbatch)
+            keys = []
+            if seed is not None:
+                keys = [jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), i)]
+            sums += jnp.stack(loss_fn(params, first, *keys))
+        return sums[0] / sums[1]
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_ranks"),
+    [
+        ((0, 1, 2, 0, 1, 0, 0, 2, 1, 0, 2), 3),  # 5, 3 and 3 microbatches
+        ((3, 1, 3, 0, 1, 0, 0, 3, 1, 0, 3), 4),  # rank 2 has none
+    ],
+)
+def test_ranks_with_different_numbers_of_microbatches_give_the_result_of_one_device(ranks, num_ranks):
+    with jax.enable_x64(True):
+        microbatches, batch, spec, mesh = mixed_by_hand(ranks, num_ranks)
+        assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=num_ranks).tolist()
+        state = replicate(init_train_state(make_params(), make_optimizer(), seed=3), mesh)
+        step = make_mixed_train_step(rnn_loss, make_optimizer(), BUCKETS, mesh=mesh, norms=True)
+        compiled = jax.jit(step).lower(state, spec).compile()
+        after, metrics = compiled(state, batch)
+
+        loss, grads = on_one_device(rnn_loss, microbatches, make_params(), seed=3)
+        optimizer = make_optimizer()
+        updates, _ = optimizer.update(grads, optimizer.init(make_params()), make_params(), batch_size=29.0)
+        expected = optax.apply_updates(make_params(), updates)
+        np.testing.assert_allclose(float(metrics.loss), float(loss), rtol=1e-12)
+        np.testing.assert_allclose(float(metrics.grad_norm), float(optax.tree.norm(grads)), rtol=1e-12)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12), after.params, expected)
+    weight = sum(float(microbatch.weights.sum(dtype=np.float64)) for microbatch in microbatches)
+    np.testing.assert_allclose(float(metrics.weight_sum), weight, rtol=1e-6)
+    assert float(metrics.num_tokens) == sum(int(microbatch.lengths.sum()) for microbatch in microbatches)
+    assert int(after.step) == 1
+    (reduction,) = list_collectives(compiled)
+    assert (reduction.kind, reduction.times) == ("all-reduce", 1)
+    assert reduction.num_bytes == 8 * (3 + 128 * 6 + 6 * 6)  # loss, weight, tokens, gradients
+
+
+def test_a_step_of_one_bucket_is_the_ordinary_step():
+    """With all that a loss may take and return, and an optimizer that asks for the loss at other parameters."""
+
+    def loss_fn(params, microbatch, key, extra):
+        loss_sum, weight_sum = rnn_loss(params, microbatch, key)
+        sums = {"first": jnp.sum(microbatch.tokens[:, 0])}
+        mean = jnp.sum(microbatch.tokens * microbatch.weights) / weight_sum
+        return loss_sum, weight_sum, sums, {"mean": 0.9 * extra["mean"] + 0.1 * mean, "calls": extra["calls"] + 1}
+
+    with jax.enable_x64(True):
+        ranks = (1, 0, 1, 1)
+        microbatches, batch, _, mesh = mixed_by_hand(ranks, 3, (0, 0, 0, 0), (Bucket(4, 6),))
+        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves) if leaves[0].ndim else leaves[0], *microbatches)
+        optimizer = optax.chain(optax.sgd(0.3), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
+        state = init_train_state(make_params(), optimizer, extra={"mean": np.float64(5), "calls": np.int32(0)}, seed=1)
+        expected, metrics = jax.jit(make_train_step(loss_fn, optimizer))(state, whole)
+        step = make_mixed_train_step(loss_fn, optimizer, [(4, 6)], mesh=mesh)
+        after, mixed_metrics = jax.jit(step)(state, batch)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+        jax.tree.map(close, (after.params, after.opt_state, after.extra), expected[:3])
+        jax.tree.map(close, mixed_metrics, metrics)
+    assert int(after.extra["calls"]) == 4
+
+
+DATASET = random_dataset(83, 13)
+PLAN = make_plan(np.diff(DATASET.offsets), BUCKETS, order="shuffle")
+MIXED = make_mixed_plan(PLAN, 7)  # which three ranks do not divide
+
+
+def tokens_of(batch):
+    """The samples in a mixed batch, in the order of ranks."""
+    starts = np.zeros_like(batch.num_microbatches)
+    for rank, count in enumerate(np.asarray(batch.num_microbatches)):
+        for k in np.asarray(batch.bucket_index)[rank, :count]:
+            rows, length = batch.layout[k].bucket
+            end = starts[rank] + rows * length
+            tokens_BxT = np.asarray(batch.arrays.tokens)[rank, starts[rank] : end].reshape(rows, length)
+            yield from (row[row > 0].astype(np.uint8).tobytes() for row in tokens_BxT if row.any())
+            starts[rank] = end
+
+
+def test_a_plan_is_loaded_and_trained_and_nothing_is_compiled_after_the_first_step():
+    mesh = data_mesh(3)
+    batches = list(load_mixed(MIXED, DATASET, mesh=mesh))
+    assert len(batches) == MIXED.num_steps > 3
+    seen = [sample for batch in batches for sample in tokens_of(batch)]
+    assert sorted(seen) == sorted(DATASET[i].tobytes() for i in range(len(DATASET)))
+    assert [float(batch.num_sequences) for batch in batches] == MIXED.num_sequences.tolist()
+    shards = {leaf.sharding.spec for batch in batches for leaf in jax.tree.leaves(batch) if leaf.ndim}
+    assert shards == {PartitionSpec("data")}
+
+    optimizer = make_optimizer()
+    with jax.enable_x64(True):
+        step = jax.jit(make_mixed_train_step(rnn_loss, optimizer, BUCKETS, mesh=mesh))
+        state = replicate(init_train_state(make_params(), optimizer), mesh)
+        losses = []
+        for t, batch in enumerate(batches):
+            with no_recompiles("count") as count:
+                state, metrics = step(state, batch)
+            assert not count.recompilations or t == 0
+            losses.append(float(metrics.loss))
+            assert float(metrics.num_tokens) == MIXED.num_tokens[t]
+        expected, params = trained_on_one_device(MIXED, optimizer)
+        np.testing.assert_allclose(losses, expected, rtol=1e-12)
+        close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+        jax.tree.map(close, state.params, params)
+
+
+def trained_on_one_device(plan, optimizer):
+    """The losses of the steps, and the parameters after them: microbatches one by one."""
+    sums_of = jax.jit(jax.value_and_grad(rnn_loss, has_aux=True))
+    update = jax.jit(optimizer.update)
+    source, params, losses = PlanSource(plan.plan, DATASET), make_params(), []
+    opt_state = optimizer.init(params)
+    for step, bounds in enumerate(itertools.pairwise(plan.step_offsets.tolist())):
+        microbatches = [jax.tree.map(lambda leaf: leaf[0] if leaf.ndim else leaf, source[i]) for i in range(*bounds)]
+        sums = [jax.device_get(sums_of(params, microbatch)) for microbatch in microbatches]
+        (loss_sum, weight_sum), grads = jax.tree.map(lambda *leaves: sum(leaves), *sums)
+        losses.append(loss_sum / weight_sum)
+        grads = jax.tree.map(lambda grad, weight=weight_sum: grad / weight, grads)
+        updates, opt_state = update(grads, opt_state, params, batch_size=np.float64(plan.num_sequences[step]))
+        params = jax.tree.map(np.add, params, jax.device_get(updates))
+    return losses, params
+
+
+def test_loading_resumes_at_any_step_and_in_the_shapes_of_several_epochs():
+    mesh = data_mesh(3)
+    other = make_mixed_plan(make_plan(np.diff(DATASET.offsets), BUCKETS, order="shuffle", epoch=1), 7)
+    spec = mixed_batch_spec([MIXED, other], mesh=mesh)
+    first = load_mixed(MIXED, DATASET, mesh=mesh, spec=spec)
+    resumed = load_mixed(MIXED, DATASET, mesh=mesh, spec=spec, start_step=2)
+    pairs = list(zip(itertools.islice(first, 2, None), resumed, strict=True))
+    assert len(pairs) == MIXED.num_steps - 2
+    for batch, again in pairs:
+        jax.tree.map(np.testing.assert_array_equal, batch, again)
+    assert resumed.num_samples == MIXED.num_sequences[2:].sum()
+    batches = [pairs[0][0], *load_mixed(other, DATASET, mesh=mesh, spec=spec)]
+    shapes = {(jax.tree.structure(batch), *map(jnp.shape, jax.tree.leaves(batch))) for batch in batches}
+    assert shapes == {(jax.tree.structure(spec), *map(jnp.shape, jax.tree.leaves(spec)))}
+    smaller = make_mixed_plan(PLAN, 2)
+    alone = mixed_batch_spec(MIXED, mesh=mesh)
+    assert jax.tree.leaves(mixed_batch_spec([MIXED, smaller], mesh=mesh)) == jax.tree.leaves(alone)
+    assert jax.tree.leaves(mixed_batch_spec([smaller, MIXED], mesh=mesh)) == jax.tree.leaves(alone)
+    assert jax.tree.leaves(mixed_batch_spec(smaller, mesh=mesh)) != jax.tree.leaves(alone)
+
+
+def test_a_cost_decides_the_ranks():
+    mesh = data_mesh(3)
+    for cost in (None, lambda rows, length: rows + 0.0 * length):
+        ranks = MIXED.ranks(3, cost)[: MIXED.step_offsets[1]]
+        batch = next(load_mixed(MIXED, DATASET, mesh=mesh, cost=cost))
+        assert batch.num_microbatches.tolist() == np.bincount(ranks, minlength=3).tolist()
+
+
+def test_packed_rows_and_compiled_buckets():
+    lengths = np.diff(DATASET.offsets)
+    plan = make_mixed_plan(make_plan(pack_samples(lengths, [13]), BUCKETS[1:], order="shuffle"), 5)
+    mesh = data_mesh(2)
+    spec = mixed_batch_spec(plan, mesh=mesh, batch_spec=packed_batch_spec)
+    batches = load_mixed(plan, DATASET, mesh=mesh, spec=spec, collate=pack_to_bucket)
+    state = init_train_state(make_params(np.float32), make_optimizer())
+    step = make_mixed_train_step(rnn_loss, make_optimizer(), plan.buckets, mesh=mesh)
+    compiled = compile_buckets(
+        step,
+        state,
+        plan.buckets[-1:],
+        microbatches_per_step=2,
+        mesh=mesh,
+        batch_spec=lambda bucket, num_microbatches: spec,
+        progress=False,
+        options=CompileOptions(cache_dir=None),
+    )
+    state = replicate(state, mesh)
+    with no_recompiles():
+        for t, batch in enumerate(batches):
+            state, metrics = compiled(state, batch)
+            assert float(metrics.num_tokens) == plan.num_tokens[t]
+    assert compiled.collectives(plan.buckets[-1])["all-reduce"] == (1, 0)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    mesh = data_mesh(2)
+    microbatches, batch, spec, _ = mixed_by_hand((0, 1, 1), 2, (0, 1, 0))
+    buckets = [BUCKETS[k] for k in (0, 1, 0)]
+    refused = functools.partial(pytest.raises, ValueError)
+    mix = functools.partial(mix_microbatches, spec=spec)
+    with refused(match=r"not among the 4 of these batches: \(7, 7\)"):
+        mix(microbatches, [(7, 7), *buckets[1:]], (0, 1, 1))
+    with refused(match="ranks must be in 0 … 1: 2 of microbatch 1"):
+        mix(microbatches, buckets, (0, 2, 1))
+    with refused(match="rank 0 gets more than the 2 microbatches"):
+        mix(microbatches, buckets, (0, 0, 0))
+    with refused(match=r"rank 0 gets more than the 30 elements of \.tokens"):
+        mix(list(random_microbatches([BUCKETS[2]] * 2)), [BUCKETS[2]] * 2, (0, 0))
+    with refused(match=r"bucket 3×5 is not as in batch_spec: \.tokens: int32\[1,5,3\], expected int32\[1,3,5\]"):
+        mix(microbatches, [buckets[0], buckets[1], buckets[1]], (0, 1, 1))
+    with refused(match=r"differ between its microbatches: \.num_sequences: 29\.0 and 3\.0"):
+        mix([*microbatches[:2], microbatches[2]._replace(num_sequences=np.float32(3))], buckets, (0, 1, 1))
+    with refused(match="all of the same buckets"):
+        mixed_batch_spec([MIXED, hand_made((0,), (0,), BUCKETS[:2])], mesh=mesh)
+
+    make = functools.partial(make_mixed_train_step, rnn_loss, optax.sgd(0.1))
+    with refused(match="must strictly ascend"):
+        make([(2, 4), (2, 4)], mesh=mesh)
+    with refused(match="also has 'tensor' 2"):
+        make(BUCKETS, mesh=layout_mesh(Layout(data=2, tensor=2)))
+    state = init_train_state(make_params(np.float32), optax.sgd(0.1))
+    with refused(match="made for 5×3, 3×5"):
+        jax.eval_shape(make(BUCKETS[:2], mesh=mesh), state, batch)
+    with refused(match="is for 2 ranks, and the mesh has 3"):
+        jax.eval_shape(make(BUCKETS, mesh=data_mesh(3)), state, batch)
+    with refused(match="takes a MixedBatch, such as load_mixed gives, not a Batch"):
+        jax.eval_shape(make(BUCKETS, mesh=mesh), state, microbatches[0])
+
+    def reducing_loss(params, microbatch):
+        return jax.tree.map(lambda x: jax.lax.psum(x, "data"), rnn_loss(params, microbatch))
+
+    with refused(match="reducing_loss names a mesh axis"):
+        jax.eval_shape(make_mixed_train_step(reducing_loss, optax.sgd(0.1), BUCKETS, mesh=mesh), state, batch)
+
+    with refused(match="start_step must be between 0 and"):
+        load_mixed(MIXED, DATASET, mesh=mesh, start_step=MIXED.num_steps + 1)
+    with refused(match="the spec is for 3 ranks, and the mesh has 2"):
+        load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(MIXED, mesh=data_mesh(3)))
+    with refused(match="the spec has the buckets"):
+        load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(hand_made((0,), (0,), BUCKETS[:2]), mesh=mesh))
+    with refused(match="holds sample 82, the dataset only 50"):
+        load_mixed(MIXED, random_dataset(50, 13), mesh=mesh)
+    with refused(match="rank 0 gets more than the 1 microbatches") as raised:
+        next(load_mixed(MIXED, DATASET, mesh=mesh, spec=mixed_batch_spec(hand_made((0,), (0,)), mesh=mesh)))
+    assert raised.value.__notes__ == ["which is a microbatch of step 0 of the mixed plan"]
+
+
+@pytest.mark.multiprocess
+def test_processes_read_their_own_microbatches_and_train_as_one():
+    """Two processes of two ranks each; in the last step one of them has no microbatch."""
+    losses, params, read, num_samples, counts = run_mixed.train()
+    assert read == [*range(num_samples)]
+    assert counts == [9, 9, 1]
+    found_read, found_samples = [], 0
+    for output in processes.run(Path(run_mixed.__file__), 2, num_devices=2):
+        found = json.loads(output.splitlines()[-1])
+        np.testing.assert_allclose(found[0], losses, rtol=1e-12)
+        np.testing.assert_allclose(found[1], params, rtol=1e-12)
+        found_read += found[2]
+        found_samples += found[3]
+    assert {*found_read} == {*read}
+    assert len(read) == found_samples < len(found_read) <= found_samples + 4  # both read the last, for its scalars

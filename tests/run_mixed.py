@@ -1,0 +1,59 @@
+"""A script that trains on a mixed plan over all processes, and prints losses, parameters and the samples read as JSON.
+
+Arguments: the number of processes, a rank and a port.
+"""
+
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jvarlen
+
+LENGTHS = np.random.default_rng(0).integers(1, 9, 33)
+
+
+class Recorded:
+    """Samples, and which of them were read."""
+
+    def __init__(self):
+        self.read = set()
+
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, i):
+        self.read.add(i)
+        return np.arange(i, i + LENGTHS[i]) % 11
+
+
+def loss_fn(params, microbatch, key):
+    values = jnp.tanh(params[microbatch.tokens]) * jax.random.bernoulli(key, 0.7, microbatch.tokens.shape)
+    return jnp.sum(jnp.square(values - 0.3) * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def train():
+    """Losses, parameters, samples read and counted, and microbatches of each step, over four ranks."""
+    mesh = jvarlen.data_mesh(4)
+    plan = jvarlen.make_mixed_plan(jvarlen.make_plan(LENGTHS, [(4, 3), (2, 6), (1, 8)], order="shuffle"), 9)
+    dataset, optimizer = Recorded(), optax.chain(optax.sgd(0.3), jvarlen.scale_by_batch_size(8))
+    with jax.enable_x64(True):
+        state = jvarlen.init_train_state(np.linspace(-1, 1, 11), optimizer, seed=2)
+        state = jvarlen.replicate(state, mesh)
+        step = jax.jit(jvarlen.make_mixed_train_step(loss_fn, optimizer, plan.buckets, mesh=mesh))
+        losses = []
+        batches = jvarlen.load_mixed(plan, dataset, mesh=mesh)
+        for batch in batches:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics.loss))
+        params, read, counts = np.asarray(state.params).tolist(), sorted(dataset.read), np.diff(plan.step_offsets)
+        return losses, params, read, batches.num_samples, counts.tolist()
+
+
+if __name__ == "__main__":
+    num_processes, rank, port = map(int, sys.argv[1:])
+    jvarlen.initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
+    print(json.dumps(train()))
