@@ -345,7 +345,9 @@ def _counts_of(jaxpr: Jaxpr, times: float = 1) -> _Counts:
     counts: Any = _Counts()
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
-        taken, returned = ([cast(Any, each.aval) for each in each_of] for each_of in (equation.invars, equation.outvars))
+        taken, returned = (
+            [cast(Any, each.aval) for each in each_of] for each_of in (equation.invars, equation.outvars)
+        )
         if name == "dot_general":
             ((contracted, _), _), shape = params["dimension_numbers"], taken[0].shape
             size = math.prod(returned[0].shape) * math.prod(shape[dim] for dim in contracted)
