@@ -16,8 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.parallel.wire import Link, collective_seconds
+from jvarlen.clusters.cluster import Cluster, Kind
 
 __all__ = ["Operator", "Split", "choose_operators", "transformer_operators"]
 
@@ -97,11 +96,10 @@ def choose_operators(
     seconds = np.zeros(len(choices))
     for i, each in enumerate(operators):
         seconds += 3 * each.flops / rate / np.where(states(i, _YIELDS) == _WHOLE, 1, size)
-    link = Link(float(cluster.bytes_per_second(size, 1)), float(cluster.latency_s(size, 1)))
     whole = np.full(len(choices), _WHOLE)
     for i, name in enumerate(["input", *(each.name for each in operators)], start=-1):
         readers = [k for k, each in enumerate(operators) if name in each.inputs]
-        to_seconds = _to_seconds(input_bytes if i < 0 else operators[i].output_bytes, size, link)
+        to_seconds = _to_seconds(input_bytes if i < 0 else operators[i].output_bytes, size, cluster)
         is_output = i == len(operators) - 1
         takes = [states(k, _TAKES) for k in readers] + [whole] * is_output
         of_input = [states(k, _OF_INPUT) for k in readers] + [whole] * is_output
@@ -148,15 +146,16 @@ def _is_any(values: Sequence[Int64[np.ndarray, " C"]], state: int) -> Bool[np.nd
     return np.any(np.array(values) == state, axis=0)
 
 
-def _to_seconds(num_bytes: int, size: int, link: Link) -> Float64[np.ndarray, "3 3"]:
+def _to_seconds(num_bytes: int, size: int, cluster: Cluster) -> Float64[np.ndarray, "3 3"]:
     """From a state, the row, to another, the column. Nothing has to become sums."""
-    seconds = np.zeros((3, 3))
-    for before, after, kind in (
-        (_FEATURES, _WHOLE, "all_gather"),
-        (_SUMS, _WHOLE, "all_reduce"),
-        (_SUMS, _FEATURES, "reduce_scatter"),
-    ):
-        seconds[before, after] = collective_seconds(kind, num_bytes, size, "ring", link)
+    seconds, in_host = np.zeros((3, 3)), cluster.members_in_host(size, 1)
+    kinds: dict[tuple[int, int], Kind] = {
+        (_FEATURES, _WHOLE): "all_gather",
+        (_SUMS, _WHOLE): "all_reduce",
+        (_SUMS, _FEATURES): "reduce_scatter",
+    }
+    for states, kind in kinds.items():
+        seconds[states] = cluster.collective_seconds(kind, num_bytes, size, in_host)
     return seconds
 
 

@@ -192,7 +192,8 @@ def _of_schedule(
     ends: Passes,
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
-    again = np.where(runs_again, layer.again, 0.0)
+    # A stage keeps only its input, from which all its layers run; a layer alone need not give its output again.
+    again = np.where(runs_again, np.where(wide.stage > 1, layer.forward, layer.again), 0.0)
     splits = (wide.schedule == SCHEDULES.index("zero_bubble")) & (wide.stage > 1)
     half = layer.backward / 2
     # From kept inputs, weight gradients run the layers and their backward pass again.

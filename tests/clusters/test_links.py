@@ -1,5 +1,6 @@
 """Measured clusters: figures that hold together, fits that find a known link, hosts told apart, and the command."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -10,6 +11,7 @@ from jvarlen.clusters import links
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.links import measure_cluster
 from jvarlen.distributed.mesh import data_mesh
+from jvarlen.parallel.wire import Link
 
 
 @pytest.fixture
@@ -38,10 +40,11 @@ def test_a_program_does_its_work_as_often_as_it_is_told():
 
 
 def test_the_fit_finds_the_link_of_a_cluster():
+    cluster = dataclasses.replace(Cluster.preset("dgx-h100"), link=Link(3e9, 2e-5))
+
     def seconds_of(work, shape, dtype):
-        if "ppermute" in work.__code__.co_names:
-            return 2e-5 + 4 * shape[0] / 3e9
-        return 2 * (3 * 2e-5 + 7 / 8 * 4 * shape[0] / 3e9)
+        kind = "send" if "ppermute" in work.__code__.co_names else "all_reduce"
+        return float(cluster.collective_seconds(kind, 4 * shape[0], 8, 8))
 
     found, error = links._fit_link(links._collectives(seconds_of, "device", 8, links._ON_CPU))
     assert found.bytes_per_second == pytest.approx(3e9, rel=1e-6)

@@ -31,7 +31,7 @@ def seconds_of(operators, splits, cluster, input_bytes):
     def move(num_bytes, before, after):
         steps = {("features", "whole"): 1, ("sums", "whole"): 2, ("sums", "features"): 1}.get((before, after), 0)
         link = cluster.link
-        return steps * (SIZE - 1) * (link.latency_s + -(-num_bytes // SIZE) / link.bytes_per_second)
+        return steps * (2 * link.latency_s + num_bytes * (SIZE - 1) / SIZE / link.bytes_per_second)
 
     total = 0
     for each, split in zip(operators, splits, strict=True):

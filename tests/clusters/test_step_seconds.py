@@ -76,6 +76,16 @@ def test_kept_inputs_run_layers_again():
     assert seconds_of("stage4.zero_bubble", model_costs(), unit_cluster()).total == pytest.approx(simulated.makespan)
 
 
+def test_a_stage_runs_its_layers_whole_again_from_its_input():
+    """A layer alone does not need its own output again."""
+    flops = Passes(*(np.array([value]) for value in (1.0, 2.0, 0.5)))
+    costs = model_costs(layer_flops=flops)
+    assert (
+        seconds_of("stage4", costs, unit_cluster()).total == seconds_of("stage4", model_costs(), unit_cluster()).total
+    )
+    assert seconds_of("data1.keep_inputs", costs, unit_cluster()).compute == 8 * 8 * 3.5
+
+
 def test_the_last_stage_computes_the_loss():
     """In each of its backward passes, one a microbatch."""
     without = seconds_of("stage4.keep_residuals", model_costs(), unit_cluster()).total
