@@ -52,7 +52,14 @@ class Candidates(NamedTuple):
     reasons: tuple[str, ...]
 
     def layouts(self, most: int | None = None) -> list[Layout]:
-        """The first layouts that were not rejected."""
+        """The first layouts that were not rejected.
+
+        Args:
+          most: how many; None for all.
+
+        Returns:
+          The layouts, the fastest first.
+        """
         num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
         return [self.table.layout(row) for row in range(num_fitting)]
 
@@ -62,7 +69,11 @@ class Candidates(NamedTuple):
         return self.reasons.count("")
 
     def rejections(self) -> list[tuple[str, int]]:
-        """Why layouts were rejected, and how many each; the most frequent first."""
+        """Why layouts were rejected.
+
+        Returns:
+          Reasons, and how many layouts each; the most frequent first.
+        """
         kinds = collections.Counter(
             "too large" if reason.startswith("needs ") else reason for reason in self.reasons if reason
         )
@@ -110,7 +121,11 @@ class LayoutChoice(NamedTuple):
         return f"{table}\n{left:,} more fit; {rejected:,} do not{_reasons_text(candidates)}\n{self.why()}"
 
     def why(self) -> str:
-        """What a step is spent on, in one sentence."""
+        """What an epoch is spent on.
+
+        Returns:
+          A sentence.
+        """
         parts = {name: float(part[0]) for name, part in self.of_epoch._asdict().items()}
         total = sum(parts.values()) or 1.0
         shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)

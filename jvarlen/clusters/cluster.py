@@ -80,6 +80,9 @@ class Cluster:
         Args:
           size: devices of the group.
           stride: between the numbers of neighbours. `size` and `stride` broadcast.
+
+        Returns:
+          int64, at least 1.
         """
         in_host = np.maximum(self.devices_per_host // np.asarray(stride, np.int64), 1)
         return np.asarray(size, np.int64) if self.num_hosts == 1 else np.minimum(size, in_host)
@@ -116,13 +119,26 @@ class Cluster:
         return np.where(size > 1, times * (rounds * latency_s + sent / bytes_per_second), 0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cluster as JSON, atomically."""
+        """Writes the cluster as JSON, atomically.
+
+        Args:
+          path: the file; its directory must exist, and an existing file is replaced.
+
+        Raises:
+          OSError: it cannot be written; an existing file stays.
+        """
         with write_atomically(Path(path)) as file:
             file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
         """Reads a cluster from a JSON file with the attributes of a cluster.
+
+        Args:
+          path: the file.
+
+        Returns:
+          The cluster.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -151,6 +167,9 @@ class Cluster:
           name: of the preset.
           num_hosts: how many of it.
 
+        Returns:
+          The cluster.
+
         Raises:
           ValueError: an unknown name, or fewer than one host.
         """
@@ -160,7 +179,13 @@ class Cluster:
 
     @classmethod
     def named(cls, text: str) -> Cluster:
-        """A cluster by its file, or a preset by its name, such as `dgx-h100` or `dgx-h100:4` for four hosts.
+        """A cluster by its file, or a preset.
+
+        Args:
+          text: a path, or a name such as `dgx-h100`, or `dgx-h100:4` for four hosts.
+
+        Returns:
+          The cluster.
 
         Raises:
           FileNotFoundError: it is no preset, and there is no such file.

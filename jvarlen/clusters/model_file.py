@@ -64,7 +64,13 @@ class ModelFile:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ModelFile:
-        """Reads the file.
+        """Reads a model.
+
+        Args:
+          path: a JSON file with the attributes of a model.
+
+        Returns:
+          The model.
 
         Raises:
           FileNotFoundError: there is no such file.
@@ -109,6 +115,10 @@ class ModelFile:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def make_optimizer(self) -> optax.GradientTransformation:
-        """The optimizer, with any learning rate."""
+        """The optimizer.
+
+        Returns:
+          An Optax optimizer, with some learning rate.
+        """
         optimizer = {"adamw": optax.adamw, "lion": optax.lion, "sgd": optax.sgd}[self.optimizer](1e-3)
         return with_float32_master(optimizer) if self.params_dtype == "bfloat16" else optimizer
