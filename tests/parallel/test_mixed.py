@@ -34,7 +34,7 @@ from jvarlen.batches.batches import Batch
 from jvarlen.batches.mixed import mix_microbatches
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.mesh import layout_mesh
-from jvarlen.loading.collate import pack_to_bucket
+from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.loader import PlanSource
 from jvarlen.parallel.layout import Layout
 from jvarlen.planning.mixed_plan import make_mixed_plan
@@ -291,6 +291,32 @@ def test_packed_rows_and_compiled_buckets():
             state, metrics = compiled(state, batch)
             assert float(metrics.num_tokens) == plan.num_tokens[t]
     assert compiled.collectives(plan.buckets[-1])["all-reduce"] == (1, 0)
+
+
+def test_batches_of_any_type_with_counts_and_scalars():
+    def batch_spec(bucket, num_microbatches):
+        floats = functools.partial(jax.ShapeDtypeStruct, dtype=np.float32)
+        scalars = {"num_sequences": floats(()), "temperature": floats(())}
+        return {"tokens": floats((num_microbatches, *bucket)), "num_tokens": floats((num_microbatches,)), **scalars}
+
+    def collate(step):
+        tokens_1xBxT = pad_to_bucket(step).tokens.astype(np.float32)
+        scalars = {"num_sequences": np.float32(step.num_sequences), "temperature": np.float32(4)}
+        return {"tokens": tokens_1xBxT, "num_tokens": np.array([step.num_tokens], np.float32), **scalars}
+
+    def loss_fn(params, microbatch):
+        return params * jnp.sum(microbatch["tokens"]) / microbatch["temperature"], microbatch["num_tokens"]
+
+    mesh, optimizer = data_mesh(3), scale_by_batch_size(8)
+    spec = mixed_batch_spec(MIXED, mesh=mesh, batch_spec=batch_spec)
+    step = jax.jit(make_mixed_train_step(loss_fn, optimizer, BUCKETS, mesh=mesh))
+    state = replicate(init_train_state(np.float32(1), optimizer), mesh)
+    for t, batch in enumerate(load_mixed(MIXED, DATASET, mesh=mesh, spec=spec, collate=collate)):
+        _, metrics = step(state, batch)
+        ids = range(*PLAN.step_offsets[MIXED.step_offsets[t : t + 2]].tolist())
+        total = sum(int(DATASET[PLAN.sample_ids[i]].sum(dtype=np.int64)) for i in ids)
+        np.testing.assert_allclose(metrics.loss, total / 4 / MIXED.num_tokens[t], rtol=1e-6)
+        assert float(metrics.num_tokens) == MIXED.num_tokens[t]
 
 
 def test_what_does_not_fit_is_refused_by_name():
