@@ -145,14 +145,14 @@ class Cluster:
           ValueError: it holds no cluster; the message says what is wrong.
         """
         try:
-            return cls.from_fields(json.loads(Path(path).read_text()))
+            return cls._from_fields(json.loads(Path(path).read_text()))
         except FileNotFoundError:
             raise FileNotFoundError(f"there is no cluster file {path}") from None
         except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{path} holds no cluster: {error}") from error
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Cluster:
+    def _from_fields(cls, fields: dict[str, Any]) -> Cluster:
         """A cluster from JSON values."""
         unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
         if unknown:

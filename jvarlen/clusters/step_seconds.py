@@ -48,7 +48,14 @@ class StepSeconds(NamedTuple):
         return np.add.reduce([np.asarray(part) for part in self])
 
     def take(self, rows: Any) -> StepSeconds:
-        """Those of some layouts."""
+        """Those of some layouts.
+
+        Args:
+          rows: an index, or several.
+
+        Returns:
+          Their seconds.
+        """
         return StepSeconds(*(part[rows] for part in self))
 
 
