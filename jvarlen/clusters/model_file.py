@@ -15,7 +15,7 @@ import optax
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel.layers import LayeredModel
+from jvarlen.parallel.layers import LayeredModel, LayeredParams
 from jvarlen.training.float32_master import with_float32_master
 
 __all__ = ["ModelFile"]
@@ -105,9 +105,13 @@ class ModelFile:
     @property
     def params(self) -> Any:
         """`LayeredParams` of `jax.ShapeDtypeStruct`."""
-        shapes = jax.eval_shape(lambda: stack_layers(init_params(self._config, seed=0)))
+        one_layer = dataclasses.replace(self._config, num_layers=1)
+        ends, layers = jax.eval_shape(lambda: stack_layers(init_params(one_layer, seed=0)))
         dtype = jnp.dtype(self.params_dtype)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+        return LayeredParams(
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), ends),
+            jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((self.layers, *leaf.shape[1:]), dtype), layers),
+        )
 
     @property
     def num_params(self) -> int:

@@ -5,6 +5,7 @@ Letters: L layers, B rows, T positions, D width, V values of a token.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -33,10 +34,12 @@ def layered(config: TransformerConfig) -> LayeredModel:
       heads, hidden features and the vocabulary over the axis `"tensor"`.
     """
 
+    of_one_layer = dataclasses.replace(config, num_layers=1)  # all are alike
+
     @functools.cache
     def graphs(num_parts: int) -> tuple[nnx.GraphDef, nnx.GraphDef]:
         def split() -> tuple[nnx.GraphDef, nnx.GraphDef]:
-            model = Transformer(config, num_parts=num_parts, rngs=nnx.Rngs(0))
+            model = Transformer(of_one_layer, num_parts=num_parts, rngs=nnx.Rngs(0))
             block, _ = nnx.split(model.blocks[0])
             model.blocks = nnx.List([])
             return nnx.split(model)[0], block
@@ -71,7 +74,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
         logits_BxTxV = nnx.merge(graphs_on(axes)[0], ends).logits(x_BxTxD, axes)
         return sum_losses(logits_BxTxV, microbatch, config.vocab_size, axes)
 
-    return LayeredModel(embed, layer, loss, specs=_tensor_specs(config), by_positions=True)
+    return LayeredModel(embed, layer, loss, specs=_tensor_specs(of_one_layer), by_positions=True)
 
 
 def _tensor_specs(config: TransformerConfig) -> LayeredParams:
