@@ -7,7 +7,6 @@ layers. Letters: C layouts, K buckets, L layers, S stages, V chunks, U different
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from jaxtyping import Float64
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
-from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.layout import Layout, Schedule
 from jvarlen.parallel.memory import (
     DeviceArrays,
     OneMicrobatch,
@@ -36,8 +35,8 @@ from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = ["MemoryModel"]
 
-_POWERS = {"rows": (0, 1), "length": (0, 1, 2), "tensor": (0, -1, 1), "layers": (0, 1)}
-_WHAT = ("runs_again", "plain", "keeps", "splits")
+_TOLERANCE = 0.005
+_WHAT = ("runs_again", "plain", "staged", "splits")
 
 
 class _Sizes(NamedTuple):
@@ -45,7 +44,6 @@ class _Sizes(NamedTuple):
 
     rows: Any
     length: Any
-    tensor: Any
     layers: Any
 
 
@@ -53,19 +51,22 @@ class _Kind(NamedTuple):
     """A program: those of one kind differ in their sizes only.
 
     Attributes:
-      has_tensor: whether "tensor" has several devices.
+      tensor: devices along "tensor"; like `sequence`, another size is another program.
       sequence_parallel: as of the layout.
-      sequence: parts of a row; programs of different numbers differ.
+      sequence: parts of a row.
       has_one_layer: whether a part of the model is one layer, which is no loop.
-      what: `"runs_again"`: layers hold inputs, without stages; `"plain"`; or residuals are kept by stages, which
-        `"keeps"` or `"splits"` weight gradients off.
+      what: `"plain"`; or `"runs_again"`: layers hold inputs; or of stages, `"staged"` or with `"splits"`, where weight
+        gradients are actions of their own.
     """
 
-    has_tensor: bool
+    tensor: int
     sequence_parallel: bool
     sequence: int
     has_one_layer: bool
     what: str
+
+
+_SIMPLEST = _Kind(1, False, 1, False, "plain")
 
 
 class _Arrays(NamedTuple):
@@ -75,7 +76,7 @@ class _Arrays(NamedTuple):
       live: float64[points, N], which arrays are alive at a point; of all points that may be the fullest.
       live_without_grads: likewise, without gradients.
       scale: float64[N + 4], bytes where all sizes are 1; at last those of `x`, `floats`, `kept` and `handed`.
-      powers: int64[N + 4, 4], by `_Sizes`.
+      powers: float64[N + 4, 3], by `_Sizes`.
     """
 
     live: np.ndarray
@@ -240,7 +241,7 @@ class MemoryModel:
         splits = table.schedule == SCHEDULES.index("zero_bubble")
         what = np.where(
             has_stages,
-            np.where(table.keeps_inputs, 1, np.where(splits, 3, 2)),
+            np.where(splits, 3, 2),
             np.where(table.keeps_inputs & isinstance(self._model, LayeredModel), 0, 1),
         )
         keys = np.stack([what, table.tensor, table.sequence_parallel, table.sequence, self._layers_of(table)], axis=1)
@@ -264,81 +265,81 @@ class MemoryModel:
         lengths = np.array([bucket.length for bucket in self._buckets])
         rows = np.array([bucket.rows for bucket in self._buckets])
         sequence = keys[:, 3] if is_spread else np.ones(len(keys), np.int64)
-        kinds = np.stack([keys[:, 1] > 1, keys[:, 2], sequence, keys[:, 4] == 1, keys[:, 0]], axis=1)
+        kinds = np.stack([keys[:, 1], keys[:, 2], sequence, keys[:, 4] == 1, keys[:, 0]], axis=1)
         different, kind_of = np.unique(kinds, axis=0, return_inverse=True)
-        for number, (has_tensor, parallel, size, is_one, what) in enumerate(different.tolist()):
+        for number, (tensor, parallel, size, is_one, what) in enumerate(different.tolist()):
             if is_spread and size == 1:
                 continue
             mine = np.flatnonzero(kind_of.ravel() == number)
             below = -1
-            for longest, arrays in self._arrays_of_kind(_Kind(has_tensor, parallel, size, is_one, _WHAT[what])):
+            for longest, arrays in self._arrays_of_kind(_Kind(tensor, parallel, size, is_one, _WHAT[what])):
                 columns = np.flatnonzero((lengths > below) & (lengths <= longest))
                 below = longest
-                sizes = _Sizes(rows[columns], lengths[columns], keys[mine, 1, None], keys[mine, 4, None])
+                sizes = _Sizes(rows[columns], lengths[columns], keys[mine, 4, None])
                 found[:, mine[:, None], columns] = arrays.at(sizes).reshape(6, len(mine), len(columns))
         return found
 
     def _arrays_of_kind(self, kind: _Kind) -> list[tuple[int, _Arrays]]:
         """Sizes of arrays, and up to which length they hold, in rising order."""
         if kind not in self._arrays:
-            lengths = sorted({bucket.length for bucket in self._buckets})
-            self._arrays[kind] = self._fit(kind, lengths)
+            lengths = np.array(sorted({bucket.length for bucket in self._buckets}))
+            parts = [lengths]
+            if kind != _SIMPLEST:  # programs change at about the same lengths
+                limits = [longest for longest, _ in self._arrays_of_kind(_SIMPLEST)]
+                parts = np.split(lengths, np.searchsorted(lengths, limits[:-1], side="right"))
+            self._arrays[kind] = [each for part in parts for each in self._fit(kind, part.tolist())]
         return self._arrays[kind]
 
     def _fit(self, kind: _Kind, lengths: list[int]) -> list[tuple[int, _Arrays]]:
         """Halves the lengths until each part has one program."""
         fitted = self._fit_one(kind, lengths[0], lengths[-1])
         middle = len(lengths) // 2
-        if fitted is not None and len(lengths) > 2:
+        if fitted is not None and len(lengths) > 2 and kind == _SIMPLEST:
             sizes = self._base(kind, lengths[middle])
-            traced = self._trace(kind, sizes)
-            expected = fitted.at(sizes)[0, 0]
-            if abs(expected / traced.lifetimes.peak() - 1) > 0.002:
+            if abs(fitted.at(sizes)[0, 0] / self._trace(kind, sizes).lifetimes.peak() - 1) > _TOLERANCE:
                 fitted = None
         if fitted is not None:
             return [(lengths[-1], fitted)]
+        assert middle, "rows and layers make no other program"
         return [*self._fit(kind, lengths[:middle]), *self._fit(kind, lengths[middle:])]
 
     def _base(self, kind: _Kind, length: int) -> _Sizes:
-        multiple = 2 * kind.sequence * (4 if kind.sequence_parallel else 1)
+        multiple = 2 * kind.sequence * kind.tensor if kind.sequence > 1 or kind.sequence_parallel else 1
         length = -(-length // multiple) * multiple
-        return _Sizes(2, length, 2 if kind.has_tensor else 1, 1 if kind.has_one_layer else 2)
+        return _Sizes(2, length, 1 if kind.has_one_layer else 2)
 
     def _fit_one(self, kind: _Kind, shortest: int, longest: int) -> _Arrays | None:
         """None: the programs of two lengths differ."""
-        base = self._base(kind, shortest)
-        varied = [self._base(kind, longest)._replace(rows=10, layers=14 if base.layers > 1 else 1)]
-        if kind.has_tensor:
-            varied.append(base._replace(tensor=4))
-        first, _, *third = traced = [self._trace(kind, sizes) for sizes in (base, *varied)]
-        if any(not _have_one_program(first, each) for each in traced):
+        base, longer = (self._base(kind, length) for length in (shortest, longest))
+        wider = base._replace(rows=10, layers=14 if base.layers > 1 else 1)
+        traced = [self._trace(kind, each) for each in (base, wider, longer)]
+        if any(not _have_one_program(traced[0], each) for each in traced):
             return None
         sizes = [np.array([*each.lifetimes.num_bytes, each.x, each.floats, each.kept, each.handed]) for each in traced]
-        powers = _powers_of(sizes[0], sizes[1], base, varied[0], ("rows", "length", "layers"))
-        if third:
-            powers += _powers_of(sizes[0], sizes[2], base, varied[1], ("tensor",))
-        of_products = [np.exp(powers @ np.log(each)) for each in (base, *varied)]
-        scale = np.max([each / product for each, product in zip(sizes, of_products, strict=True)], axis=0)
+        logs = [np.log(np.maximum(each, 1)) for each in sizes]
+        ratios = np.log(wider) - np.log(base)
+        possible = np.array([(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)])
+        powers = possible[np.abs((logs[1] - logs[0])[:, None] - possible @ ratios).argmin(axis=1)].astype(np.float64)
+        if longer.length > base.length:
+            powers[:, 1] = np.round((logs[2] - logs[0]) / np.log(longer.length / base.length), 6)
+        scale = sizes[0] / np.exp(powers @ np.log(base))
+        first = traced[0]
         live = _live(first)
         return _Arrays(live, np.where(first.is_grad, 0, live), scale, powers)
 
     def _trace(self, kind: _Kind, sizes: _Sizes) -> DeviceArrays:
         key = kind, sizes
         if key not in self._traced:
-            axes = {
-                "tensor": sizes.tensor,
+            axes: dict[str, Any] = {
+                "tensor": kind.tensor,
                 "sequence": kind.sequence,
                 "sequence_parallel": bool(kind.sequence_parallel),
             }
-            if kind.what == "runs_again" or not self._can_stage:
-                layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)
+            if kind.what in ("staged", "splits"):
+                schedule: Schedule = "zero_bubble" if kind.what == "splits" else "1f1b"
+                layout = Layout(**axes, stage=2, schedule=schedule)
             else:
-                layout = Layout(
-                    **axes,
-                    stage=2,
-                    keeps="inputs" if kind.what == "plain" else "residuals",
-                    schedule="zero_bubble" if kind.what == "splits" else "eager_1f1b",
-                )
+                layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)
             one = OneMicrobatch(
                 self._model,
                 layout,
@@ -366,19 +367,6 @@ class _AtSizes(NamedTuple):
 def _have_one_program(one: DeviceArrays, other: DeviceArrays) -> bool:
     first, second = one.lifetimes, other.lifetimes
     return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in ("begin", "end"))
-
-
-def _powers_of(
-    before: np.ndarray, after: np.ndarray, base: _Sizes, varied: _Sizes, names: tuple[str, ...]
-) -> np.ndarray:
-    """int64[N, 4]: the powers of some sizes whose product comes nearest to the growth of each array."""
-    ratios = np.log(varied) - np.log(base)
-    possible = [
-        _POWERS[name] if name in names and ratio else (0,) for name, ratio in zip(base._fields, ratios, strict=True)
-    ]
-    powers = np.array([*itertools.product(*possible)])
-    grown = np.log(np.maximum(after, 1)) - np.log(np.maximum(before, 1))
-    return np.asarray(powers[np.abs(grown[:, None] - powers @ ratios).argmin(axis=1)])
 
 
 def _live(arrays: DeviceArrays) -> np.ndarray:

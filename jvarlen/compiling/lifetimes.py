@@ -18,12 +18,12 @@ _VIEWS = {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "copy", 
 _EXPENSIVE = {"exp", "exp2", "expm1", "log", "log1p", "logistic", "tanh", "pow", "rsqrt", "sqrt", "sin", "cos", "erf"}
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"}
 _ALONE = {
-    "dot_general", "conv_general_dilated", "scatter", "scatter-add", "scatter_add", "sort", "cumsum", "cumlogsumexp",
+    "dot_general", "conv_general_dilated", "scatter", "scatter-add", "sort", "cumsum", "cumlogsumexp",
     "all_gather", "psum", "psum_invariant", "reduce_scatter", "ppermute", "all_to_all", "pmax", "pmin",
     "custom_call", "ffi_call", "random_bits", "threefry2x32", "top_k",
 }  # fmt: skip
 _STORED = {*_ALONE, *_REDUCTIONS, "begin", "empty", "join", "hold", "end"}
-_IN_PLACE = {"begin", "end"}
+_IN_PLACE = {"begin", "end", "scatter", "scatter-add"}
 
 
 class Lifetimes(NamedTuple):

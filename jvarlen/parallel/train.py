@@ -172,8 +172,8 @@ def make_train_step(
     _check_model(model, layout)
     if slices is not None:
         check_slices(layout, model, layout.kept)
-    if layout.stage == 1 and layout.kept == "inputs" and isinstance(model, LayeredModel):
-        model = keeping_inputs(model)
+    if layout.stage == 1 and layout.zero < 3 and layout.kept == "inputs" and isinstance(model, LayeredModel):
+        model = keeping_inputs(model)  # at ZeRO-3 the model that gathers does it
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     if accumulate is not None:
@@ -403,11 +403,11 @@ def _sums_of(
                 stacked = state.params
             else:
                 stacked = jax.eval_shape(model.stack, state.params)
-            in_shards = specs_of(stacked, padded=False)
+            in_shards, keeps_inputs = specs_of(stacked, padded=False), layout.kept == "inputs"
             if accumulate == "whole" and with_grads:
-                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards), Tapped
+                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards, keeps_inputs=keeps_inputs), Tapped
             else:
-                loss_fn = layered_loss_fn(gathering_model(model, in_shards))
+                loss_fn = layered_loss_fn(gathering_model(model, in_shards, keeps_inputs=keeps_inputs))
             specs = options["param_specs"] = specs_of(state.params, padded=False)
             sum_of = functools.partial(sum_step, loss_fn)
         else:

@@ -223,7 +223,7 @@ class Tapped(NamedTuple):
     taps: Any
 
 
-def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
+def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: bool = False) -> LayeredModel:
     """A model whose functions take shards of their parameters, inside `shard_map` over the data axes.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
@@ -232,6 +232,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
     Args:
       model: its functions take whole parameters.
       specs: how the parameters lie, as of `shard_specs`, of `LayeredParams`.
+      keeps_inputs: whether layers hold only their inputs for the backward pass, and are run again in it.
 
     Returns:
       A model for `layered_loss_fn`.
@@ -250,7 +251,8 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
                 return call(params, *arrays, axes)
 
             if again:  # forward and backward of a loop are different loops, and have no common subexpressions
-                on_shards = jax.checkpoint(on_shards, policy=_is_saved, prevent_cse=not in_loop)
+                policy = None if in_loop and keeps_inputs else _is_saved
+                on_shards = jax.checkpoint(on_shards, policy=policy, prevent_cse=not in_loop)
             return on_shards(params, *arrays)
 
         return gather_and_call
@@ -262,12 +264,13 @@ def gathering_model(model: LayeredModel, specs: LayeredParams) -> LayeredModel:
     )
 
 
-def tapped_loss_fn(model: LayeredModel, specs: LayeredParams) -> LossFn:
+def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: bool = False) -> LossFn:
     """The loss of a model that gathers, as a function of `Tapped` parameters.
 
     Args:
       model: as for `gathering_model`.
       specs: likewise.
+      keeps_inputs: likewise.
     """
     stack = model.stack or (lambda params: params)
 
@@ -275,7 +278,7 @@ def tapped_loss_fn(model: LayeredModel, specs: LayeredParams) -> LossFn:
         shards, taps = map(stack, params)
         return LayeredParams(Tapped(shards.ends, taps.ends), Tapped(shards.layers, taps.layers))
 
-    return layered_loss_fn(gathering_model(model, specs)._replace(stack=stack_both))
+    return layered_loss_fn(gathering_model(model, specs, keeps_inputs=keeps_inputs)._replace(stack=stack_both))
 
 
 def gather_shards(params: Any, specs: Any) -> Any:

@@ -1,5 +1,7 @@
 """The bill of memory against the tables of the papers, the shards of real states and compiled programs."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,35 +41,35 @@ def test_the_papers_table(n):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "bucket", "num_microbatches"),
     [
-        "data4.zero2",
-        "data7.zero2",
-        "data2.sequence2.zero2",
-        "data2.stage2.tensor2",
-        "data2.stage2.zero3",
-        "stage2.chunks2.interleaved",
+        ("data7.zero2", (2, 32), 2),
+        ("data2.sequence2.zero2", (2, 32), 2),
+        ("data2.tensor2.zero3.keep_inputs", (8, 32), 2),
+        ("data2.stage2.zero3", (2, 32), 4),
+        ("stage4.keep_residuals", (2, 64), 4),
+        ("stage2.chunks2.interleaved", (4, 32), 4),
     ],
 )
-def test_the_bill_is_that_of_the_compiled_program(text):
-    layout, bucket = Layout.parse(text), Bucket(2, 32)
+def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches):
+    layout = Layout.parse(text)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
     params, model = stack_layers(init_params(MODEL, seed=0)), layered(MODEL)
-    num_microbatches = (4 if layout.stage > 1 else 2) * layout.num_shards
-    bill = memory_bill(layout, params, optimizer, (2, 32), model=model, microbatches_per_step=num_microbatches)
+    num_microbatches *= layout.data
+    bill = memory_bill(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
     state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
     on_first = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     assert bill.params + bill.opt_state == on_first
     train_step = make_layout_step(model, optimizer, mesh=mesh, layout=layout)
     step = compile_buckets(
-        train_step, state, [bucket], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
+        train_step, state, [Bucket(*bucket)], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
     )
     (row,) = step.ledger
     # Of a data shard's microbatches: tokens, weights, lengths. Rows that are spread are whole on every device.
-    batch_bytes = num_microbatches // layout.data * (2 * 32 * 8 + 2 * 4)
+    rows, length = bucket
+    batch_bytes = num_microbatches // layout.data * (rows * length * 8 + rows * 4)
     assert row.argument_bytes == on_first + batch_bytes
-    billed = bill.total - bill.params - bill.opt_state
-    assert 0.8 < row.temp_bytes / billed < 1.4
+    assert 1 <= bill.total / (row.argument_bytes + row.temp_bytes) <= 1.15
 
 
 def test_activations_are_those_of_the_backward_pass():
@@ -88,7 +90,8 @@ def test_activations_are_those_of_the_backward_pass():
     )
     assert bill.activations == 4 * 16 * 4  # the cosine; the microbatch is an argument
     assert memory_bill(Layout(), params, optax.sgd(1.0)).activations is None
-    assert bill.total == 3 * 8 * 16 * 4 + bill.activations + 2 * 4 * 8 * 4 + 4  # two microbatches, the sum
+    fullest = 8 * 16 * 4 + bill.activations + 4  # the gradient, the cosine and the sum
+    assert bill.total == 2 * 8 * 16 * 4 + math.ceil(1.12 * fullest) + 2 * 4 * 8 * 4  # two microbatches
 
 
 def test_the_table_tells_each_part():

@@ -31,7 +31,7 @@ from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.scheduled import make_schedule, sum_scheduled
+from jvarlen.parallel.scheduled import buffer_slots, make_schedule, sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from tests.conftest import random_dataset
 
@@ -414,3 +414,23 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])
     with pytest.raises(ValueError, match=r"must return x with the shapes .* float32\[2,8\] -> float32\[2,2\]"):
         jax.eval_shape(sums_on(narrow, "stage2"), simple_state(4), jnp.ones((2, 2, 8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks"),
+    [("gpipe", 1), ("1f1b", 1), ("eager_1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 3)],
+)
+def test_slots_without_tables_are_those_of_the_tables(name, num_chunks):
+    for num_stages, turns in itertools.product((2, 3, 4, 5, 8), (1, 2, 3, 5)):
+        num_microbatches = turns * num_stages if num_chunks > 1 else 2 * turns - 1
+        tables = make_schedule(name, num_stages, num_microbatches, num_chunks).tables()
+        slots = buffer_slots(name, num_stages, num_microbatches, num_chunks)
+        is_last = tables.chunk * num_stages + np.arange(num_stages) == num_stages * num_chunks - 1
+        outputs = len(np.unique(tables.activation_slot[is_last & (tables.activation_slot >= 0)]))
+        assert slots.kept == tables.num_activations
+        for found, needed in zip(
+            (slots.inputs, slots.outputs, slots.gradients),
+            (tables.num_inputs, outputs, tables.num_gradients),
+            strict=True,
+        ):
+            assert needed <= found <= needed + 1, (num_stages, num_microbatches)

@@ -1,0 +1,142 @@
+"""Does a step hold what `memory_bill` says, on layouts of all kinds?
+
+The built-in transformer, trained by AdamW on up to 8 CPU devices of one process: bytes by the bill, beside arguments
+and temporaries of the compiled program, for layouts, sizes of the model and buckets. Nothing is run. Run
+`python benchmarks/memory.py [--quick]`. Prints a table and writes it, with versions and hardware, to
+`benchmarks/results/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+from typing import NamedTuple
+
+import optax
+from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
+
+from jvarlen import Bucket, compile_buckets
+from jvarlen.distributed.mesh import split_cpu
+from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
+from jvarlen.parallel import Layout, init_state, layout_mesh, make_train_step, memory_bill
+
+
+class Case(NamedTuple):
+    """A layout, a bucket, microbatches of a data shard, and the model: width, layers and vocabulary."""
+
+    layout: str
+    rows: int = 2
+    length: int = 64
+    of_shard: int = 4
+    width: int = 128
+    num_layers: int = 4
+    vocab_size: int = 256
+
+
+FULL = [
+    Case("data1"),
+    Case("data1", of_shard=1),
+    Case("data1", rows=16, of_shard=2, width=64, vocab_size=2048),
+    Case("data8.zero1", rows=1, length=8, width=256),
+    Case("data4.zero2"),
+    Case("data2.sequence2.zero2", length=128),
+    Case("data2.zero3", width=256, num_layers=6, vocab_size=2048),
+    Case("data4.zero3", rows=8),
+    Case("data2.zero3", rows=1, length=16, of_shard=2),
+    Case("data2.keep_inputs", rows=8),
+    Case("data2.zero3.keep_inputs", rows=8),
+    Case("data2.tensor2"),
+    Case("data4.tensor2.sequence_parallel"),
+    Case("data2.tensor2.zero3"),
+    Case("sequence4", length=256),
+    Case("data2.sequence2.zero3"),
+    Case("stage2", rows=8),
+    Case("stage2", width=256, num_layers=6, vocab_size=2048),
+    Case("stage4", of_shard=8),
+    Case("stage2.gpipe", rows=4, of_shard=8),
+    Case("stage2.1f1b", rows=4, of_shard=8),
+    Case("stage2.zero_bubble"),
+    Case("stage2.chunks2.interleaved"),
+    Case("stage4.chunks2.interleaved", of_shard=8, width=64, num_layers=8),
+    Case("stage2.keep_residuals", rows=4, width=64),
+    Case("stage2.gpipe.keep_residuals", of_shard=8),
+    Case("stage2.zero_bubble.keep_residuals"),
+    Case("data2.stage2.zero1"),
+    Case("data2.stage2.zero3"),
+    Case("data2.stage2.tensor2"),
+    Case("data2.stage2.sequence2"),
+]
+QUICK = [Case("data2", length=16, width=16, num_layers=2), Case("stage2", length=16, width=16, num_layers=2)]
+
+
+class Held(NamedTuple):
+    """Bytes of a device: by the bill, and of the compiled program."""
+
+    billed: int
+    argument_bytes: int
+    temp_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Billed over compiled."""
+        return self.billed / (self.argument_bytes + self.temp_bytes)
+
+
+def measure(case: Case) -> Held:
+    layout, bucket = Layout.parse(case.layout), Bucket(case.rows, case.length)
+    config = TransformerConfig(
+        num_layers=case.num_layers, width=case.width, num_heads=max(2, case.width // 64), vocab_size=case.vocab_size
+    )
+    mesh, optimizer = layout_mesh(layout), optax.adamw(1e-3)
+    params, model = stack_layers(init_params(config, seed=0)), layered(config)
+    num_microbatches = case.of_shard * layout.data
+    bill = memory_bill(layout, params, optimizer, bucket, model=model, microbatches_per_step=num_microbatches)
+    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
+    train_step = make_train_step(model, optimizer, mesh=mesh, layout=layout)
+    step = compile_buckets(
+        train_step, state, [bucket], microbatches_per_step=num_microbatches, mesh=mesh, progress=False
+    )
+    (row,) = step.ledger
+    return Held(bill.total, row.argument_bytes, row.temp_bytes)
+
+
+def tables(cases: list[Case]) -> list[str]:
+    held = {case: measure(case) for case in cases}
+    ratios = [each.ratio for each in held.values()]
+    return [
+        "Bytes of a step on one device: `memory_bill(…).total` before compiling, and arguments (state and batch) and "
+        "temporaries of the compiled program. Rows × positions of a microbatch; A microbatches a data shard.",
+        "",
+        f"Billed / compiled, over {len(held)} programs: {min(ratios):.3f} to {max(ratios):.3f}.",
+        "",
+        *table(
+            "layout|bucket|A|width|layers|vocabulary|arguments, MiB|temporaries, MiB|billed, MiB|billed / compiled",
+            [
+                [
+                    f"`{case.layout}`",
+                    f"{case.rows}×{case.length}",
+                    *map(str, (case.of_shard, case.width, case.num_layers, case.vocab_size)),
+                    *(digits(num / 2**20) for num in (each.argument_bytes, each.temp_bytes, each.billed)),
+                    f"{each.ratio:.3f}",
+                ]
+                for case, each in held.items()
+            ],
+        ),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two tiny models, and no report")
+    quick = parser.parse_args().quick
+    if quick:
+        os.environ["XLA_FLAGS"] = COMPILE_FAST
+    split_cpu(8)
+    title = f"# Memory: billed and compiled, {datetime.date.today()}"
+    lines = tables(QUICK if quick else FULL)
+    report("memory", [title, "", *lines, "", versions_and_hardware("jax", "optax")], write=not quick)
+
+
+if __name__ == "__main__":
+    main()

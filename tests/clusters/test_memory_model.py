@@ -1,0 +1,68 @@
+"""The bytes of many layouts at once are those of the bill."""
+
+import itertools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import Bucket
+from jvarlen.batches.batches import token_batch_spec
+from jvarlen.clusters.layout_table import layout_table
+from jvarlen.clusters.memory_model import MemoryModel
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
+from jvarlen.parallel import Layout, memory_bill
+
+MODEL = TransformerConfig(num_layers=4, width=32, num_heads=4, vocab_size=50)
+BUCKETS = [Bucket(8, 32), Bucket(4, 48), Bucket(2, 96)]
+M = 16  # microbatches of a step
+TEXTS = [
+    "data1",
+    "data8.zero1",
+    "data3.zero2",
+    "data4.zero3.keep_inputs",
+    "data2.tensor4.zero2",
+    "data4.sequence2.sequence_from48.zero1",
+    "stage2",
+    "data2.stage2.gpipe.keep_residuals",
+    "stage2.chunks2.interleaved",
+    "data2.stage4.zero3",
+]
+
+
+def test_it_is_the_bill():
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    model, optimizer, layouts = layered(MODEL), optax.adamw(1e-3), [*map(Layout.parse, TEXTS)]
+    found = MemoryModel(model, params, optimizer, BUCKETS).memory_bytes(layout_table(layouts), M)
+    assert found.shape == (len(layouts), len(BUCKETS))
+    assert np.isfinite(found).all()
+    compared = 0
+    for i, layout in enumerate(layouts):
+        for k in {0, i % len(BUCKETS)}:
+            if M % layout.num_shards:
+                continue
+            bill = memory_bill(layout, params, optimizer, BUCKETS[k], model=model, microbatches_per_step=M)
+            assert found[i, k] == pytest.approx(bill.total, rel=0.002), (layout, BUCKETS[k])
+            compared += 1
+    assert compared > len(layouts)
+
+
+def test_a_loss_function_has_no_layers():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    layouts = [Layout(), Layout(data=4, zero=2)]
+    model = MemoryModel(make_loss_fn(MODEL), params, optax.sgd(1e-3), BUCKETS[:2], batch_spec=token_batch_spec)
+    found = model.memory_bytes(layout_table(layouts), M)
+    for (i, layout), (k, bucket) in itertools.product(enumerate(layouts), enumerate(BUCKETS[:2])):
+        bill = memory_bill(layout, params, optax.sgd(1e-3), bucket, model=make_loss_fn(MODEL), microbatches_per_step=M)
+        assert found[i, k] == pytest.approx(bill.total, rel=0.002)
+
+
+def test_many_layouts_are_traced_once(monkeypatch):
+    params = jax.eval_shape(lambda: stack_layers(init_params(MODEL, seed=0)))
+    model = MemoryModel(layered(MODEL), params, optax.sgd(1e-3), BUCKETS[:1])
+    few = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)]), M)
+    monkeypatch.setattr(jax, "make_jaxpr", None)
+    many = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)] * 500), 2 * M)
+    assert many.shape == (1000, 1)
+    assert (many[:2] > few).all()  # more microbatches are a larger batch
