@@ -62,7 +62,7 @@ class Form(NamedTuple):
     num_timed: int
 
 
-FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 10, 12, 3)
+FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3)
 QUICK = Form(4, 4, (Bucket(2, 16),), 4, 2, 1)
 
 
