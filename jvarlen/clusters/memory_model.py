@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 from jaxtyping import Float64
 
@@ -35,23 +36,16 @@ from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = ["MemoryModel"]
 
-_TOLERANCE = 0.005
+_FEW_LAYERS = 8
 _WHAT = ("runs_again", "plain", "staged", "splits")
 
 
-class _Sizes(NamedTuple):
-    """What the arrays of a microbatch depend on; numbers, or arrays."""
-
-    rows: Any
-    length: Any
-    layers: Any
-
-
 class _Kind(NamedTuple):
-    """A program: those of one kind differ in their sizes only.
+    """A program: those of one kind differ in rows and layers only.
 
     Attributes:
-      tensor: devices along "tensor"; like `sequence`, another size is another program.
+      length: of rows.
+      tensor: devices along "tensor".
       sequence_parallel: as of the layout.
       sequence: parts of a row.
       has_one_layer: whether a part of the model is one layer, which is no loop.
@@ -59,6 +53,7 @@ class _Kind(NamedTuple):
         gradients are actions of their own.
     """
 
+    length: int
     tensor: int
     sequence_parallel: bool
     sequence: int
@@ -66,17 +61,14 @@ class _Kind(NamedTuple):
     what: str
 
 
-_SIMPLEST = _Kind(1, False, 1, False, "plain")
-
-
 class _Arrays(NamedTuple):
-    """Sizes of all arrays of a kind, for a range of lengths.
+    """Sizes of all arrays of a kind.
 
     Attributes:
       live: float64[points, N], which arrays are alive at a point; of all points that may be the fullest.
       live_without_grads: likewise, without gradients.
       scale: float64[N + 4], bytes where all sizes are 1; at last those of `x`, `floats`, `kept` and `handed`.
-      powers: float64[N + 4, 3], by `_Sizes`.
+      powers: int64[N + 4, 2], of rows and of layers.
     """
 
     live: np.ndarray
@@ -84,20 +76,22 @@ class _Arrays(NamedTuple):
     scale: np.ndarray
     powers: np.ndarray
 
-    def at(self, sizes: _Sizes) -> np.ndarray:
-        """float64[6, U]: the two peaks, and the last four."""
-        logs = np.log(np.broadcast_arrays(*(np.asarray(size, np.float64) for size in sizes)))
-        terms, place = np.unique(self.powers, axis=0, return_inverse=True)
-        values = np.exp(terms @ logs.reshape(len(logs), -1))  # of each product of powers
-        place = place.ravel()
+    def at(self, rows: npt.ArrayLike, layers: npt.ArrayLike) -> np.ndarray:
+        """float64[6, …]: the two peaks, and the last four; rows and layers broadcast."""
+        rows, layers = np.broadcast_arrays(np.asarray(rows, np.float64), np.asarray(layers, np.float64))
+        values = np.stack([rows**i * layers**j for i, j in _POWERS]).reshape(len(_POWERS), -1)
+        place = self.powers @ [1, 2]
 
         def summed(weights: np.ndarray) -> np.ndarray:
-            of_terms = np.zeros((len(weights), len(terms)))
-            np.add.at(of_terms.T, place[: weights.shape[1]], (weights * self.scale[: weights.shape[1]]).T)
-            return (np.unique(of_terms, axis=0) @ values).max(axis=0, initial=0)
+            of_powers = np.zeros((len(weights), len(_POWERS)))
+            np.add.at(of_powers.T, place[: weights.shape[1]], (weights * self.scale[: weights.shape[1]]).T)
+            return (np.unique(of_powers, axis=0) @ values).max(axis=0, initial=0)
 
         last = self.scale[-4:, None] * values[place[-4:]]
-        return np.stack([summed(self.live), summed(self.live_without_grads), *last])
+        return np.stack([summed(self.live), summed(self.live_without_grads), *last]).reshape(6, *rows.shape)
+
+
+_POWERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # of rows and layers, at index i + 2 j
 
 
 class MemoryModel:
@@ -132,8 +126,9 @@ class MemoryModel:
         self._num_layers = jax.tree.leaves(stacked.layers)[0].shape[0] if isinstance(stacked, LayeredParams) else 1
         self._can_stage = isinstance(self._params, LayeredParams)
         self._states: dict[tuple[int, ...], list[StateBytes]] = {}
-        self._traced: dict[tuple[_Kind, _Sizes], DeviceArrays] = {}
-        self._arrays: dict[_Kind, list[tuple[int, _Arrays]]] = {}
+        self._arrays: dict[_Kind, _Arrays] = {}
+        lengths = sorted({bucket.length for bucket in self._buckets})
+        self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
 
     def memory_bytes(self, table: LayoutTable, microbatches_per_step: int) -> Float64[np.ndarray, "C K"]:
         """What a step of each bucket holds on a device of each layout: `memory_bill(…).total`.
@@ -246,111 +241,106 @@ class MemoryModel:
         )
         keys = np.stack([what, table.tensor, table.sequence_parallel, table.sequence, self._layers_of(table)], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
-        place = place.ravel()
         is_spread = table.is_spread(self._buckets)
-        whole_there = self._arrays_at(different, False) if not is_spread.all() else None
-        if not is_spread.any():
-            assert whole_there is not None
-            found = whole_there[:, place]
-        else:
-            spread_there = self._arrays_at(different, True)
-            found = spread_there[:, place]
-            if whole_there is not None:
-                found = np.where(is_spread, found, whole_there[:, place])
+        found = np.zeros((6, *is_spread.shape))
+        for number, (kind, tensor, parallel, sequence, layers) in enumerate(different.tolist()):
+            mine = np.flatnonzero(place.ravel() == number)
+            for parts in {1, sequence}:
+                chosen = is_spread[mine] == (parts > 1)
+                if chosen.any():
+                    at = self._at(_WHAT[kind], tensor, bool(parallel), parts, layers)
+                    found[:, mine] = np.where(chosen, at[:, None], found[:, mine])
         return _AtSizes(*found)
 
-    def _arrays_at(self, keys: np.ndarray, is_spread: bool) -> np.ndarray:
-        """float64[6, U, K]."""
-        found = np.zeros((6, len(keys), len(self._buckets)))
-        lengths = np.array([bucket.length for bucket in self._buckets])
-        rows = np.array([bucket.rows for bucket in self._buckets])
-        sequence = keys[:, 3] if is_spread else np.ones(len(keys), np.int64)
-        kinds = np.stack([keys[:, 1], keys[:, 2], sequence, keys[:, 4] == 1, keys[:, 0]], axis=1)
-        different, kind_of = np.unique(kinds, axis=0, return_inverse=True)
-        for number, (tensor, parallel, size, is_one, what) in enumerate(different.tolist()):
-            if is_spread and size == 1:
-                continue
-            mine = np.flatnonzero(kind_of.ravel() == number)
-            below = -1
-            for longest, arrays in self._arrays_of_kind(_Kind(tensor, parallel, size, is_one, _WHAT[what])):
-                columns = np.flatnonzero((lengths > below) & (lengths <= longest))
-                below = longest
-                sizes = _Sizes(rows[columns], lengths[columns], keys[mine, 4, None])
-                found[:, mine[:, None], columns] = arrays.at(sizes).reshape(6, len(mine), len(columns))
-        return found
+    @functools.cache  # noqa: B019
+    def _at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
+        """float64[6, K], of every bucket.
 
-    def _arrays_of_kind(self, kind: _Kind) -> list[tuple[int, _Arrays]]:
-        """Sizes of arrays, and up to which length they hold, in rising order."""
+        Programs are traced for few devices along "tensor" and rows in two parts. More devices along "tensor" hold what
+        follows from two of its divisors: a constant, and a part that they share. More parts of a row hold what two
+        parts of a shorter row do, and besides more of what is gathered of the row.
+        """
+        fewer = [size for size in range(2, tensor) if tensor % size == 0]
+        if tensor > 1 and sequence > 1:
+            whole = self._at(what, 1, False, 1, layers)
+            split = self._at(what, tensor, sequence_parallel, 1, layers)
+            spread = self._at(what, 1, False, sequence, layers)
+            return _ratio(split, whole) * spread
+        if sequence_parallel and fewer:
+            split, whole = (self._at(what, fewer[0], is_parallel, 1, layers) for is_parallel in (True, False))
+            return _ratio(split, whole) * self._at(what, tensor, False, 1, layers)
+        if len(fewer) > 1:
+            few, more = (self._at(what, size, False, 1, layers) for size in fewer[:2])
+            shared = (few - more) / (1 / fewer[0] - 1 / fewer[1])
+            return np.maximum(more - shared * (1 / fewer[1] - 1 / tensor), more * fewer[1] / tensor)
+        lengths = np.array([bucket.length for bucket in self._buckets], np.float64)
+        if sequence > 2:
+            two = self._at_lengths(what, tensor, sequence_parallel, 2, layers, 2 * lengths / sequence)
+            whole, half = (
+                self._at_lengths(what, tensor, sequence_parallel, parts, layers, of_parts)
+                for parts, of_parts in ((2, lengths), (1, lengths / 2))
+            )
+            return two + np.maximum(whole - half, 0) * (1 - 2 / sequence)
+        return self._at_lengths(what, tensor, sequence_parallel, sequence, layers, lengths)
+
+    def _at_lengths(
+        self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int, lengths: np.ndarray
+    ) -> np.ndarray:
+        """float64[6, K] for rows of the buckets with these lengths: linear between the traced ones, and beyond."""
+        rows = np.array([bucket.rows for bucket in self._buckets], np.float64)
+        # One layer is no loop; of deep models, that makes little of a difference.
+        has_one_layer = layers == 1 and self._num_layers <= _FEW_LAYERS
+        known = np.array(self._lengths)
+        multiple = (2 * sequence if sequence > 1 else 1) * (tensor if sequence_parallel else 1)
+        known = np.unique(-(-known // multiple) * multiple)
+        kinds = [_Kind(length, tensor, sequence_parallel, sequence, has_one_layer, what) for length in known.tolist()]
+        values = np.stack([self._arrays_of_kind(kind).at(rows, layers) for kind in kinds])  # [A, 6, K]
+        if len(known) == 1:
+            return values[0] * np.maximum(lengths / known[0], 1)
+        upper = np.clip(np.searchsorted(known, lengths), 1, len(known) - 1)
+        share = (lengths - known[upper - 1]) / (known[upper] - known[upper - 1])
+        columns = np.arange(len(rows))
+        low, high = (values[place, :, columns].T for place in (upper - 1, upper))
+        return np.maximum(low + share * (high - low), 0)
+
+    def _arrays_of_kind(self, kind: _Kind) -> _Arrays:
         if kind not in self._arrays:
-            lengths = np.array(sorted({bucket.length for bucket in self._buckets}))
-            parts = [lengths]
-            if kind != _SIMPLEST:  # programs change at about the same lengths
-                limits = [longest for longest, _ in self._arrays_of_kind(_SIMPLEST)]
-                parts = np.split(lengths, np.searchsorted(lengths, limits[:-1], side="right"))
-            self._arrays[kind] = [each for part in parts for each in self._fit(kind, part.tolist())]
+            layers = 1 if kind.has_one_layer else 2
+            first, wider = (self._trace(kind, *sizes) for sizes in ((2, layers), (10, 7 * layers if layers > 1 else 1)))
+            one, other = (
+                np.array([*each.lifetimes.num_bytes, each.x, each.floats, each.kept, each.handed], np.float64)
+                for each in (first, wider)
+            )
+            grown = np.log(np.maximum(other, 1) / np.maximum(one, 1))
+            ratios = np.log([1, 5, 7, 35]) if layers > 1 else np.log([1, 5])
+            place = np.abs(grown[:, None] - ratios).argmin(axis=1)
+            powers = np.array(_POWERS)[place]
+            scale = one / (2.0 ** powers[:, 0] * float(layers) ** powers[:, 1])
+            live = _live(first)
+            self._arrays[kind] = _Arrays(live, np.where(first.is_grad, 0, live), scale, powers)
         return self._arrays[kind]
 
-    def _fit(self, kind: _Kind, lengths: list[int]) -> list[tuple[int, _Arrays]]:
-        """Halves the lengths until each part has one program."""
-        fitted = self._fit_one(kind, lengths[0], lengths[-1])
-        middle = len(lengths) // 2
-        if fitted is not None and len(lengths) > 2 and kind == _SIMPLEST:
-            sizes = self._base(kind, lengths[middle])
-            if abs(fitted.at(sizes)[0, 0] / self._trace(kind, sizes).lifetimes.peak() - 1) > _TOLERANCE:
-                fitted = None
-        if fitted is not None:
-            return [(lengths[-1], fitted)]
-        assert middle, "rows and layers make no other program"
-        return [*self._fit(kind, lengths[:middle]), *self._fit(kind, lengths[middle:])]
-
-    def _base(self, kind: _Kind, length: int) -> _Sizes:
-        multiple = 2 * kind.sequence * kind.tensor if kind.sequence > 1 or kind.sequence_parallel else 1
-        length = -(-length // multiple) * multiple
-        return _Sizes(2, length, 1 if kind.has_one_layer else 2)
-
-    def _fit_one(self, kind: _Kind, shortest: int, longest: int) -> _Arrays | None:
-        """None: the programs of two lengths differ."""
-        base, longer = (self._base(kind, length) for length in (shortest, longest))
-        wider = base._replace(rows=10, layers=14 if base.layers > 1 else 1)
-        traced = [self._trace(kind, each) for each in (base, wider, longer)]
-        if any(not _have_one_program(traced[0], each) for each in traced):
-            return None
-        sizes = [np.array([*each.lifetimes.num_bytes, each.x, each.floats, each.kept, each.handed]) for each in traced]
-        logs = [np.log(np.maximum(each, 1)) for each in sizes]
-        ratios = np.log(wider) - np.log(base)
-        possible = np.array([(0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1)])
-        powers = possible[np.abs((logs[1] - logs[0])[:, None] - possible @ ratios).argmin(axis=1)].astype(np.float64)
-        if longer.length > base.length:
-            powers[:, 1] = np.round((logs[2] - logs[0]) / np.log(longer.length / base.length), 6)
-        scale = sizes[0] / np.exp(powers @ np.log(base))
-        first = traced[0]
-        live = _live(first)
-        return _Arrays(live, np.where(first.is_grad, 0, live), scale, powers)
-
-    def _trace(self, kind: _Kind, sizes: _Sizes) -> DeviceArrays:
-        key = kind, sizes
-        if key not in self._traced:
-            axes: dict[str, Any] = {
-                "tensor": kind.tensor,
-                "sequence": kind.sequence,
-                "sequence_parallel": bool(kind.sequence_parallel),
-            }
-            if kind.what in ("staged", "splits"):
-                schedule: Schedule = "zero_bubble" if kind.what == "splits" else "1f1b"
-                layout = Layout(**axes, stage=2, schedule=schedule)
-            else:
-                layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)
-            one = OneMicrobatch(
-                self._model,
-                layout,
-                shapes_on(layout, self._params, self._model),
-                self._extra,
-                Bucket(sizes.rows, sizes.length),
-                self._batch_spec,
-                sizes.layers if self._can_stage else None,
-            )
-            self._traced[key] = one.arrays()
-        return self._traced[key]
+    def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
+        axes: dict[str, Any] = {
+            "tensor": kind.tensor,
+            "sequence": kind.sequence,
+            "sequence_parallel": kind.sequence_parallel,
+        }
+        if kind.what in ("staged", "splits"):
+            schedule: Schedule = "zero_bubble" if kind.what == "splits" else "1f1b"
+            layout = Layout(**axes, stage=2, schedule=schedule)
+        else:
+            layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)
+        one = OneMicrobatch(
+            self._model,
+            layout,
+            shapes_on(layout, self._params, self._model),
+            self._extra,
+            Bucket(rows, kind.length),
+            self._batch_spec,
+            layers if self._can_stage else None,
+        )
+        return one.arrays()
 
 
 class _AtSizes(NamedTuple):
@@ -364,9 +354,8 @@ class _AtSizes(NamedTuple):
     handed: np.ndarray
 
 
-def _have_one_program(one: DeviceArrays, other: DeviceArrays) -> bool:
-    first, second = one.lifetimes, other.lifetimes
-    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in ("begin", "end"))
+def _ratio(values: np.ndarray, others: np.ndarray) -> np.ndarray:
+    return np.divide(values, others, out=np.ones_like(others), where=others > 0)
 
 
 def _live(arrays: DeviceArrays) -> np.ndarray:

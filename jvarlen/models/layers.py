@@ -33,7 +33,6 @@ def layered(config: TransformerConfig) -> LayeredModel:
       `LayeredModel` for a `Batch` or a `PackedBatch`; the sums are those of `make_loss_fn`, in nats. Its `specs` split
       heads, hidden features and the vocabulary over the axis `"tensor"`.
     """
-
     of_one_layer = dataclasses.replace(config, num_layers=1)  # all are alike
 
     @functools.cache

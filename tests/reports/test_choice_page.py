@@ -1,5 +1,6 @@
 """The page of a chosen layout: true, and readable in a browser at two widths."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -21,7 +22,10 @@ def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("choice") / "choice.html"
     plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], microbatches_per_step=8)
     model, cluster = ModelFile(**MODEL), Cluster.preset("dgx-h100")
-    choice = choose_layout(plan, model.model, model.make_optimizer(), cluster, params=model.params, memory_bytes=10**7)
+    fixed = {"stage": 1, "sequence": 1}
+    choice = choose_layout(
+        plan, model.model, model.make_optimizer(), cluster, params=model.params, memory_bytes=8 * 10**6, fixed=fixed
+    )
     write_choice_page(path, plan, choice, cluster)
     return path, choice
 
@@ -58,8 +62,9 @@ def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys):
     (tmp_path / "model.json").write_text(json.dumps(MODEL))
     page = tmp_path / "page.html"
     args = ["plan", str(tmp_path / "lengths.npy"), "--max-tokens", "256", "--microbatches-per-step", "8"]
-    args += ["--cluster", "dgx-h100:2", "--model", str(tmp_path / "model.json"), "--html", str(page)]
+    dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=2).save(tmp_path / "cluster.json")
+    args += ["--cluster", str(tmp_path / "cluster.json"), "--model", str(tmp_path / "model.json"), "--html", str(page)]
     assert main(args) == 0
     said = capsys.readouterr().out
     assert "times the best" in said
-    assert "on 16 devices" in page.read_text()
+    assert "on 2 devices" in page.read_text()
