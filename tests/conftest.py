@@ -27,7 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
-KEEPING_PROGRAMS = ("attention", "foreign", "models", "parity", "planning", "sorting", "training")
+KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
 
 # The same examples in every run: one that fails fails again. HYPOTHESIS_PROFILE=default draws others.
