@@ -19,6 +19,8 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
 if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# Where in the source an operation comes from takes a while to write down, and nobody reads it.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
 import numpy as np
