@@ -19,6 +19,9 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
 if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# Two processes of tests have all cores: a second thread of PyTorch's takes many times as long, waiting for its turn.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of threads themselves
 # Where in the source an operation comes from takes a while to write down, and nobody reads it.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
