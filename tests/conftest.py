@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 import hashlib
 import os
 import tempfile
@@ -18,6 +19,11 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
 if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
+# Two processes of tests have all cores: a second thread of PyTorch's takes many times as long, waiting for its turn.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of threads themselves
+# Where in the source an operation comes from takes a while to write down, and nobody reads it.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
 import jax
 import numpy as np
@@ -27,7 +33,7 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
-KEEPING_PROGRAMS = ("attention", "foreign", "models", "parity", "planning", "sorting", "training")
+KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
 
 # The same examples in every run: one that fails fails again. HYPOTHESIS_PROFILE=default draws others.
@@ -48,6 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: looking for garbage among them again and again takes a twelfth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import importlib
 import json
 import os
@@ -158,6 +159,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    gc.freeze()  # forks share what was imported, and needn't look for garbage in it
     with connection:
         order = _serve(connection)
     if order is None:

@@ -1,8 +1,9 @@
 """A script that trains in several processes of PyTorch, in every way of some tasks, and writes what came out.
 
-Arguments: a folder with `inputs.npz`, how many processes there are, and the rank.
+Arguments: a folder with `inputs.npz`, to which results are written, how many processes there are, the rank and a port.
 """
 
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -167,13 +168,16 @@ def train(way: str, model: nn.Module, batches: list[torch_ref.Batch]) -> Results
 
 def main() -> None:
     """Read, connect, train, and write what came out."""
-    folder, num_processes, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     with np.load(folder / "inputs.npz") as file:
         inputs = dict(file)
     offsets = inputs.pop("offsets")
     samples = np.split(inputs.pop("tokens"), offsets[1:-1])
-    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=num_processes)
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
     for name, task in TASKS.items():
         if task.num_processes != num_processes:
             continue

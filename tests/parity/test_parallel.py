@@ -2,9 +2,6 @@
 
 import functools
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch_ref
 from jvarlen.distributed.grad_buckets import assign_grad_buckets
 from jvarlen.models import TransformerConfig, flat_params, init_params, layered, stack_layers, unstack_layers
 from jvarlen.parallel import Layout, gather_params, init_state, layout_mesh, make_train_step
+from tests import processes
 from tests.conftest import random_dataset
 from torch_ref import parallel
 
@@ -71,30 +69,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
     for num_processes in sorted({task.num_processes for task in TASKS.values()}):
-        run_processes(folder, num_processes)
+        processes.run(Path(run_parallel.__file__), num_processes, str(folder))
     return folder
-
-
-def run_processes(folder: Path, num_processes: int) -> None:
-    (folder / "meeting").unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
-    processes = [
-        subprocess.Popen(
-            [sys.executable, run_parallel.__file__, str(folder), str(num_processes), str(rank)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_processes)
-    ]
-    try:
-        errors = [process.communicate(timeout=180)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * num_processes, "\n".join(errors)
 
 
 def results_of(folder: Path, name: str, way: str) -> list[Results]:
