@@ -66,6 +66,19 @@ FULL = [
     Case("data2.stage2.zero3"),
     Case("data2.stage2.tensor2"),
     Case("data2.stage2.sequence2"),
+    Case("data2.zero2.keep_inputs", rows=4, length=256, width=64, num_layers=8, vocab_size=512),
+    Case("data1.keep_inputs", rows=4, length=128, width=256),
+    Case("data4.zero1", length=512, of_shard=3, width=64),
+    Case("data2.tensor4", rows=4, length=128, width=256, vocab_size=1000),
+    Case("data3.zero3", rows=4, length=32, width=192, num_layers=3),
+    Case("sequence8", length=512, of_shard=2, width=64),
+    Case("data2.stage4.zero3", rows=8),
+    Case("stage8", rows=4, of_shard=8, width=64, num_layers=8),
+    Case("stage4.tensor2", rows=4, of_shard=8, num_layers=8),
+    Case("stage4.gpipe", rows=4, length=128, of_shard=8, width=64, num_layers=8),
+    Case("stage4.1f1b", length=16, of_shard=16, width=256),
+    Case("stage2.chunks4.interleaved", rows=4, width=64, num_layers=8),
+    Case("data4.stage2.chunks2.interleaved.zero1", rows=4, length=128, width=64, num_layers=8),
 ]
 QUICK = [Case("data2", length=16, width=16, num_layers=2), Case("stage2", length=16, width=16, num_layers=2)]
 

@@ -1,0 +1,48 @@
+"""What a traced function holds at its fullest point, counted by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jvarlen.compiling.lifetimes import lifetimes_of
+
+W = jax.ShapeDtypeStruct((8, 8), np.float32)
+ONE = 8 * 8 * 4
+
+
+def peak(function, *args):
+    return lifetimes_of(jax.make_jaxpr(function)(*args)).peak()
+
+
+def test_elementwise_results_are_computed_where_they_are_used():
+    assert peak(lambda x: jnp.sum(3 * x + 1), W) == 4
+    assert peak(lambda x: x @ x + 1, W) == ONE  # in the place of the product
+    assert peak(lambda x: (x + 1) @ x, W) == 2 * ONE  # the sum is stored for the product
+
+
+def test_what_is_not_used_is_not_there():
+    assert peak(lambda x: (x @ x, x @ (x @ x))[0], W) == ONE
+
+
+def test_a_loop_holds_what_it_carries_once_and_what_it_stacks():
+    def carrying(x):
+        return jax.lax.scan(lambda total, _: (total + 1, None), x @ x, None, length=5)[0]
+
+    def stacking(x):
+        return jax.lax.scan(lambda total, _: (total + 1, total), x @ x, None, length=5)[1]
+
+    assert peak(carrying, W) == ONE
+    assert peak(stacking, W) == 6 * ONE
+
+
+def test_branches_share_memory():
+    def branching(x, i):
+        return jax.lax.cond(i > 0, lambda: (x @ x) @ x, lambda: ((x @ x) @ x) @ x)
+
+    assert peak(branching, W, jax.ShapeDtypeStruct((), np.int32)) <= 2 * ONE + 4
+
+
+def test_other_sizes_of_the_same_arrays():
+    lifetimes = lifetimes_of(jax.make_jaxpr(lambda x: (x @ x) @ x)(W))
+    many = np.stack([lifetimes.num_bytes, 10 * lifetimes.num_bytes])
+    assert lifetimes.peak(many).tolist() == [2 * ONE, 20 * ONE]
