@@ -3,8 +3,9 @@
 First a model whose products wait as long as they would take on devices of a known speed: eight host devices that share
 cores can all wait at once. Links there are faster than anything that is counted. Then the built-in model, on a cluster
 measured by `measure_cluster`: its devices share cores. Of all candidates, layouts whose predictions are 10 % apart are
-measured, the best first. Run `python benchmarks/choice.py [--quick]`. Prints tables and writes them, with versions and
-hardware, to `benchmarks/results/`.
+measured, the best first. At last, how long the search takes for 1,024 devices. Run
+`python benchmarks/choice.py [--quick]`. Prints tables and writes them, with versions and hardware, to
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,9 +30,10 @@ import scipy.stats
 from jax.sharding import PartitionSpec
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
-from jvarlen import Bucket, Plan, compile_buckets, make_plan, measure_buckets, measure_cluster
+from jvarlen import Bucket, ModelFile, Plan, compile_buckets, make_buckets, make_plan, measure_buckets, measure_cluster
 from jvarlen.clusters.choice import LayoutChoice, choose_layout
 from jvarlen.clusters.cluster import Cluster
+from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import layout_mesh, split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -229,6 +232,32 @@ def compare(case: Case, form: Form) -> list[str]:
     ]
 
 
+def search(num_hosts: int, max_shapes: int, fixed: dict[str, int]) -> list[str]:
+    """How long a choice takes for hosts of eight devices."""
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).clip(1, 16_384).astype(np.int64)
+    num_microbatches = 8 * num_hosts
+    options: dict[str, Any] = {"max_shapes": max_shapes, "length_multiple": 128}
+    buckets = make_buckets(lengths, 16_384, microbatches_per_step=num_microbatches, **options)
+    plan = make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
+    model = ModelFile(layers=32, width=4096, heads=32, vocabulary=32_000)
+    cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), model.make_optimizer()
+    memory = MemoryModel(model.model, model.params, optimizer, plan.buckets)
+    seconds = []
+    known: dict[str, Any] = {"costs": None}
+    for _ in range(4):
+        begun = time.perf_counter()
+        given = {"params": model.params, "memory": memory, "fixed": fixed, **known}
+        choice = choose_layout(plan, model.model, optimizer, cluster, **given)
+        seconds.append(time.perf_counter() - begun)
+        known["costs"] = choice.costs
+    num_layouts, num_fitting = len(choice.candidates.reasons), choice.candidates.num_fitting
+    return [
+        f"{num_layouts:,} layouts of {cluster.num_devices:,} devices for {len(plan.buckets)} buckets, of which "
+        f"{num_fitting:,} fit. The search takes {np.median(seconds[1:]):.2f} s, once the model is traced, which takes "
+        f"{seconds[0] - np.median(seconds[1:]):.1f} s. Each layout counts with the best bucket to spread rows from.",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="short waits, few layouts, and no report")
@@ -243,6 +272,7 @@ def main() -> None:
     cluster = measure_cluster(repeats=1 if quick else 5, progress=False)
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
+    searched = search(1, 2, {"stage": 1, "sequence": 1, "tensor": 1}) if quick else search(128, 16, {})
     loads.append(os.getloadavg()[0])
     lines = [
         f"# Layouts that are chosen and measured, {datetime.date.today()}",
@@ -264,6 +294,10 @@ def main() -> None:
         "Devices share cores: while a stage waits, the others have them, which no prediction knows.",
         "",
         *computes,
+        "",
+        "## The search",
+        "",
+        *searched,
         "",
         f"The machine's load was {loads[0]:.1f} before and {loads[1]:.1f} after.",
         "",
