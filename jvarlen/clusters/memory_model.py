@@ -7,6 +7,7 @@ layers. Letters: C layouts, K buckets, L layers, S stages, V chunks, U different
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from jvarlen.training.train_state import TrainState, init_train_state
 __all__ = ["MemoryModel"]
 
 _FEW_LAYERS = 8
+_PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 _WHAT = ("runs_again", "plain", "staged", "splits")
 
 
@@ -68,7 +70,7 @@ class _Arrays(NamedTuple):
       live: float64[points, N], which arrays are alive at a point; of all points that may be the fullest.
       live_without_grads: likewise, without gradients.
       scale: float64[N + 4], bytes where all sizes are 1; at last those of `x`, `floats`, `kept` and `handed`.
-      powers: int64[N + 4, 2], of rows and of layers.
+      powers: bool[N + 4, 2], whether they grow with rows, and with layers.
     """
 
     live: np.ndarray
@@ -80,7 +82,7 @@ class _Arrays(NamedTuple):
         """float64[6, …]: the two peaks, and the last four; rows and layers broadcast."""
         rows, layers = np.broadcast_arrays(np.asarray(rows, np.float64), np.asarray(layers, np.float64))
         values = np.stack([rows**i * layers**j for i, j in _POWERS]).reshape(len(_POWERS), -1)
-        place = self.powers @ [1, 2]
+        place = self.powers @ np.array([1, 2])
 
         def summed(weights: np.ndarray) -> np.ndarray:
             of_powers = np.zeros((len(weights), len(_POWERS)))
@@ -290,7 +292,7 @@ class MemoryModel:
         rows = np.array([bucket.rows for bucket in self._buckets], np.float64)
         # One layer is no loop; of deep models, that makes little of a difference.
         has_one_layer = layers == 1 and self._num_layers <= _FEW_LAYERS
-        known = np.array(self._lengths)
+        known = np.array(self._lengths if tensor == sequence == 1 else [self._lengths[0], self._lengths[-1]])
         multiple = (2 * sequence if sequence > 1 else 1) * (tensor if sequence_parallel else 1)
         known = np.unique(-(-known // multiple) * multiple)
         kinds = [_Kind(length, tensor, sequence_parallel, sequence, has_one_layer, what) for length in known.tolist()]
@@ -305,20 +307,22 @@ class MemoryModel:
 
     def _arrays_of_kind(self, kind: _Kind) -> _Arrays:
         if kind not in self._arrays:
-            layers = 1 if kind.has_one_layer else 2
-            first, wider = (self._trace(kind, *sizes) for sizes in ((2, layers), (10, 7 * layers if layers > 1 else 1)))
-            one, other = (
-                np.array([*each.lifetimes.num_bytes, each.x, each.floats, each.kept, each.handed], np.float64)
-                for each in (first, wider)
-            )
-            grown = np.log(np.maximum(other, 1) / np.maximum(one, 1))
-            ratios = np.log([1, 5, 7, 35]) if layers > 1 else np.log([1, 5])
-            place = np.abs(grown[:, None] - ratios).argmin(axis=1)
-            powers = np.array(_POWERS)[place]
-            scale = one / (2.0 ** powers[:, 0] * float(layers) ** powers[:, 1])
+            rows, layers = self._primes(kind)
+            if kind.has_one_layer:
+                layers = 1
+            first = self._trace(kind, rows, layers)
+            sizes = np.array([*first.lifetimes.num_bytes, first.x, first.floats, first.kept, first.handed], np.int64)
+            powers = np.stack([sizes % rows == 0, (sizes % layers == 0) & (layers > 1)], axis=1) & (sizes > 0)[:, None]
+            scale = sizes / np.where(powers, [rows, layers], 1).prod(axis=1)
             live = _live(first)
             self._arrays[kind] = _Arrays(live, np.where(first.is_grad, 0, live), scale, powers)
         return self._arrays[kind]
+
+    def _primes(self, kind: _Kind) -> tuple[int, int]:
+        """Numbers of rows and of layers that divide no other size: what they divide tells what depends on them."""
+        sizes = {size for leaf in jax.tree.leaves(self._params) for size in leaf.shape} | {kind.length}
+        rows, layers = itertools.islice((each for each in _PRIMES if all(size % each for size in sizes)), 2)
+        return rows, layers
 
     def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
         axes: dict[str, Any] = {
