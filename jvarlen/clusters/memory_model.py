@@ -129,6 +129,8 @@ class MemoryModel:
         self._can_stage = isinstance(self._params, LayeredParams)
         self._states: dict[tuple[int, ...], list[StateBytes]] = {}
         self._arrays: dict[_Kind, _Arrays] = {}
+        self._at = functools.cache(self._count_at)
+        self._state_shapes = functools.cache(self._make_state_shapes)
         lengths = sorted({bucket.length for bucket in self._buckets})
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
 
@@ -221,8 +223,7 @@ class MemoryModel:
     def _state_bytes(self, layout: Layout, num_layers: int | None = None) -> StateBytes:
         return state_bytes(layout, self._state_shapes(layout.tensor, num_layers), self._model)
 
-    @functools.cache  # noqa: B019
-    def _state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
+    def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
         params = self._params
         if num_layers is not None:
             layers = jax.tree.map(
@@ -254,8 +255,7 @@ class MemoryModel:
                     found[:, mine] = np.where(chosen, at[:, None], found[:, mine])
         return _AtSizes(*found)
 
-    @functools.cache  # noqa: B019
-    def _at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
+    def _count_at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
         """float64[6, K], of every bucket.
 
         Programs are traced for few devices along "tensor" and rows in two parts. More devices along "tensor" hold what
