@@ -272,7 +272,26 @@ class _Search:
         reasons = cannot.copy()
         reasons[cannot == ""] = self._reasons(best)
         order = np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
+        for row in order.tolist():
+            if reasons[row]:
+                break
+            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
+            num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
+            if num_bytes[row] <= self._limit:
+                break
+            reasons[row] = self._too_large.format(num_bytes[row])
+        order = np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
         return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+
+    def _exact_bytes(self, table: LayoutTable) -> int:
+        """That the fullest bucket takes on one layout."""
+        of_buckets = self._memory.memory_bytes(table, self._num_microbatches)[0]
+        fullest = int(np.where(self._num_steps > 0, of_buckets, 0).argmax())
+        return self._memory.exact_bytes(table.layout(0), self._costs.buckets[fullest], self._num_microbatches)
+
+    @property
+    def _too_large(self) -> str:
+        return f"needs {{:,.0f}} bytes of {self._limit:,}"
 
     def _evaluated(self, table: LayoutTable, is_spread: bool) -> _Evaluated:
         """Of every bucket, with rows that are spread or whole."""
@@ -305,9 +324,8 @@ class _Search:
             _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
             _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
         }
-        too_large = f"needs {{:,.0f}} bytes of {self._limit:,}"
         found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
-        return [too_large.format(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
+        return [self._too_large.format(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
 
 
 _TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS = range(1, 6)

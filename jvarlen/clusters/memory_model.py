@@ -26,6 +26,7 @@ from jvarlen.parallel.memory import (
     OneMicrobatch,
     StateBytes,
     batch_bytes,
+    memory_bill,
     shapes_on,
     state_bytes,
     temporary_bytes,
@@ -37,7 +38,7 @@ from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = ["MemoryModel"]
 
-_FEW_LAYERS = 8
+_FEW_LAYERS = 12
 _PRIMES = (11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83, 89, 97, 101, 103, 107, 109)
 _WHAT = ("runs_again", "plain", "staged", "splits")
 
@@ -67,30 +68,24 @@ class _Arrays(NamedTuple):
     """Sizes of all arrays of a kind.
 
     Attributes:
-      live: float64[points, N], which arrays are alive at a point; of all points that may be the fullest.
-      live_without_grads: likewise, without gradients.
-      scale: float64[N + 4], bytes where all sizes are 1; at last those of `x`, `floats`, `kept` and `handed`.
-      powers: bool[N + 4, 2], whether they grow with rows, and with layers.
+      which: for each of the fields of `_AtSizes`, float64[points, N]: the arrays that are alive at a point, of all
+        points that may be the fullest, or that it is the sum of.
+      scale: float64[N], bytes where all sizes are 1.
+      powers: bool[N, 2], whether they grow with rows, and with layers.
     """
 
-    live: np.ndarray
-    live_without_grads: np.ndarray
+    which: tuple[np.ndarray, ...]
     scale: np.ndarray
     powers: np.ndarray
 
     def at(self, rows: npt.ArrayLike, layers: npt.ArrayLike) -> np.ndarray:
-        """float64[6, …]: the two peaks, and the last four; rows and layers broadcast."""
+        """float64[6, …], the fields of `_AtSizes`; rows and layers broadcast."""
         rows, layers = np.broadcast_arrays(np.asarray(rows, np.float64), np.asarray(layers, np.float64))
         values = np.stack([rows**i * layers**j for i, j in _POWERS]).reshape(len(_POWERS), -1)
-        place = self.powers @ np.array([1, 2])
-
-        def summed(weights: np.ndarray) -> np.ndarray:
-            of_powers = np.zeros((len(weights), len(_POWERS)))
-            np.add.at(of_powers.T, place[: weights.shape[1]], (weights * self.scale[: weights.shape[1]]).T)
-            return (np.unique(of_powers, axis=0) @ values).max(axis=0, initial=0)
-
-        last = self.scale[-4:, None] * values[place[-4:]]
-        return np.stack([summed(self.live), summed(self.live_without_grads), *last]).reshape(6, *rows.shape)
+        is_power = np.equal.outer(self.powers @ np.array([1, 2]), np.arange(len(_POWERS)))
+        of_powers = self.scale[:, None] * is_power
+        found = [(np.unique(which @ of_powers, axis=0) @ values).max(axis=0) for which in self.which]
+        return np.stack(found).reshape(6, *rows.shape)
 
 
 _POWERS = ((0, 0), (1, 0), (0, 1), (1, 1))  # of rows and layers, at index i + 2 j
@@ -192,6 +187,29 @@ class MemoryModel:
         held = self._state_of(table)
         return held.params + held.opt_state
 
+    def exact_bytes(self, layout: Layout, bucket: Bucket, microbatches_per_step: int) -> int:
+        """The bill of one layout, for which its own program is traced.
+
+        Args:
+          layout: that the model takes.
+          bucket: that the layout takes.
+          microbatches_per_step: those of a step over all devices.
+
+        Returns:
+          Bytes.
+        """
+        bill = memory_bill(
+            layout,
+            self._params,
+            self._optimizer,
+            bucket,
+            model=self._model,
+            extra=self._extra,
+            batch_spec=self._batch_spec,
+            microbatches_per_step=microbatches_per_step,
+        )
+        return bill.total
+
     def _state_of(self, table: LayoutTable) -> StateBytes:
         """Of each layout."""
         keys = np.stack([table.tensor, table.zero, table.num_shards, table.stage > 1], axis=1)
@@ -258,52 +276,45 @@ class MemoryModel:
     def _count_at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
         """float64[6, K], of every bucket.
 
-        Programs are traced for few devices along "tensor" and rows in two parts. More devices along "tensor" hold what
-        follows from two of its divisors: a constant, and a part that they share. More parts of a row hold what two
-        parts of a shorter row do, and besides more of what is gathered of the row.
+        Programs are traced for few devices along one axis. More devices hold what follows from two of their divisors:
+        a constant, and a part that they share. Of two axes, each holds its share of what the other leaves.
         """
-        fewer = [size for size in range(2, tensor) if tensor % size == 0]
         if tensor > 1 and sequence > 1:
             whole = self._at(what, 1, False, 1, layers)
             split = self._at(what, tensor, sequence_parallel, 1, layers)
             spread = self._at(what, 1, False, sequence, layers)
-            return _ratio(split, whole) * spread
-        if sequence_parallel and fewer:
-            split, whole = (self._at(what, fewer[0], is_parallel, 1, layers) for is_parallel in (True, False))
-            return _ratio(split, whole) * self._at(what, tensor, False, 1, layers)
-        if len(fewer) > 1:
-            few, more = (self._at(what, size, False, 1, layers) for size in fewer[:2])
-            shared = (few - more) / (1 / fewer[0] - 1 / fewer[1])
-            return np.maximum(more - shared * (1 / fewer[1] - 1 / tensor), more * fewer[1] / tensor)
-        lengths = np.array([bucket.length for bucket in self._buckets], np.float64)
-        if sequence > 2:
-            two = self._at_lengths(what, tensor, sequence_parallel, 2, layers, 2 * lengths / sequence)
-            whole, half = (
-                self._at_lengths(what, tensor, sequence_parallel, parts, layers, of_parts)
-                for parts, of_parts in ((2, lengths), (1, lengths / 2))
-            )
-            return two + np.maximum(whole - half, 0) * (1 - 2 / sequence)
-        return self._at_lengths(what, tensor, sequence_parallel, sequence, layers, lengths)
+            return np.divide(split, whole, out=np.ones_like(whole), where=whole > 0) * spread
+        size = max(tensor, sequence)
+        fewer = [each for each in range(2, size) if size % each == 0][:2]
+        if len(fewer) < 2:
+            return self._traced_at(_Kind(0, tensor, sequence_parallel, sequence, layers == 1, what), layers)
+        few, more = (
+            self._at(what, *((each, sequence_parallel, 1) if tensor > 1 else (1, False, each)), layers)
+            for each in fewer
+        )
+        shared = (few - more) / (1 / fewer[0] - 1 / fewer[1])
+        return np.maximum(more - shared * (1 / fewer[1] - 1 / size), more * fewer[1] / size)
 
-    def _at_lengths(
-        self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int, lengths: np.ndarray
-    ) -> np.ndarray:
-        """float64[6, K] for rows of the buckets with these lengths: linear between the traced ones, and beyond."""
-        rows = np.array([bucket.rows for bucket in self._buckets], np.float64)
-        # One layer is no loop; of deep models, that makes little of a difference.
-        has_one_layer = layers == 1 and self._num_layers <= _FEW_LAYERS
-        known = np.array(self._lengths if tensor == sequence == 1 else [self._lengths[0], self._lengths[-1]])
-        multiple = (2 * sequence if sequence > 1 else 1) * (tensor if sequence_parallel else 1)
-        known = np.unique(-(-known // multiple) * multiple)
-        kinds = [_Kind(length, tensor, sequence_parallel, sequence, has_one_layer, what) for length in known.tolist()]
-        values = np.stack([self._arrays_of_kind(kind).at(rows, layers) for kind in kinds])  # [A, 6, K]
+    def _traced_at(self, kind: _Kind, layers: int) -> np.ndarray:
+        """float64[6, K], of programs that are traced for few lengths, and grow as a polynomial in between."""
+        rows, lengths = np.array(self._buckets, np.float64).T
+        if self._num_layers > _FEW_LAYERS:  # that one layer is no loop makes little of a difference
+            kind = kind._replace(has_one_layer=False)
+        multiple = (2 * kind.sequence if kind.sequence > 1 else 1) * (kind.tensor if kind.sequence_parallel else 1)
+        known = np.unique([-(-length // multiple) * multiple for length in self._lengths])
+        kinds = [kind._replace(length=length) for length in known.tolist()]
+        values = np.stack([self._arrays_of_kind(each).at(rows, layers) for each in kinds])  # [lengths, 6, K]
         if len(known) == 1:
             return values[0] * np.maximum(lengths / known[0], 1)
         upper = np.clip(np.searchsorted(known, lengths), 1, len(known) - 1)
-        share = (lengths - known[upper - 1]) / (known[upper] - known[upper - 1])
         columns = np.arange(len(rows))
         low, high = (values[place, :, columns].T for place in (upper - 1, upper))
-        return np.maximum(low + share * (high - low), 0)
+        slopes = np.diff(values, axis=0) / np.diff(known)[:, None, None]
+        found = low + (lengths - known[upper - 1]) * slopes[upper - 1, :, columns].T
+        if len(known) == 3:  # what grows with the square is below the line
+            square = np.maximum((slopes[1] - slopes[0]) / (known[2] - known[0]), 0)
+            found += (lengths - known[upper - 1]) * (lengths - known[upper]) * square
+        return np.maximum(found, np.where(lengths >= known[0], np.minimum(low, high), 0))
 
     def _arrays_of_kind(self, kind: _Kind) -> _Arrays:
         if kind not in self._arrays:
@@ -311,11 +322,17 @@ class MemoryModel:
             if kind.has_one_layer:
                 layers = 1
             first = self._trace(kind, rows, layers)
-            sizes = np.array([*first.lifetimes.num_bytes, first.x, first.floats, first.kept, first.handed], np.int64)
+            last = [(first.x,), (first.floats,), first.of_kept, first.of_handed]
+            sizes = np.array([*first.lifetimes.num_bytes, *itertools.chain(*last)], np.int64)
             powers = np.stack([sizes % rows == 0, (sizes % layers == 0) & (layers > 1)], axis=1) & (sizes > 0)[:, None]
             scale = sizes / np.where(powers, [rows, layers], 1).prod(axis=1)
             live = _live(first)
-            self._arrays[kind] = _Arrays(live, np.where(first.is_grad, 0, live), scale, powers)
+            part = np.repeat(np.arange(5), [live.shape[1], *map(len, last)])
+            peaks = [np.zeros((len(live), len(sizes))) for _ in range(2)]
+            peaks[0][:, part == 0] = live
+            peaks[1][:, part == 0] = np.where(first.is_grad, 0, live)
+            sums = [(part == i).astype(np.float64)[None] for i in range(1, 5)]
+            self._arrays[kind] = _Arrays((*peaks, *sums), scale, powers)
         return self._arrays[kind]
 
     def _primes(self, kind: _Kind) -> tuple[int, int]:
@@ -356,10 +373,6 @@ class _AtSizes(NamedTuple):
     floats: np.ndarray
     kept: np.ndarray
     handed: np.ndarray
-
-
-def _ratio(values: np.ndarray, others: np.ndarray) -> np.ndarray:
-    return np.divide(values, others, out=np.ones_like(others), where=others > 0)
 
 
 def _live(arrays: DeviceArrays) -> np.ndarray:

@@ -377,19 +377,31 @@ class DeviceArrays(NamedTuple):
       is_grad: bool[N], which of them are gradients.
       x: bytes of what goes from layer to layer; like the following, 0 without stages.
       floats: of its leaves that have gradients.
-      kept: of the residuals of one layer.
-      handed: of what one layer's backward pass hands to weight gradients of their own, if it does.
+      of_kept: of each residual of one layer.
+      of_handed: of what one layer's backward pass hands to weight gradients of their own, if it does.
     """
 
     lifetimes: Lifetimes
     is_grad: np.ndarray
     x: int
     floats: int
-    kept: int
-    handed: int
+    of_kept: tuple[int, ...]
+    of_handed: tuple[int, ...]
+
+    @property
+    def kept(self) -> int:
+        """All residuals of one layer."""
+        return sum(self.of_kept)
+
+    @property
+    def handed(self) -> int:
+        """All that one layer's backward pass hands on."""
+        return sum(self.of_handed)
 
 
-def _device_arrays(jaxpr: Jaxpr, *, x: int = 0, floats: int = 0, kept: int = 0, handed: int = 0) -> DeviceArrays:
+def _device_arrays(
+    jaxpr: Jaxpr, *, x: int = 0, floats: int = 0, kept: tuple[int, ...] = (), handed: tuple[int, ...] = ()
+) -> DeviceArrays:
     lifetimes = lifetimes_of(ClosedJaxpr(jaxpr, ()))
     return DeviceArrays(lifetimes, lifetimes.end == lifetimes.num_points, x, floats, kept, handed)
 
@@ -459,7 +471,7 @@ class OneMicrobatch:
     def _staged_arrays(self) -> DeviceArrays:
         """Of the actions of a stage with all parts of the model, one after the other."""
         model = self._model
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         assert isinstance(model, LayeredModel)
         splits = self._layout.schedule == "zero_bubble"
 
@@ -483,9 +495,13 @@ class OneMicrobatch:
             given = params.layers, kept
             of_x, rest = jax.lax.scan(lambda of_y, of: passes.backward(*of, of_y, *others), of_y, given, reverse=True)
             num_layers = jax.tree.leaves(params.layers)[0].shape[0]
-            sizes.update(x=_bytes_of(x), floats=_bytes_of(floats_of(x)), kept=_bytes_of(kept) // num_layers, handed=0)
+
+            def of_layer(tree: Any) -> tuple[int, ...]:
+                return tuple(_bytes_of(leaf) // num_layers for leaf in jax.tree.leaves(tree))
+
+            sizes.update(x=_bytes_of(x), floats=_bytes_of(floats_of(x)), kept=of_layer(kept))
             if passes.weights is not None:
-                sizes["handed"] = _bytes_of(rest) // num_layers
+                sizes["handed"] = of_layer(rest)
                 run_weights = passes.weights
                 rest = jax.lax.scan(lambda _, of: (None, run_weights(*of, *others)), None, (*given, rest))[1]
             _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)

@@ -46,6 +46,10 @@ class AnyMemory:
         of_row = 1 + table.schedule % 3 + self._weights[1] * table.chunks + self._weights[2] * ~table.keeps_inputs
         return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
 
+    def exact_bytes(self, layout, bucket, microbatches_per_step):
+        of_buckets = self.memory_bytes(layout_table([layout]), microbatches_per_step)[0]
+        return of_buckets[self._buckets.index(bucket)]
+
 
 def random_case(seed):
     rng = np.random.default_rng(seed)
@@ -200,6 +204,24 @@ def test_less_memory_takes_a_layout_that_holds_less():
     assert tight.seconds > free.seconds
     assert "too large" in str(tight)
     assert str(free.layout) in free.why()
+
+
+def test_the_best_layout_is_traced_by_itself(monkeypatch):
+    """What tables say is too little for the first two."""
+    fixed = {"stage": 1, "sequence": 1, "tensor": 1}
+    fitting = choose(fixed=fixed).candidates.layouts()
+    memory, asked = known()["memory"], []
+
+    def exact_bytes(layout, bucket, microbatches_per_step):
+        asked.append(layout)
+        return 10**15 if len(asked) < 3 else 1
+
+    monkeypatch.setattr(memory, "exact_bytes", exact_bytes)
+    choice = choose(fixed=fixed)
+    assert asked == fitting[:3]
+    assert choice.layout == fitting[2]
+    rejected = [reason for reason in choice.candidates.reasons if reason.startswith("needs 1,000,000,000,000,000 ")]
+    assert len(rejected) == 2
 
 
 def test_fixed_words_hold():

@@ -28,6 +28,7 @@ TEXTS = [
     "data2.stage2.gpipe.keep_residuals",
     "stage2.chunks2.interleaved",
     "data2.stage4.zero3",
+    "stage2.sequence2.zero_bubble.keep_residuals",
 ]
 
 
