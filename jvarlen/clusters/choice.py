@@ -11,11 +11,12 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import optax
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Cluster
@@ -130,7 +131,12 @@ class LayoutChoice(NamedTuple):
         total = sum(parts.values()) or 1.0
         shares = ", ".join(f"{name} {share:.0%}" for name, part in parts.items() if (share := part / total) >= 0.005)
         fills = f"{self.num_bytes / self.memory_bytes:.0%} of a device's memory"
-        return f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
+        said = f"{self.layout}: {self.seconds:,.4g} s an epoch ({shares}), {fills}"
+        if len(self.of_epoch.total) < 2:
+            return said
+        more = {name: float(part[1] - part[0]) for name, part in self.of_epoch._asdict().items()}
+        longer, most = self.candidates.seconds[1] / self.seconds - 1, max(more, key=lambda name: more[name])
+        return f"{said}; the next, {self.candidates.table.layout(1)}, takes {longer:.1%} longer, mostly for {most}"
 
 
 def choose_layout(
@@ -152,7 +158,7 @@ def choose_layout(
 
     All layouts of all devices of the cluster are considered: data, stages, sequence (and from which bucket on), tensor
     and sequence parallelism, ZeRO levels, schedules and chunks, and what layers keep. The choice is exact for these
-    predictions. Of equal ones the first is taken, in the order of simplicity.
+    predictions. Ties go to the simpler layout.
 
     Args:
       plan: its buckets, steps of each, and microbatches of a step.
@@ -169,25 +175,28 @@ def choose_layout(
       memory: likewise, of `MemoryModel`.
 
     Returns:
-      The choice.
+      `LayoutChoice`: the layout, its seconds and bytes, and all candidates.
 
     Raises:
       ValueError: no layout takes these steps or fits; the message names the nearest, and by how much it is too large.
+        Values of `fixed` that no layout has.
 
     References:
       Zheng et al. 2022, "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning", for one
       graph of one shape. Here every shape of an epoch counts with its steps.
     """
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
-    unknown = sorted(set(fixed or ()) - {field.name for field in dataclasses.fields(Layout)})
-    if unknown:
-        raise UserError(f"a layout has no field {list_first(unknown)}")
+    check_at_least_one(memory_bytes=memory_bytes)
+    _check_fixed(fixed or {})
+    if isinstance(model, LayeredModel) and model.stack is not None:
+        stack: Callable[[Any], Any] = model.stack
+        model, params = model._replace(stack=None), jax.eval_shape(stack, params)
     buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
     if costs is None:
         sizes = divisors(cluster.num_devices)
-        costs = count_costs(model, params, buckets, batch_spec=batch_spec, tensor_sizes=sizes)
+        costs = count_costs(model, params, buckets, batch_spec=batch_spec, tensor_sizes=sizes, extra=extra)
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
@@ -207,6 +216,14 @@ def choose_layout(
         candidates=candidates,
         costs=costs,
     )
+
+
+def _check_fixed(fixed: Mapping[str, Any]) -> None:
+    unknown = sorted(set(fixed) - {field.name for field in dataclasses.fields(Layout)})
+    if unknown:
+        raise UserError(f"a layout has no field {list_first(unknown)}")
+    for name, value in fixed.items():
+        Layout(**({"data": 2} | {name: value}))  # which raises ValueError for a value that no layout has
 
 
 def divisors(number: int) -> list[int]:
@@ -246,6 +263,8 @@ class _Search:
         """All layouts, the best first."""
         everything, cannot = _enumerate(self._costs, self._cluster.num_devices, self._fixed)
         table = everything.take(cannot == "")
+        if not len(table.data):
+            raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
         lengths = np.array([bucket.length for bucket in self._costs.buckets])
         used = self._num_steps > 0
         spread, whole = self._evaluated(table, True), self._evaluated(table, False)
@@ -262,8 +281,9 @@ class _Search:
             problem = np.where(problem == 0, np.where(largest > self._limit, _TOO_LARGE, 0), problem)
             allowed = (table.sequence > 1) == (j < len(lengths))
             threshold = 0 if not used[:j].any() or j == len(lengths) else int(lengths[j])
-            if "sequence_from" in self._fixed and table.sequence.max() > 1:
-                allowed &= (table.sequence == 1) | (threshold == self._fixed["sequence_from"])
+            if "sequence_from" in self._fixed and j < len(lengths):
+                allowed &= j == np.searchsorted(np.where(used, lengths, -1), self._fixed["sequence_from"])
+                threshold = self._fixed["sequence_from"]
             best.take(allowed, in_all, largest, problem, threshold)
         seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
         seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
@@ -323,6 +343,7 @@ class _Search:
             _POSITIONS: "rows do not divide into twice the parts of sequence",
             _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
             _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _CHUNKS + 1: f"sequence_from{self._fixed.get('sequence_from')} spreads no rows",
         }
         found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
         return [self._too_large.format(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
@@ -377,7 +398,7 @@ def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) ->
                         "sequence_parallel": sequence_parallel,
                         "keeps": kept,
                     }
-                    if reason or all(fixed.get(name, value) in (value, None) for name, value in values.items()):
+                    if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
                         rows.append((*sizes.values(), zero, schedule, chunks, sequence_parallel, 0, keeps_inputs))
                         cannot.append(reason)
     if not rows:
@@ -428,6 +449,6 @@ def _none_fits(candidates: Candidates, cluster: Cluster, memory_bytes: int) -> s
     nearest = finite[np.argmin(candidates.num_bytes[finite])]
     layout, needed = candidates.table.layout(int(nearest)), candidates.num_bytes[nearest]
     return (
-        f"{where} fits into {memory_bytes:,} bytes a device: the nearest, {layout}, needs {needed:,.0f}, "
-        f"{needed - memory_bytes:,.0f} too many"
+        f"{where} fits into {memory_bytes:,} bytes a device: the nearest, {layout}, needs {needed:,.0f} bytes, "
+        f"{needed - memory_bytes:,.0f} more than there are"
     )

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
+from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, is_integer, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.parallel.wire import Link
 
@@ -30,9 +30,9 @@ class Cluster:
       name: such as that of the machine.
       num_hosts: a host is what the fast links connect; a pod of TPUs counts as one.
       devices_per_host: of each host.
-      memory_bytes: that a device has for a step.
-      flops_per_second: peak of a device, in the type of the products.
-      efficiency: the share of the peak that the products of a step reach, above 0 and at most 1.
+      memory_bytes: memory of one device.
+      flops_per_second: peak FLOP/s of one device, in the dtype of the matrix multiplications.
+      efficiency: the share of the peak that the matrix multiplications of a step reach, above 0 and at most 1.
       memory_bytes_per_second: that a device reads or writes.
       link: of each device to others of its host.
       host_link: of each device to those of other hosts.
@@ -75,7 +75,7 @@ class Cluster:
         return self.num_hosts * self.devices_per_host
 
     def members_in_host(self, size: npt.ArrayLike, stride: npt.ArrayLike) -> Int64[np.ndarray, ...]:
-        """Devices of one host in a group at equal distances.
+        """Devices of one host in a group at equal distances; 1 where hosts hold different numbers of them.
 
         Args:
           size: devices of the group.
@@ -84,8 +84,12 @@ class Cluster:
         Returns:
           int64, at least 1.
         """
-        in_host = np.maximum(self.devices_per_host // np.asarray(stride, np.int64), 1)
-        return np.asarray(size, np.int64) if self.num_hosts == 1 else np.minimum(size, in_host)
+        size, stride = np.broadcast_arrays(np.asarray(size, np.int64), np.asarray(stride, np.int64))
+        if self.num_hosts == 1:
+            return size
+        is_inside, fills = self.devices_per_host % (size * stride) == 0, size * stride % self.devices_per_host == 0
+        in_each = np.maximum(self.devices_per_host // stride, 1)
+        return np.where(is_inside, size, np.where(fills, np.minimum(size, in_each), 1))
 
     def collective_seconds(
         self, kind: Kind, num_bytes: npt.ArrayLike, size: npt.ArrayLike, in_host: npt.ArrayLike
@@ -157,7 +161,11 @@ class Cluster:
         unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise UserError(f"unknown keys: {list_first(unknown)}")
-        return dacite.from_dict(cls, fields, dacite.Config(cast=[float], strict=True))
+        floats = {field.name for field in dataclasses.fields(cls) if field.type == "float"}
+        fields = {
+            name: float(value) if name in floats and is_integer(value) else value for name, value in fields.items()
+        }
+        return dacite.from_dict(cls, fields, dacite.Config(strict=True))
 
     @classmethod
     def preset(cls, name: str, *, num_hosts: int = 1) -> Cluster:

@@ -44,7 +44,7 @@ _WHAT = ("runs_again", "plain", "staged", "splits")
 
 
 class _Kind(NamedTuple):
-    """A program: those of one kind differ in rows and layers only.
+    """Key of a traced program; programs with one key differ only in rows and layers.
 
     Attributes:
       length: of rows.

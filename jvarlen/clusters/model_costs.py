@@ -28,7 +28,8 @@ from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs, split_params
 from jvarlen.parallel.train import model_on_axes
 from jvarlen.planning.buckets import Bucket
-from jvarlen.training.losses import LossFn, takes_argument
+from jvarlen.training.losses import LossFn, bind_loss, takes_argument
+from jvarlen.training.train_state import TrainState
 
 __all__ = ["AxisTraffic", "ModelCosts", "Passes", "count_costs"]
 
@@ -75,7 +76,9 @@ class ModelCosts:
       num_layers: L; 0 for a loss function, of which only the whole is known.
       layer_flops: operations of one layer in each pass, float64[K] each.
       ends_flops: of what comes before and after the layers.
-      x_bytes: float64[K], what goes from layer to layer.
+      layer_split: the share of a layer's operations that "tensor" splits, in each pass.
+      ends_split: likewise of the ends.
+      x_bytes: float64[K], activations between layers.
       layer_traffic: collectives of one layer, by axis and pass.
       ends_traffic: likewise of the ends.
       layer_params: parameters of one layer: those that "tensor" does not split, and those that it does.
@@ -89,6 +92,8 @@ class ModelCosts:
     num_layers: int
     layer_flops: Passes
     ends_flops: Passes
+    layer_split: Passes
+    ends_split: Passes
     x_bytes: Float64[np.ndarray, " K"]
     layer_traffic: dict[Axis, Passes]
     ends_traffic: dict[Axis, Passes]
@@ -112,6 +117,7 @@ def count_costs(
     *,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     tensor_sizes: Sequence[int] = (),
+    extra: Any = None,
 ) -> ModelCosts:
     """Counts products of matrices and collectives of a model, by tracing it. Nothing is compiled or computed.
 
@@ -121,6 +127,7 @@ def count_costs(
       buckets: rows and length of microbatches.
       batch_spec: as for `compile_buckets`.
       tensor_sizes: sizes of the axis "tensor" to ask for.
+      extra: as for `parallel.init_state`.
 
     Returns:
       The costs. Loops with a number of turns that depends on values count once.
@@ -129,7 +136,7 @@ def count_costs(
       ValueError: no products of matrices were found.
     """
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
-    traced = _Traced(model, params, batch_spec)
+    traced = _Traced(model, params, batch_spec, extra)
     lengths = np.unique([bucket.length for bucket in buckets])
     short = lengths[: max(int(np.sum(lengths <= _LONGEST_TRACED)), 2)]
     chosen = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
@@ -152,24 +159,35 @@ def count_costs(
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")
     layer_traffic: dict[Axis, Passes] = {}
     ends_traffic: dict[Axis, Passes] = {}
-    bucket, x_bytes = buckets[0], np.zeros(len(buckets))
+    x_bytes = np.zeros(len(buckets))
+    layer_split, ends_split = Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0)
     tensor_sizes = tuple(size for size in tensor_sizes if traced.takes_tensor(size))
     if traced.num_layers:
         assert isinstance(model, LayeredModel)
         x_bytes = np.array([traced.x_bytes(bucket) for bucket in buckets], np.float64)
         texts: dict[Axis, str] = {}
-        if smallest := [size for size in tensor_sizes if size > 1][:1]:
-            texts = {"tensor": f"tensor{smallest[0]}", "sequence_parallel": f"tensor{smallest[0]}.sequence_parallel"}
+        split_size = next((size for size in tensor_sizes if size > 1), 1)
+        if split_size > 1:
+            texts = {"tensor": f"tensor{split_size}", "sequence_parallel": f"tensor{split_size}.sequence_parallel"}
         if model.by_positions:
             texts["sequence"] = "sequence2"
+        # Positions that all these divide. What is communicated is as long as the rows.
+        rows, length = buckets[0]
+        bucket = Bucket(rows, -(-length // (4 * split_size)) * 4 * split_size)
+        whole = traced.passes(bucket, "data1")
         for axis, text in texts.items():
             try:
                 parts = traced.passes(bucket, text)
-            except ValueError:  # rows that cannot be spread, on any such layout
+            except ValueError:  # such as layers that cannot be split by positions
                 continue
             layer_traffic[axis], ends_traffic[axis] = (
-                Passes(*(_traffic_of(counts, x_bytes[0]) for counts in part)) for part in parts
+                Passes(*(_traffic_of(counts, traced.x_bytes(bucket)) for counts in part)) for part in parts
             )
+            if axis == "tensor":
+                layer_split, ends_split = (
+                    Passes(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
+                    for pair in zip(whole, parts, strict=True)
+                )
     layer_params, ends_params = traced.num_params()
     leaves = jax.tree.leaves(params)
     return ModelCosts(
@@ -177,6 +195,8 @@ def count_costs(
         num_layers=traced.num_layers,
         layer_flops=layer_flops,
         ends_flops=ends_flops,
+        layer_split=layer_split,
+        ends_split=ends_split,
         x_bytes=x_bytes,
         layer_traffic=layer_traffic,
         ends_traffic=ends_traffic,
@@ -203,8 +223,10 @@ _Counts = collections.Counter  # operations as "flops"; of collectives, ("psum",
 class _Traced:
     """A model whose passes are traced for one layer and for two, which tells what one costs."""
 
-    def __init__(self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any]):
-        self._model, self._batch_spec = model, batch_spec
+    def __init__(
+        self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any = None
+    ):
+        self._model, self._batch_spec, self._extra = model, batch_spec, extra
         self._params = params
         self.num_layers = 0
         if isinstance(model, LayeredModel):
@@ -313,14 +335,14 @@ class _Traced:
         loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
         key = jax.eval_shape(lambda: jax.random.key(0)) if takes_argument(loss_fn, "key") else None
 
-        def loss(params: Any, microbatch: Any, key: Any) -> Any:
-            return loss_fn(params, microbatch, *(() if key is None else (key,)))[0]
+        def loss(params: Any, microbatch: Any, key: Any, extra: Any) -> Any:
+            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)[0]
 
         call = loss if what == "forward" else jax.grad(loss)
         mesh = AbstractMesh(tuple(layout.axis_sizes.values()), tuple(layout.axis_sizes))
         whole = PartitionSpec()
         on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return _counts_of(jax.make_jaxpr(on_device)(params, microbatch, key).jaxpr)
+        return _counts_of(jax.make_jaxpr(on_device)(params, microbatch, key, self._extra).jaxpr)
 
 
 def _minus(counts: _Counts, others: _Counts) -> _Counts:
@@ -380,6 +402,13 @@ def _jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
     values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
     found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
     return [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in found]
+
+
+def _split_share(whole: _Counts, split: _Counts, size: int) -> float:
+    """The share of operations that so many devices split, from what one of them computes."""
+    if not whole["flops"]:
+        return 0.0
+    return min(max((1 - split["flops"] / whole["flops"]) * size / (size - 1), 0.0), 1.0)
 
 
 def _traffic_of(counts: _Counts, x_bytes: float) -> tuple[AxisTraffic, ...]:

@@ -94,13 +94,19 @@ def step_seconds(
     is_spread = table.is_spread(costs.buckets) if is_spread is None else is_spread
     wide = LayoutTable(*(column[:, None] for column in table))
     num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
-    parts = wide.tensor * np.where(is_spread, wide.sequence, 1)  # of the products of a microbatch
+    parts = np.where(is_spread, wide.sequence, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
 
-    def of_passes(flops: Passes) -> Passes:
-        return Passes(*(each * seconds_per_flop / parts for each in flops))
+    def of_passes(flops: Passes, is_split: Passes) -> Passes:
+        """What "tensor" does not split, each of its devices computes."""
+        return Passes(
+            *(
+                each * seconds_per_flop / parts * (1 - share + share / wide.tensor)
+                for each, share in zip(flops, is_split, strict=True)
+            )
+        )
 
-    layer, ends = of_passes(costs.layer_flops), of_passes(costs.ends_flops)
+    layer, ends = of_passes(costs.layer_flops, costs.layer_split), of_passes(costs.ends_flops, costs.ends_split)
     traffic = _AxisSeconds(wide, is_spread, costs, cluster)
     layer_tensor, ends_tensor = traffic.over_tensor(costs.layer_traffic), traffic.over_tensor(costs.ends_traffic)
     layer_sequence, ends_sequence = (
@@ -120,7 +126,9 @@ def step_seconds(
     sequence, waits_for_sequence = of_step(layer_sequence, ends_sequence)
     stride = wide.tensor * wide.sequence
     sent = costs.x_bytes / np.where(is_spread, wide.sequence, 1) / np.where(wide.sequence_parallel, wide.tensor, 1)
-    one_send = cluster.collective_seconds("send", sent, 2, cluster.members_in_host(2, stride))
+    # Every tick waits for the slowest pair of stages.
+    in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
+    one_send = cluster.collective_seconds("send", sent, 2, in_host)
     stage = np.where(wide.stage > 1, 2 * ticks.sum(axis=-1) * one_send, 0.0)  # an activation and a gradient each tick
     backward = costs.num_layers * layer.backward + ends.backward
     forward = costs.num_layers * layer.forward + ends.forward

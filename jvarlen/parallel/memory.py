@@ -450,7 +450,8 @@ class OneMicrobatch:
                 lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), self._params.layers
             )
             self._params = self._params._replace(layers=layers)
-        self._state = TrainState(None, None, extra=extra)
+        # With a key, which layers may draw masks from.
+        self._state = TrainState(None, None, extra=extra, key=self._key(embed=True))
 
     def arrays(self) -> DeviceArrays:
         """What it computes."""

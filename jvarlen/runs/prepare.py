@@ -83,6 +83,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
       mesh: the devices; None for one.
     """
     _check_mesh(config, mesh)
+    cluster = None if config.cluster is None else _named_cluster(config.cluster, mesh)
     if config.layout is not None:
         task.check_layout(config.layout, config.model)
     if config.compile.cache_dir is not None:
@@ -108,7 +109,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
         say("Plan", report, course.describe(), *([chooser.reason] if chooser.reason else []))
     if config.parallel == AUTO:
-        config, mesh = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, mesh)
+        config, mesh = _with_layout(config, with_model(Layout(data=2, zero=3)), course, data, mesh, cluster)
         task = with_model(config.layout)
     with together("plan the training"):
         if config.layout is not None:
@@ -120,15 +121,14 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
 
 
 def _with_layout(
-    config: FitConfig, task: Task, course: Course, data: TrainingData, mesh: Mesh | None
+    config: FitConfig, task: Task, course: Course, data: TrainingData, mesh: Mesh | None, cluster: Cluster | None
 ) -> tuple[FitConfig, Mesh | None]:
     """The settings with the chosen layout, and its mesh; the same on all processes."""
     num_devices = 1 if mesh is None else mesh.devices.size
     if num_devices == 1:
         return dataclasses.replace(config, parallel=None, cluster=None), mesh
-    cluster = _cluster_of(config, mesh)
-    if cluster.num_devices != num_devices:
-        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    if cluster is None:
+        cluster = measure_cluster(mesh, dtype=config.model.compute_dtype or "float32", progress=config.progress)
     model, params = stack_for(Layout(stage=2), task.loss_fn, task.params)
     plan = course.plan_of_epoch(0)
     with together("choose the layout"):
@@ -161,10 +161,12 @@ def _takes(layout: Layout, task: Task, course: Course) -> bool:
     return True
 
 
-def _cluster_of(config: FitConfig, mesh: Mesh | None) -> Cluster:
-    if config.cluster is None:
-        return measure_cluster(mesh, dtype=config.model.compute_dtype or "float32", progress=config.progress)
-    return Cluster.named(config.cluster)
+def _named_cluster(text: str, mesh: Mesh | None) -> Cluster:
+    """The cluster of the settings; raises ValueError if it has another number of devices."""
+    cluster, num_devices = Cluster.named(text), 1 if mesh is None else mesh.devices.size
+    if cluster.num_devices != num_devices:
+        raise UserError(f"the cluster {cluster.name} has {cluster.num_devices} devices, and the run {num_devices}")
+    return cluster
 
 
 def mesh_for(layout: Layout, mesh: Mesh | None) -> Mesh | None:

@@ -73,6 +73,8 @@ def random_case(seed):
         num_layers=int(rng.choice([0, 3, 4, 6])),
         layer_flops=passes(),
         ends_flops=passes(),
+        layer_split=Passes(*rng.uniform(0.5, 1, 3)),
+        ends_split=Passes(*rng.uniform(0, 1, 3)),
         x_bytes=rng.uniform(1e3, 1e7, num_buckets),
         layer_traffic={axis: traffic() for axis in axes},
         ends_traffic={axis: traffic() for axis in axes},
@@ -227,21 +229,30 @@ def test_the_best_layout_is_traced_by_itself(monkeypatch):
 def test_fixed_words_hold():
     choice = choose(fixed={"tensor": 2, "stage": 2, "schedule": "gpipe"})
     assert (choice.layout.tensor, choice.layout.stage, choice.layout.schedule) == (2, 2, "gpipe")
-    with pytest.raises(ValueError, match="has no field tensors"):
-        choose(fixed={"tensors": 2})
+    assert choose(fixed={"stage": 1, "tensor": 1, "sequence": 2, "sequence_from": 40}).layout.sequence_from == 40
+    for fixed, message in (
+        ({"tensors": 2}, "has no field tensors"),
+        ({"zero": 7}, "zero must be a level"),
+        ({"tensor": 8}, "no layout takes this model: tensor8 does not divide"),
+        ({"sequence": 2, "sequence_from": 65}, "sequence_from65 spreads no rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose(fixed=fixed)
+    with pytest.raises(ValueError, match="memory_bytes"):
+        choose(memory_bytes=-5)
 
 
 def test_a_model_that_is_too_large_names_the_nearest_layout():
-    with pytest.raises(ValueError, match=r"fits into 1,000 bytes a device: the nearest, .*, needs .* too many"):
+    with pytest.raises(ValueError, match=r"fits into 1,000 bytes a device: the nearest, .*, needs .* more than"):
         choose(memory_bytes=1000, fixed={"stage": 1, "sequence": 1})
 
 
-def test_a_loss_function_is_spread_over_data():
-    def loss_fn(params, microbatch):
-        hot = jax.nn.one_hot(microbatch.tokens, 16)
-        return (hot @ params["w"]).sum(), microbatch.weights.sum()
+def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():
+    def loss_fn(params, microbatch, *, key, extra):
+        hot = jax.nn.one_hot(microbatch.tokens, 16) + jax.random.normal(key, (16,))
+        return (hot @ params["w"]).sum(), microbatch.weights.sum(), extra + 1
 
     params = {"w": jax.ShapeDtypeStruct((16, 16), np.float32)}
-    choice = choose_layout(PLAN, loss_fn, optax.adam(1e-3), EIGHT, params=params)
+    choice = choose_layout(PLAN, loss_fn, optax.adam(1e-3), EIGHT, params=params, extra=np.float32(0))
     assert choice.layout.data == 8
     assert "stage2 does not divide 0 layers" in str(choice)

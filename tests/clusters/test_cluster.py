@@ -20,6 +20,7 @@ def test_a_file_holds_the_cluster(name, tmp_path):
 def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
     assert DGX.members_in_host([8, 4, 4, 16, 32], [1, 2, 8, 2, 1]).tolist() == [8, 4, 1, 4, 8]
     assert Cluster.preset("tpu-v5e-256").members_in_host(256, 4) == 256
+    assert DGX.members_in_host([3, 6, 12], [1, 1, 2]).tolist() == [1, 1, 4]  # devices 6, 7 and 8 are on two hosts
 
     def seconds(kind, size, in_host):
         return DGX.collective_seconds(kind, 8e9, size, in_host).item()
@@ -43,6 +44,7 @@ def test_groups_inside_a_host_use_its_links_and_others_those_of_their_members():
         ({"link": {"bytes_per_second": 0}}, "bytes_per_second"),
         ({"link": {"speed": 1}}, "speed"),
         ({"name": None}, "name"),
+        ({"efficiency": "0.5"}, "efficiency"),
     ],
 )
 def test_what_is_no_cluster_is_refused(change, message, tmp_path):

@@ -59,6 +59,9 @@ def test_parameters_and_sizes_are_those_of_the_model():
     assert sum(costs.ends_params) == sum(leaf.size for leaf in jax.tree.leaves(params.ends))
     assert costs.tensor_sizes == (1, 2, 4, 8)
     assert costs.by_positions
+    assert costs.layer_split == pytest.approx((1, 1, 1), abs=0.01)
+    odd = count_costs(layered(MODEL), params, (Bucket(2, 27),))
+    assert odd.by_positions
 
 
 def test_longer_rows_are_extrapolated():

@@ -34,6 +34,8 @@ def model_costs(num_layers=8, forward=1.0, backward=2.0, ends=0.0, **changes):
         "num_layers": num_layers,
         "layer_flops": passes(forward, backward),
         "ends_flops": passes(ends, 2 * ends),
+        "layer_split": Passes(1.0, 1.0, 1.0),
+        "ends_split": Passes(1.0, 1.0, 1.0),
         "x_bytes": np.array([1e6]),
         "layer_traffic": {},
         "ends_traffic": {},
@@ -153,6 +155,18 @@ def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives(
     assert spread.tensor == spread.sequence == pytest.approx(8 * 4 * (2 * 1e-3 + 0.5))
     short = seconds_of("sequence2.sequence_from65", costs, cluster, 2)
     assert (short.compute, short.sequence) == (8 * 3, 0)
+
+
+def test_what_tensor_does_not_split_every_device_computes():
+    costs = model_costs(layer_split=Passes(0.5, 0.5, 0.5))
+    assert seconds_of("tensor4", costs, unit_cluster(), 1).compute == pytest.approx(8 * 3 * (0.5 + 0.5 / 4))
+
+
+def test_stages_on_several_hosts_wait_for_the_slow_link():
+    cluster = dataclasses.replace(unit_cluster(host_link=Link(1e6, 0)), num_hosts=2)
+    within, across = (seconds_of(text, model_costs(), cluster, 4).stage for text in ("data2.stage8", "stage4.tensor4"))
+    assert within == pytest.approx(0)
+    assert across == pytest.approx(2 * 2 * (4 + 4 - 1) * 1.0)  # 1e6 bytes in each tick
 
 
 def test_measured_seconds_replace_operations():

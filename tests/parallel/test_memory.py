@@ -143,6 +143,21 @@ def test_layers_that_are_run_again_hold_their_inputs():
     assert temp_bytes["data2.keep_inputs"] < temp_bytes["data2"] - (bills[0] - bills[1]) / 2
 
 
+def test_masks_of_dropout_are_counted():
+    """The state of a run has a key, whether or not the bill is given one."""
+
+    def loss_fn(params, microbatch, key):
+        kept = jax.random.bernoulli(key, 0.5, (64, 64))
+        return jnp.sum(jnp.where(kept, params["w"], 0) ** 2), jnp.float32(1)
+
+    def without(params, microbatch):
+        return jnp.sum(params["w"] ** 2), jnp.float32(1)
+
+    params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
+    bills = [memory_bill(Layout(), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)]
+    assert bills[0].activations >= bills[1].activations + 64 * 64
+
+
 def in_bfloat16(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
