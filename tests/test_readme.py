@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import io
 import itertools
+import json
 import operator
 import re
 import types
@@ -15,7 +16,7 @@ import pytest
 
 import jvarlen
 import torch_ref
-from jvarlen import parallel
+from jvarlen import ModelFile, parallel
 from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
@@ -161,6 +162,14 @@ def test_the_guide_to_scale_prints_what_it_shows(capsys):
         re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (names["svg"], (DOCS / "pictures" / "scale.svg").read_text())
     )
     assert drawn == saved != [], "the picture is out of date: run `python docs/pictures.py`"
+
+
+@pytest.mark.slow
+def test_the_lines_of_the_guide_to_choosing_run(capsys):
+    choice = run_guide("choosing.md")["choice"]
+    assert choice.layout.num_devices == 16
+    assert str(choice.layout) in capsys.readouterr().out
+    assert ModelFile(**json.loads(blocks("choosing.md", "json")[0])).num_params > 6 * 10**9
 
 
 @pytest.mark.slow
