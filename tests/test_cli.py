@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 import jvarlen
 from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
+from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
@@ -180,6 +182,22 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
             ["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx-h100", "--model", "TEXT"],
             "describes no model",
         ),
+        (
+            [
+                "plan",
+                "LENGTHS",
+                "--max-tokens",
+                "4096",
+                "--cluster",
+                "dgx-h100",
+                "--model",
+                "TEXT",
+                "--compare",
+                "--html",
+                "page.html",
+            ],
+            "compare, cluster and html exclude each other",
+        ),
         (["plan", "LENGTHS"], "--max-tokens"),
         (["plan", "LENGTHS", "--max-tokens", "4096", "--order", "random"], "random"),
         (["plan", "LENGTHS", "--max-tokens", "4096", "--colour", "red"], "--colour"),
@@ -233,6 +251,42 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tm
     assert error.startswith("jvarlen: ")
     assert said in error
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--html", "nowhere/page.html"],
+        ["--out", "nowhere/plan.npz"],
+        ["--cluster", "nowhere.json", "--model", "model.json"],
+        ["--cluster", "dgx-h100", "--model", "nowhere.json"],
+    ],
+)
+def test_plan_names_files_that_are_not_there_before_it_plans(args, lengths_file, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("jvarlen.runs.plan_config.make_plan", lambda *args, **kwargs: pytest.fail("a plan was made"))
+    model = {"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    assert main(["plan", lengths_file, "--max-tokens", "4096", "--out", "plan.npz", *args]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "nowhere" in said.err
+    assert not (tmp_path / "plan.npz").exists()
+
+
+@pytest.mark.parametrize(("flags", "kind"), [(["--pack"], PackedBatch), ([], Batch)])
+def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_file, tmp_path, monkeypatch):
+    (tmp_path / "model.json").write_text(json.dumps({"layers": 1, "width": 8, "heads": 1, "vocabulary": 8}))
+    kinds = []
+
+    def choose_layout(plan, *args, batch_spec, **kwargs):
+        kinds.append(type(batch_spec(plan.buckets[0], 1)))
+        raise UserError("chosen")
+
+    monkeypatch.setattr("jvarlen.clusters.choice.choose_layout", choose_layout)
+    args = ["plan", lengths_file, "--max-tokens", "4096", "--cluster", "dgx-h100"]
+    assert main([*args, "--model", str(tmp_path / "model.json"), *flags]) == 2
+    assert kinds == [kind]
 
 
 def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, tmp_path, capsys, monkeypatch):

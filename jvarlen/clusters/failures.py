@@ -21,7 +21,7 @@ _MOST_FAILURES = 100_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Failures:
-    """How often hosts fail, and how long a run then stands.
+    """How often hosts fail, and how long recovery takes.
 
     A failed host ends the run at once. It starts again from its last checkpoint on a spare host: one that the layout
     leaves free, or one that has been repaired. Hosts fail while they start, train and save, independently of each other
@@ -30,7 +30,7 @@ class Failures:
     Attributes:
       mean_seconds_between: of one host; times between failures are exponential.
       restart_s: from a failure, or from the arrival of a spare, until steps go on: starting, compiling, loading.
-      repair_s: until a failed host is a spare.
+      repair_s: seconds until a failed host is repaired.
 
     Raises:
       ValueError: a figure out of range.

@@ -12,7 +12,7 @@ import math
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
 
-from jvarlen._common.checks import UserError, check_at_least, check_setting
+from jvarlen._common.checks import UserError, check_at_least, check_setting, is_number
 from jvarlen.clusters.layout_table import layout_table
 from jvarlen.parallel.layout import Layout
 from jvarlen.planning.buckets import Bucket
@@ -34,7 +34,7 @@ class Noise:
       straggler_slowdown: the times as long that such a device takes, at least 1.
 
     Raises:
-      ValueError: a figure out of range.
+      ValueError: a figure out of range, or no number.
 
     References:
       Stragglers among equal machines: Jiang et al. 2024, "MegaScale: Scaling Large Language Model Training to More Than
@@ -46,6 +46,7 @@ class Noise:
     straggler_slowdown: float = 1.0
 
     def __post_init__(self):
+        check_setting(self, ("jitter", "straggler_share", "straggler_slowdown"), is_number, "numbers")
         check_at_least(self, 0, "jitter")
         check_setting(self, ("straggler_share",), lambda share: 0 <= share <= 1, "a share from 0 to 1")
         check_at_least(self, 1, "straggler_slowdown")

@@ -12,13 +12,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.failures import Failures, Interruption, run_with_failures
 from jvarlen.clusters.noise import Noise, stretches
 from jvarlen.clusters.step_seconds import StepSeconds
 from jvarlen.parallel.layout import Layout
+from jvarlen.planning.mixed_plan import MixedPlan
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["Simulation", "simulate"]
@@ -35,7 +36,7 @@ class Simulation:
       causes: seconds by what they are spent on; they sum to `total_s`. "compute" to "update" are those of devices of
         even speed. "stragglers" is waiting for devices that are always slow, "jitter" for those that are slow just
         then; it can be below 0 for a single device. "lost work" is work that a failure undid, with the saving that it
-        cut short. "spares" is waiting for a host in place of a failed one.
+        cut short. "spares" is waiting for a replacement host.
       step_seconds: float64[S], of every step where nothing fails.
       step_ends: float64[S], seconds since the begin when a step was done for good.
       num_tokens: int64[S], real tokens of each step.
@@ -147,6 +148,8 @@ def simulate(
     The devices of a replica wait for their slowest in every microbatch, and replicas for their slowest in every step.
     So a step takes max over replicas of the mean over microbatches of max over devices, times the seconds that pass in
     microbatches: "compute" and "bubble". The maximum over devices is drawn from its own distribution, which is exact.
+    Links and single ranks are not events: a step is the maximum over replicas, and the events are failures, saves and
+    restarts, with the hosts under repair on a heap.
 
     Args:
       plan: its steps.
@@ -166,9 +169,9 @@ def simulate(
       A `Simulation`.
 
     Raises:
-      ValueError: seconds that are negative or not finite, or not of as many buckets as the plan has; a layout of more
-        devices than the cluster has, or whose data shards do not divide the microbatches of a step; failures so
-        frequent that the run would not end.
+      ValueError: a mixed plan; noise that is no number; seconds that are negative or not finite, or not of as many
+        buckets as the plan has; a layout of more devices than the cluster has, or whose data shards do not divide the
+        microbatches of a step; failures so frequent that the run would not end.
 
     Example:
       >>> import jvarlen
@@ -182,7 +185,11 @@ def simulate(
       Checkpoints and failures: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
       dumps".
     """
+    if isinstance(plan, MixedPlan):
+        raise UserError("a mixed plan cannot be simulated: seconds are those of a bucket, and its steps have several")
     if not isinstance(noise, Noise):
+        if not is_number(noise):
+            raise UserError(f"noise must be a Noise, or a number for the jitter, not {noise!r}")
         noise = Noise(jitter=noise)
     num_steps = plan.num_steps if num_steps is None else num_steps
     check_at_least_one(num_steps=num_steps)

@@ -201,7 +201,7 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
       num_ranks: as in `balance_plan`.
 
     Returns:
-      float64[S, p], sums of the costs of the rows of a rank.
+      float64[S, p], sums of the costs of the rows of a rank; 0 where a short step has no row for it.
 
     Raises:
       ValueError: costs and ranks that `balance_plan` rejects.

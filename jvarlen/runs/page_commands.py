@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen._common.files import load_array
+from jvarlen._common.files import check_place, load_array
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
 from jvarlen.planning.order import Order
 from jvarlen.planning.plan import Plan
@@ -18,6 +19,10 @@ from jvarlen.reports.compare import StrategyFigures, compare_strategies, compari
 from jvarlen.reports.run_page import read_runs
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.training.rates import lr_sequence
+
+if TYPE_CHECKING:
+    from jvarlen.clusters.cluster import Cluster
+    from jvarlen.clusters.model_file import ModelFile
 
 __all__ = ["PlanCommand", "ReportCommand"]
 
@@ -55,7 +60,8 @@ class PlanCommand(PlanConfig):
     compare: bool = False
     """Also print a table of all strategies, packing, and batching without a plan."""
     html: Path | None = None
-    """Where to write a page with pictures of the plan: one file that works offline. With cluster, of the layouts."""
+    """Where to write a page with pictures of the plan: one file that works offline.
+    With cluster, the page shows layouts instead of the plan."""
     cluster: str | None = None
     """Devices to choose a layout for: a file of `jvarlen measure --links`, or a known machine such as dgx-h100:4 for
     four hosts. Needs model."""
@@ -66,6 +72,12 @@ class PlanCommand(PlanConfig):
         """Prints the plan, the comparison and the layouts, and writes the requested files."""
         if (self.cluster is None) != (self.model is None):
             raise UserError("cluster and model go together: layouts are chosen for a model on a cluster")
+        if self.compare and self.cluster is not None and self.html is not None:
+            raise UserError("compare, cluster and html exclude each other: the page shows layouts, and no comparison")
+        for path in (self.html, self.out):
+            if path is not None:
+                check_place(path)
+        described = None if self.cluster is None or self.model is None else _read_description(self.cluster, self.model)
         lengths = check_lengths(load_array(self.lengths, "lengths"))
         plan = self.make_plan(lengths, self.make_buckets(lengths), seed=self.seed, epoch=self.epoch)
         rates = self._learning_rates(plan)
@@ -77,23 +89,27 @@ class PlanCommand(PlanConfig):
         if self.out is not None:
             plan.save(self.out)
             print(self.out)
-        if self.cluster is not None:
-            self._choose_layout(plan)
+        if described is not None:
+            self._choose_layout(plan, *described)
         elif self.html is not None:
             from jvarlen.reports.plan_page import write_html_report  # here: it draws with matplotlib
 
             write_html_report(self.html, plan, lengths, learning_rates=rates, cost=self.cost, comparison=comparison)
             print(self.html)
 
-    def _choose_layout(self, plan: Plan) -> None:
-        from jvarlen.clusters.choice import choose_layout  # here: it imports JAX
-        from jvarlen.clusters.cluster import Cluster
-        from jvarlen.clusters.model_file import ModelFile
+    def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
+        from jvarlen.batches.batches import packed_batch_spec, token_batch_spec  # here: they import JAX
+        from jvarlen.clusters.choice import choose_layout
 
-        assert self.cluster is not None
-        assert self.model is not None
-        cluster, model = Cluster.named(self.cluster), ModelFile.load(self.model)
-        choice = choose_layout(plan, model.model, model.make_optimizer(), cluster, params=model.params, cost=self.cost)
+        choice = choose_layout(
+            plan,
+            model.model,
+            model.make_optimizer(),
+            cluster,
+            params=model.params,
+            cost=self.cost,
+            batch_spec=packed_batch_spec if plan.is_packed else token_batch_spec,
+        )
         print(f"\n{choice}")
         if self.html is not None:
             from jvarlen.reports.choice_page import write_choice_page  # here: it draws with matplotlib
@@ -119,6 +135,14 @@ class PlanCommand(PlanConfig):
             max_length=self.max_length,
             overlong=self.overlong,
         )
+
+
+def _read_description(cluster: str, model: Path) -> tuple[Cluster, ModelFile]:
+    """The cluster and the model that layouts are chosen for."""
+    from jvarlen.clusters.cluster import Cluster  # here: they import JAX
+    from jvarlen.clusters.model_file import ModelFile
+
+    return Cluster.named(cluster), ModelFile.load(model)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

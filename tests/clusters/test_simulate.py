@@ -214,6 +214,8 @@ def test_what_is_never_saved_is_lost_whole():
         ({"flops": [1.0]}, "flops must be 2 finite numbers"),
         ({"noise": -0.1}, r"jitter \(-0.1\)"),
         ({"noise": float("nan")}, r"jitter \(nan\)"),
+        ({"noise": "a"}, "noise must be a Noise, or a number for the jitter, not 'a'"),
+        ({"noise": None}, "noise must be a Noise, or a number for the jitter, not None"),
         ({"num_steps": 0}, r"num_steps \(0\)"),
         ({"checkpoint_every_steps": 0}, r"checkpoint_every_steps \(0\)"),
         ({"checkpoint_s": float("inf")}, r"checkpoint_s \(inf\)"),
@@ -226,9 +228,16 @@ def test_what_cannot_be_simulated_is_refused(options, message):
         run(**options)
 
 
+def test_a_mixed_plan_cannot_be_simulated():
+    microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)])
+    with pytest.raises(jvarlen.UserError, match="a mixed plan cannot be simulated"):
+        simulate(jvarlen.make_mixed_plan(microbatches, 2), Layout(), CLUSTER, seconds=COMPUTE)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Noise(jitter=None, straggler_share="b"), r"numbers: jitter \(None\), straggler_share \('b'\)"),
         (lambda: Noise(straggler_share=1.1), r"straggler_share \(1.1\)"),
         (lambda: Noise(straggler_slowdown=0.9), r"straggler_slowdown \(0.9\)"),
         (lambda: Failures(mean_seconds_between=0), r"mean_seconds_between \(0\)"),

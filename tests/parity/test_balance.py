@@ -170,6 +170,15 @@ def test_a_rank_with_fewer_rows_gets_the_costly_ones(package: ModuleType) -> Non
     assert balanced.rows(0).tolist() == [[1], [2], [0], [-1]]
 
 
+def test_ranks_beyond_the_rows_of_a_short_step_do_nothing(package: ModuleType) -> None:
+    """Three rows, eight microbatches: eight ranks share a step, but only if it has a microbatch for each."""
+    plan = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=8, order="dataset")
+    assert work_of(package, plan, [3.0, 1.0, 2.0], 8).tolist() == [[3.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]
+    short = package.make_plan([4] * 3, [(1, 4)], microbatches_per_step=4, order="dataset")
+    with pytest.raises(ValueError, match=r"8 (ranks )?do not divide (the )?4"):
+        work_of(package, short, [3.0, 1.0, 2.0], 8)
+
+
 def test_over_the_epoch_costly_rows_meet(package: ModuleType) -> None:
     """Two costly rows in one step, and two cheap ones in the other, where each step had one."""
     plan = package.make_plan([4] * 4, [(1, 4)], microbatches_per_step=2, order="dataset")
