@@ -93,6 +93,7 @@ class LayoutChoice(NamedTuple):
       of_epoch: of an epoch on each of the first candidates, 12 at most; float64 of as many each.
       candidates: all layouts that were considered.
       costs: of the model.
+      memory: likewise.
     """
 
     layout: Layout
@@ -103,6 +104,7 @@ class LayoutChoice(NamedTuple):
     of_epoch: StepSeconds
     candidates: Candidates
     costs: ModelCosts
+    memory: MemoryModel
 
     def __str__(self) -> str:
         candidates = self.candidates
@@ -215,6 +217,7 @@ def choose_layout(
         of_epoch=StepSeconds(*(part[:, num_steps > 0] @ num_steps[num_steps > 0] for part in of_steps)),
         candidates=candidates,
         costs=costs,
+        memory=memory,
     )
 
 

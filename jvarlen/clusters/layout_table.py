@@ -23,10 +23,16 @@ class LayoutTable(NamedTuple):
     """Layouts, a row each.
 
     Attributes:
-      data: int64[C], and so on: the fields of `Layout`.
-      schedule: the index in `SCHEDULES`; 0 without stages.
-      sequence_parallel: bool[C].
-      keeps_inputs: bool[C], of `Layout.kept`.
+      data: int64[C], as of `Layout`.
+      stage: likewise.
+      sequence: likewise.
+      tensor: likewise.
+      zero: likewise.
+      schedule: int64[C], the index in `SCHEDULES`; 0 without stages.
+      chunks: int64[C], as of `Layout`.
+      sequence_parallel: bool[C], likewise.
+      sequence_from: int64[C], likewise.
+      keeps_inputs: bool[C], whether `Layout.kept` is inputs.
     """
 
     data: Int64[np.ndarray, " C"]
@@ -51,11 +57,25 @@ class LayoutTable(NamedTuple):
         return self.data * self.stage * self.sequence * self.tensor
 
     def take(self, rows: Any) -> LayoutTable:
-        """Some of the layouts, by index or mask."""
+        """Some of the layouts.
+
+        Args:
+          rows: their indices, or a mask.
+
+        Returns:
+          Their table.
+        """
         return LayoutTable(*(column[rows] for column in self))
 
     def layout(self, row: int) -> Layout:
-        """One of the layouts."""
+        """One of the layouts.
+
+        Args:
+          row: its index.
+
+        Returns:
+          The layout.
+        """
         values = {name: column[row].item() for name, column in self._asdict().items()}
         keeps_inputs, schedule = values.pop("keeps_inputs"), SCHEDULES[values.pop("schedule")]
         has_stages = values["stage"] > 1
@@ -63,12 +83,27 @@ class LayoutTable(NamedTuple):
         return Layout(**values, keeps=kept, **({"schedule": schedule} if has_stages else {}))
 
     def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
-        """Whether the positions of a bucket's rows are spread over "sequence"."""
+        """Whether the positions of a bucket's rows are spread over "sequence".
+
+        Args:
+          buckets: K buckets.
+
+        Returns:
+          bool[C, K].
+        """
         lengths = np.array([bucket.length for bucket in buckets])
         return (self.sequence > 1)[:, None] & (lengths >= self.sequence_from[:, None])
 
     def of_shard(self, buckets: Sequence[Bucket], microbatches_per_step: int) -> Int64[np.ndarray, "C K"]:
-        """Microbatches of a data shard; 0 where they do not divide."""
+        """Microbatches of a data shard.
+
+        Args:
+          buckets: K buckets.
+          microbatches_per_step: those of a step over all devices.
+
+        Returns:
+          int64[C, K]; 0 where they do not divide.
+        """
         shards = np.where(self.is_spread(buckets), self.data[:, None], self.num_shards[:, None])
         return np.where(microbatches_per_step % shards == 0, microbatches_per_step // shards, 0)
 

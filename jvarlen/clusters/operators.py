@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float64, Int64
 from jvarlen._common.checks import UserError, check_at_least, check_at_least_one, list_first
 from jvarlen.clusters.cluster import Cluster, Kind
 
-__all__ = ["Operator", "Split", "choose_operators", "transformer_operators"]
+__all__ = ["Operator", "OperatorSplit", "choose_operators", "transformer_operators"]
 
-Split = Literal["replicated", "column", "row", "features"]
+OperatorSplit = Literal["replicated", "column", "row", "features"]
 
 _MOST_OPERATORS = 12
 _WHOLE, _FEATURES, _SUMS = range(3)
@@ -47,12 +47,12 @@ class Operator(NamedTuple):
     flops: float
     output_bytes: int
     inputs: tuple[str, ...] = ("input",)
-    splits: tuple[Split, ...] = ("replicated", "column", "row")
+    splits: tuple[OperatorSplit, ...] = ("replicated", "column", "row")
 
 
 def choose_operators(
     operators: Sequence[Operator], size: int, cluster: Cluster, *, input_bytes: int
-) -> tuple[dict[str, Split], float]:
+) -> tuple[dict[str, OperatorSplit], float]:
     """The split of every operator over `size` neighbouring devices with the least seconds of compute and communication.
 
     A product by columns takes the whole input and yields features; by rows, it takes features and yields sums.
