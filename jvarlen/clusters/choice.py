@@ -268,11 +268,29 @@ class _Search:
         table = everything.take(cannot == "")
         if not len(table.data):
             raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
-        lengths = np.array([bucket.length for bucket in self._costs.buckets])
-        used = self._num_steps > 0
-        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
+        best = self._best_thresholds(table)
+        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
+        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
+        num_bytes[cannot == ""] = best.num_bytes
+        everything.sequence_from[cannot == ""] = best.threshold
+        reasons = cannot.copy()
+        reasons[cannot == ""] = self._reasons(best)
+        for row in _order(seconds, reasons).tolist():
+            if reasons[row]:
+                break
+            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
+            num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
+            if num_bytes[row] <= self._limit:
+                break
+            reasons[row] = self._too_large.format(num_bytes[row])
+        order = _order(seconds, reasons)
+        return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
 
-        # Rows are spread from bucket j on: each row of the table takes its best j.
+    def _best_thresholds(self, table: LayoutTable) -> _Best:
+        """For each layout the bucket j from which its rows are spread, and what that takes."""
+        lengths = np.array([bucket.length for bucket in self._costs.buckets])
+        used, fixed = self._num_steps > 0, self._fixed.get("sequence_from")
+        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
         best = _Best(len(table.data))
         for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
             is_spread = (np.arange(len(lengths)) >= j) & np.ones((len(table.data), 1), bool)
@@ -282,29 +300,14 @@ class _Search:
             in_all = np.where(used, seconds * self._num_steps, 0.0).sum(axis=1)
             largest = np.where(used, num_bytes, 0.0).max(axis=1)
             problem = np.where(problem == 0, np.where(largest > self._limit, _TOO_LARGE, 0), problem)
-            allowed = (table.sequence > 1) == (j < len(lengths))
-            threshold = 0 if not used[:j].any() or j == len(lengths) else int(lengths[j])
-            if "sequence_from" in self._fixed and j < len(lengths):
-                allowed &= j == np.searchsorted(np.where(used, lengths, -1), self._fixed["sequence_from"])
-                threshold = self._fixed["sequence_from"]
+            spreads = j < len(lengths)
+            threshold = int(lengths[j]) if spreads and used[:j].any() else 0
+            if fixed is not None and spreads:
+                spreads = np.array_equal((lengths >= fixed)[used], is_spread[0, used])
+                threshold = fixed
+            allowed = np.where(table.sequence > 1, spreads, j == len(lengths))
             best.take(allowed, in_all, largest, problem, threshold)
-        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
-        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
-        num_bytes[cannot == ""] = best.num_bytes
-        everything.sequence_from[cannot == ""] = best.threshold
-        reasons = cannot.copy()
-        reasons[cannot == ""] = self._reasons(best)
-        order = np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
-        for row in order.tolist():
-            if reasons[row]:
-                break
-            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
-            num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
-            if num_bytes[row] <= self._limit:
-                break
-            reasons[row] = self._too_large.format(num_bytes[row])
-        order = np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
-        return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+        return best
 
     def _exact_bytes(self, table: LayoutTable) -> int:
         """That the fullest bucket takes on one layout."""
@@ -353,6 +356,11 @@ class _Search:
 
 
 _TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS = range(1, 6)
+
+
+def _order(seconds: np.ndarray, reasons: np.ndarray) -> Int64[np.ndarray, " C"]:
+    """Those that fit first, by seconds; ties in the order of enumeration."""
+    return np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
 
 
 class _Evaluated(NamedTuple):
