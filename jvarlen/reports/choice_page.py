@@ -42,11 +42,10 @@ def write_choice_page(path: str | os.PathLike[str], plan: Plan, choice: LayoutCh
     utilisation = flops / (choice.seconds * cluster.num_devices * cluster.flops_per_second)
     write_page(
         path,
-        title=f"{choice.layout} on {cluster.num_devices:,} devices",
-        summary=f"The fastest layout that fits on {cluster.name}, for {plan.num_steps:,} steps in "
-        f"{len(plan.buckets):,} shapes. Predicted: {choice.why()}.",
+        title=f"The fastest layout on {cluster.num_devices:,} devices",
+        summary=f"Of those that fit on {cluster.name}, for {plan.num_steps:,} steps in {len(plan.buckets):,} shapes. "
+        f"Predicted: {choice.why()}.",
         key_figures=[
-            ("Layout", str(choice.layout), f"of {len(candidates.reasons):,}"),
             ("An epoch", f"{choice.seconds:,.4g} s", f"{choice.seconds / plan.num_steps:.3g} s a step"),
             ("Throughput", f"{positions / choice.seconds:,.0f}", "positions per second, padding included"),
             ("Model FLOP/s", f"{utilisation:.1%}", "of the peak of all devices"),
@@ -72,7 +71,8 @@ def _draw_seconds(choice: LayoutChoice) -> str:
         left = np.zeros(len(choice.of_epoch.total))
         for place, (cause, seconds) in enumerate(choice.of_epoch._asdict().items()):
             if seconds.sum() > 1e-3 * choice.of_epoch.total.sum():
-                look: dict[str, Any] = {"color": colour_of(place), "alpha": 0.75, "label": cause}
+                colour = COLOURS["muted"] if cause == "update" else colour_of(place)
+                look: dict[str, Any] = {"color": colour, "alpha": 0.75, "label": cause}
                 axis.barh(range(len(left)), seconds, left=left, height=_BAR, **look)
             left = left + seconds
         axis.set(xlabel="seconds", xlim=(0, 1.05 * left.max()))
@@ -116,7 +116,7 @@ def _candidates_table(choice: LayoutChoice) -> Table:
     ]
     header = ["Layout", "Seconds an epoch", "× best", "GB a device"]
     note = f"The first {len(rows):,} of {candidates.num_fitting:,} that fit."
-    return Table("candidates", "Layouts that fit", header, rows, note=note, best=0)
+    return Table("candidates", "Layouts that fit", header, rows, note=note, best=0, is_wide=True)
 
 
 def _rejections_table(choice: LayoutChoice) -> Table:
