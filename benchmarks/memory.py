@@ -80,7 +80,7 @@ FULL = [
     Case("stage2.chunks4.interleaved", rows=4, width=64, num_layers=8),
     Case("data4.stage2.chunks2.interleaved.zero1", rows=4, length=128, width=64, num_layers=8),
 ]
-QUICK = [Case("data2", length=16, width=16, num_layers=2), Case("stage2", length=16, width=16, num_layers=2)]
+QUICK = [Case(layout, length=16, width=16, num_layers=2) for layout in ("data2", "data2.zero1", "stage2")]
 
 
 class Held(NamedTuple):
@@ -141,7 +141,7 @@ def tables(cases: list[Case]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two tiny models, and no report")
+    parser.add_argument("--quick", action="store_true", help="three tiny models, and no report")
     quick = parser.parse_args().quick
     if quick:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
