@@ -42,7 +42,7 @@ class ModelFile:
 
     Example:
       >>> ModelFile(layers=2, width=64, heads=4, vocabulary=256).num_params
-      131264
+      131456
     """
 
     layers: int

@@ -36,6 +36,7 @@ def random_layout(draw):
         sequence_parallel=tensor > 1 and draw.random() < 0.5,
         sequence_from=LONG if sequence > 1 and draw.random() < 0.3 else 0,
     )  # fmt: skip
+    layout = dataclasses.replace(layout, keeps=random.Random(str(layout)).choice([None, None, "inputs", "residuals"]))
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
     return layout, stage * chunks * draw.choice([1, 2]), of_shard
 
