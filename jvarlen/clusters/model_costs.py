@@ -5,31 +5,27 @@ Letters: K buckets, L layers, P parameters.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Kind
+from jvarlen.compiling.jaxprs import OperationCounts, count_operations
 from jvarlen.distributed.mesh import axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.layout import Layout
+from jvarlen.parallel.memory import OneMicrobatch, shapes_on
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
-from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs, split_params
-from jvarlen.parallel.train import model_on_axes
+from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
-from jvarlen.training.losses import LossFn, bind_loss, takes_argument
-from jvarlen.training.train_state import TrainState
+from jvarlen.training.losses import LossFn
 
 __all__ = ["AxisTraffic", "ModelCosts", "Passes", "count_costs"]
 
@@ -217,9 +213,6 @@ def _interpolated(lengths: np.ndarray, known: np.ndarray, values: np.ndarray) ->
     return at
 
 
-_Counts = collections.Counter  # operations as "flops"; of collectives, ("psum", "times") and ("psum", "bytes")
-
-
 class _Traced:
     """A model whose passes are traced for one layer and for two, which tells what one costs."""
 
@@ -241,25 +234,22 @@ class _Traced:
         if not isinstance(self._model, LayeredModel) or self._model.specs is None:
             return False
         try:
-            self._split(Layout(tensor=size))
-            self._count(Layout(tensor=size), self._bucket_of_one, 1, "forward")
+            self._count(Layout(tensor=size), Bucket(1, 8), 1, with_grads=False)
         except ValueError:
             return False
         return True
-
-    @property
-    def _bucket_of_one(self) -> Bucket:
-        return Bucket(1, 8)
 
     def passes(self, bucket: Bucket, text: str) -> tuple[Passes, Passes]:
         """Counts of one layer and of the ends, on a layout."""
         layout = Layout.parse(text)
         if not self.num_layers:
-            forward, both = (self._count(layout, bucket, 0, name) for name in ("forward", "both"))
-            return Passes(_Counts(), _Counts(), _Counts()), Passes(forward, _minus(both, forward), _Counts())
-        found: dict[str, tuple[_Counts, _Counts]] = {}
-        for name in ("forward", "both", "inputs"):
-            one, two = (self._count(layout, bucket, num_layers, name) for num_layers in (1, 2))
+            forward, both = (self._count(layout, bucket, None, with_grads=with_grads) for with_grads in (False, True))
+            nothing: OperationCounts = OperationCounts()
+            return Passes(nothing, nothing, nothing), Passes(forward, _minus(both, forward), nothing)
+        again = dataclasses.replace(layout, keeps="inputs")
+        found: dict[str, tuple[OperationCounts, OperationCounts]] = {}
+        for name, on, with_grads in (("forward", layout, False), ("both", layout, True), ("inputs", again, True)):
+            one, two = (self._count(on, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
             of_layer = _minus(two, one)
             found[name] = of_layer, _minus(one, of_layer)
         layer, ends = (
@@ -274,15 +264,7 @@ class _Traced:
 
     def x_bytes(self, bucket: Bucket) -> int:
         """Bytes of what goes from layer to layer."""
-        model, microbatch = self._model, self._microbatch(bucket)
-        assert isinstance(model, LayeredModel)
-        axes = Axes(key=jax.eval_shape(lambda: jax.random.key(0)))
-
-        def embed(ends: Any, microbatch: Any, key: Any) -> Any:
-            return model.embed(ends, microbatch, axes._replace(key=key))
-
-        x = jax.eval_shape(embed, self._params.ends, microbatch, axes.key)
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+        return self._one(Layout(), bucket).x_bytes()
 
     def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""
@@ -300,119 +282,28 @@ class _Traced:
         whole, split = counted(self._params.layers, specs.layers)
         return (whole // self.num_layers, split // self.num_layers), counted(self._params.ends, specs.ends)
 
-    def _microbatch(self, bucket: Bucket) -> Any:
-        batch = self._batch_spec(bucket, 1)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
-        )
+    def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
+        params = shapes_on(layout, self._params, self._model)
+        return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers)
 
-    def _split(self, layout: Layout, num_layers: int | None = None) -> Any:
-        """Shapes of the parameters of one device, of the first layers."""
-        params, model = self._params, self._model
-        if num_layers is not None and isinstance(params, LayeredParams) and self.num_layers:
-            layers = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers
-            )
-            params = params._replace(layers=layers)
-        if layout.tensor == 1 or not isinstance(model, LayeredModel) or model.specs is None:
-            return params
-        params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
-
-        def local(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-            parts = [layout.tensor if TENSOR_AXIS in axes_in([axes]) else 1 for axes in spec]
-            parts += [1] * (len(leaf.shape) - len(parts))
-            shape = tuple(-(-size // part) for size, part in zip(leaf.shape, parts, strict=True))
-            return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-        return jax.tree.map(local, params, partition_specs(model.specs))
-
-    def _count(self, layout: Layout, bucket: Bucket, num_layers: int, what: str) -> _Counts:
-        """Counts of the forward pass, of both passes, or of both with kept inputs, on one device of a layout."""
-        params, microbatch = self._split(layout, num_layers), self._microbatch(bucket)
-        model, _ = model_on_axes(self._model, layout, self._params, self._batch_spec(bucket, 1))
-        if isinstance(model, LayeredModel):
-            model = keeping_inputs(model) if what == "inputs" else model
-        loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
-        key = jax.eval_shape(lambda: jax.random.key(0)) if takes_argument(loss_fn, "key") else None
-
-        def loss(params: Any, microbatch: Any, key: Any, extra: Any) -> Any:
-            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)[0]
-
-        call = loss if what == "forward" else jax.grad(loss)
-        mesh = AbstractMesh(tuple(layout.axis_sizes.values()), tuple(layout.axis_sizes))
-        whole = PartitionSpec()
-        on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
-        return _counts_of(jax.make_jaxpr(on_device)(params, microbatch, key, self._extra).jaxpr)
+    def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
+        jaxpr = self._one(layout, bucket, num_layers).jaxpr(with_grads=with_grads)
+        return count_operations(jaxpr, (TENSOR_AXIS, SEQUENCE_AXIS))
 
 
-def _minus(counts: _Counts, others: _Counts) -> _Counts:
-    return _Counts({name: counts[name] - others[name] for name in {*counts, *others}})
+def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
+    return OperationCounts({name: counts[name] - others[name] for name in {*counts, *others}})
 
 
-_KINDS: dict[str, Kind] = {
-    "psum": "all_reduce",
-    "psum_invariant": "all_reduce",
-    "psum2": "all_reduce",
-    "pmax": "all_reduce",
-    "all_gather": "all_gather",
-    "all_gather_invariant": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "psum_scatter": "reduce_scatter",
-    "ppermute": "send",
-}
-
-
-def _counts_of(jaxpr: Jaxpr, times: float = 1) -> _Counts:
-    """Operations of products of matrices, and collectives over "tensor" and "sequence"; loops multiplied out."""
-    counts: Any = _Counts()
-    for equation in jaxpr.eqns:
-        name, params = equation.primitive.name, equation.params
-        taken, returned = (
-            [cast(Any, each.aval) for each in each_of] for each_of in (equation.invars, equation.outvars)
-        )
-        if name == "dot_general":
-            ((contracted, _), _), shape = params["dimension_numbers"], taken[0].shape
-            size = math.prod(returned[0].shape) * math.prod(shape[dim] for dim in contracted)
-            counts["flops"] += times * 2 * size
-        elif name == "conv_general_dilated":
-            kernel = taken[1].shape
-            features = kernel[params["dimension_numbers"].rhs_spec[0]]
-            size = math.prod(returned[0].shape) * math.prod(kernel) // features
-            counts["flops"] += times * 2 * size
-        elif name in _KINDS and {*axes_in([params.get("axes", params.get("axis_name"))])} & {
-            TENSOR_AXIS,
-            SEQUENCE_AXIS,
-        }:
-            arrays = taken if _KINDS[name] == "reduce_scatter" else returned
-            counts[_KINDS[name], "times"] += times * len(arrays)
-            counts[_KINDS[name], "bytes"] += times * sum(each.size * each.dtype.itemsize for each in arrays)
-        branches = [_counts_of(each, times * _turns(name, params)) for each in _jaxprs_in(params)]
-        if name == "cond":
-            branches = sorted(branches, key=lambda counts: counts["flops"])[-1:]
-        for each in branches:
-            counts.update(each)
-    return counts
-
-
-def _turns(name: str, params: dict[str, Any]) -> int:
-    return params["length"] if name == "scan" else 1
-
-
-def _jaxprs_in(params: dict[str, Any]) -> list[Jaxpr]:
-    values = [each for value in params.values() for each in (value if isinstance(value, tuple | list) else (value,))]
-    found = [each for each in values if isinstance(each, ClosedJaxpr | Jaxpr)]
-    return [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in found]
-
-
-def _split_share(whole: _Counts, split: _Counts, size: int) -> float:
+def _split_share(whole: OperationCounts, split: OperationCounts, size: int) -> float:
     """The share of operations that so many devices split, from what one of them computes."""
     if not whole["flops"]:
         return 0.0
     return min(max((1 - split["flops"] / whole["flops"]) * size / (size - 1), 0.0), 1.0)
 
 
-def _traffic_of(counts: _Counts, x_bytes: float) -> tuple[AxisTraffic, ...]:
-    kinds = {name[0] for name in counts if name != "flops"}
+def _traffic_of(counts: OperationCounts, x_bytes: float) -> tuple[AxisTraffic, ...]:
+    kinds: set[Kind] = {name[0] for name in counts if name != "flops"}
     return tuple(
         AxisTraffic(kind, counts[kind, "times"], counts[kind, "bytes"] / x_bytes)
         for kind in sorted(kinds)

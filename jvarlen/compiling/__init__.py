@@ -9,5 +9,6 @@
 - `mismatch`: how a batch differs from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.
 - `ledger`, `step_clock`: what each bucket cost, and how long its steps take.
+- `jaxprs`, `lifetimes`: what a traced function computes and sends, and when its arrays are alive.
 - `hlo`: collectives of a compiled program. `row_search`: the most rows that fit. `measure_buckets`: timings of buckets.
 """

@@ -29,7 +29,7 @@ from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import Accumulate, check_layout, model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape, shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
-from jvarlen.training.losses import LossFn, bind_loss, takes_argument
+from jvarlen.training.losses import LossFn, bind_loss
 from jvarlen.training.train_state import TrainState, init_train_state
 
 __all__ = [
@@ -450,24 +450,31 @@ class OneMicrobatch:
                 lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), self._params.layers
             )
             self._params = self._params._replace(layers=layers)
-        # With a key, which layers may draw masks from.
-        self._state = TrainState(None, None, extra=extra, key=self._key(embed=True))
+        self._extra = extra
 
     def arrays(self) -> DeviceArrays:
         """What it computes."""
-        if self._layout.stage > 1:
-            return self._staged_arrays()
-        loss_fn = self._loss_fn()
+        return self._staged_arrays() if self._layout.stage > 1 else _device_arrays(self.jaxpr(with_grads=True))
 
-        def grads(params: Any, microbatch: Any, key: Any) -> Any:
-            loss = bind_loss(loss_fn, self._state)
-            loss_sum, pull, others = jax.vjp(lambda params: loss(params, microbatch, key), params, has_aux=True)
-            return pull(jax.numpy.ones_like(loss_sum)), loss_sum, others
+    def jaxpr(self, *, with_grads: bool) -> Jaxpr:
+        """The loss, or its gradient, as a device computes it without stages."""
+        loss = self._loss()
 
-        jaxpr, _ = self._on_device(
-            grads, self._params, self._microbatch, self._key(embed=takes_argument(loss_fn, "key"))
-        )
-        return _device_arrays(jaxpr)
+        def grads(params: Any, *others: Any) -> Any:
+            loss_sum, pull, sums = jax.vjp(lambda params: loss(params, *others), params, has_aux=True)
+            return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
+
+        return self._on_device(grads if with_grads else loss, self._params, *self._given())[0]
+
+    def x_bytes(self) -> int:
+        """Bytes of what goes from layer to layer."""
+        model, key = self._model, self._key()
+        assert isinstance(model, LayeredModel)
+
+        def embed(ends: Any, microbatch: Any, key: Any) -> Any:
+            return model.embed(ends, microbatch, Axes(key=key))
+
+        return _bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, key))
 
     def _staged_arrays(self) -> DeviceArrays:
         """Of the actions of a stage with all parts of the model, one after the other."""
@@ -508,30 +515,38 @@ class OneMicrobatch:
             _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)
             return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
 
-        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key(embed=True))
+        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key())
         return _device_arrays(jaxpr, **sizes)
-
-    def _loss_fn(self) -> LossFn:
-        return layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
 
     def residual_bytes(self) -> int:
         """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
-        loss_fn = self._loss_fn()
+        loss = self._loss()
 
-        def residuals(params: Any, microbatch: Any, key: Any) -> Any:
-            loss = bind_loss(loss_fn, self._state)
-            return jax.vjp(lambda params: loss(params, microbatch, key), params, has_aux=True)[1]
+        def residuals(params: Any, *others: Any) -> Any:
+            return jax.vjp(lambda params: loss(params, *others), params, has_aux=True)[1]
 
-        key = self._key(embed=takes_argument(loss_fn, "key"))
-        jaxpr, shapes = self._on_device(residuals, self._params, self._microbatch, key)
+        jaxpr, shapes = self._on_device(residuals, self._params, *self._given())
         given = {*jaxpr.invars, *jaxpr.constvars}
         saved = zip(jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
         return _bytes_of(
             list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
         )
 
-    def _key(self, *, embed: bool) -> Any:
-        return jax.eval_shape(lambda: jax.random.key(0)) if embed else None
+    def _loss(self) -> Any:
+        """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
+        loss_fn = layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
+
+        def loss(params: Any, microbatch: Any, key: Any, extra: Any) -> Any:
+            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
+
+        return loss
+
+    def _given(self) -> tuple[Any, Any, Any]:
+        """What a loss takes beside parameters; with a key, which layers may draw masks from."""
+        return self._microbatch, self._key(), self._extra
+
+    def _key(self) -> Any:
+        return jax.eval_shape(lambda: jax.random.key(0))
 
     def _on_device(self, call: Any, *args: Any) -> tuple[Jaxpr, Any]:
         """What a device computes, and the shapes of its results."""

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen.compiling.jaxprs import primitives_in
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import layout, schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
@@ -364,7 +364,7 @@ class _Device:
         own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
         x = jax.eval_shape(self.embed, self.ends, *first)
         traced = jax.make_jaxpr(lambda own, x: self.run_layer(own, x, *first, 0))(own, x)
-        if "ppermute" in _primitives(traced.jaxpr):
+        if "ppermute" in primitives_in(traced.jaxpr):
             raise UserError(
                 "layers in stages cannot send by ppermute, for which all devices wait: with stages, "
                 "attend_over_axis takes implementation='gather'"
@@ -604,16 +604,6 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
         chunks = jax.tree.map(stored, chunks, arrived)
     return chunks
-
-
-def _primitives(jaxpr: Jaxpr) -> set[str]:
-    """The names of all primitives, those of inner functions too."""
-    names = {equation.primitive.name for equation in jaxpr.eqns}
-    for equation in jaxpr.eqns:
-        for value in jax.tree.leaves([*equation.params.values()], is_leaf=lambda leaf: isinstance(leaf, Jaxpr)):
-            if isinstance(value, ClosedJaxpr | Jaxpr):
-                names |= _primitives(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
-    return names
 
 
 def _axes_at(key: Any, index: Any) -> Axes:

@@ -1,0 +1,85 @@
+"""What a traced function does: its primitives, products of matrices, and collectives."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Collection
+from typing import Any, cast
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+__all__ = ["OperationCounts", "count_operations", "primitives_in"]
+
+OperationCounts = collections.Counter
+"""Operations of products under `"flops"`; of collectives, how often under (kind, `"times"`), and (kind, `"bytes"`)."""
+
+_KINDS = {
+    "psum": "all_reduce",
+    "psum_invariant": "all_reduce",
+    "psum2": "all_reduce",
+    "pmax": "all_reduce",
+    "all_gather": "all_gather",
+    "all_gather_invariant": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "psum_scatter": "reduce_scatter",
+    "ppermute": "send",
+}
+
+
+def primitives_in(jaxpr: Jaxpr) -> set[str]:
+    """The names of all primitives, those of inner functions too."""
+    names = {equation.primitive.name for equation in jaxpr.eqns}
+    return names.union(*(primitives_in(inner) for equation in jaxpr.eqns for inner in _inner(equation)))
+
+
+def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1) -> OperationCounts:
+    """Counts products of matrices, convolutions, and collectives over some mesh axes.
+
+    Args:
+      jaxpr: the function, as one device runs it.
+      axis_names: of the axes whose collectives count.
+      times: how often it runs.
+
+    Returns:
+      The counts. A scan counts its turns, a loop whose number of turns depends on values counts once, and of branches
+      the one with the most operations counts. Bytes are those of the whole array, on one device.
+    """
+    counts: Any = OperationCounts()
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        taken, returned = (cast(Any, [each.aval for each in those]) for those in (equation.invars, equation.outvars))
+        if name == "dot_general":
+            ((contracted, _), _), shape = params["dimension_numbers"], taken[0].shape
+            counts["flops"] += times * 2 * math.prod(returned[0].shape) * math.prod(shape[dim] for dim in contracted)
+        elif name == "conv_general_dilated":
+            kernel = taken[1].shape
+            per_output = math.prod(kernel) // kernel[params["dimension_numbers"].rhs_spec[0]]
+            counts["flops"] += times * 2 * math.prod(returned[0].shape) * per_output
+        elif name in _KINDS and _axes_of(params) & {*axis_names}:
+            arrays = taken if _KINDS[name] == "reduce_scatter" else returned
+            counts[_KINDS[name], "times"] += times * len(arrays)
+            counts[_KINDS[name], "bytes"] += times * sum(each.size * each.dtype.itemsize for each in arrays)
+        turns = params["length"] if name == "scan" else 1
+        inner = [count_operations(each, axis_names, times * turns) for each in _inner(equation)]
+        if name == "cond":
+            inner = sorted(inner, key=lambda counts: counts["flops"])[-1:]
+        for each in inner:
+            counts.update(each)
+    return counts
+
+
+def _axes_of(params: dict[str, Any]) -> set[Any]:
+    names = params.get("axes", params.get("axis_name"))
+    return {*names} if isinstance(names, tuple | list) else {names}
+
+
+def _inner(equation: JaxprEqn) -> list[Jaxpr]:
+    """The functions that an equation calls."""
+    values = [
+        each
+        for value in equation.params.values()
+        for each in (value if isinstance(value, tuple | list) else (value,))
+        if isinstance(each, ClosedJaxpr | Jaxpr)
+    ]
+    return [each.jaxpr if isinstance(each, ClosedJaxpr) else each for each in values]
