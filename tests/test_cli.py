@@ -176,11 +176,11 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         (["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx-h100"], "cluster and model go together"),
         (
             ["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx", "--model", "TEXT"],
-            "there is no cluster file dgx, and no preset; there are dgx-a100",
+            "there is no cluster dgx, and no preset; there are dgx-a100",
         ),
         (
             ["plan", "LENGTHS", "--max-tokens", "4096", "--cluster", "dgx-h100", "--model", "TEXT"],
-            "describes no model",
+            "holds no model",
         ),
         (
             [

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import dacite
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, is_integer, list_first
-from jvarlen._common.files import write_atomically
+from jvarlen._common.checks import UserError, check_above, check_at_least, check_at_least_one, list_first
+from jvarlen._common.json_files import load_dataclass, save_dataclass
 from jvarlen.parallel.wire import Link
 
 __all__ = ["PRESETS", "Cluster", "Kind"]
@@ -131,8 +128,7 @@ class Cluster:
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        with write_atomically(Path(path)) as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+        save_dataclass(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -148,24 +144,7 @@ class Cluster:
           FileNotFoundError: there is no such file.
           ValueError: it holds no cluster; the message says what is wrong.
         """
-        try:
-            return cls._from_fields(json.loads(Path(path).read_text()))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no cluster file {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no cluster: {error}") from error
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> Cluster:
-        """A cluster from JSON values."""
-        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
-        if unknown:
-            raise UserError(f"unknown keys: {list_first(unknown)}")
-        floats = {field.name for field in dataclasses.fields(cls) if field.type == "float"}
-        fields = {
-            name: float(value) if name in floats and is_integer(value) else value for name, value in fields.items()
-        }
-        return dacite.from_dict(cls, fields, dacite.Config(strict=True))
+        return load_dataclass(cls, path, "cluster")
 
     @classmethod
     def preset(cls, name: str, *, num_hosts: int = 1) -> Cluster:

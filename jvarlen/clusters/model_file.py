@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-from pathlib import Path
 from typing import Any, Literal
 
-import dacite
 import jax
 import jax.numpy as jnp
 import optax
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
+from jvarlen._common.checks import check_at_least_one, check_choices
+from jvarlen._common.json_files import load_dataclass
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
 from jvarlen.training.float32_master import with_float32_master
@@ -76,16 +74,7 @@ class ModelFile:
           FileNotFoundError: there is no such file.
           ValueError: unknown or missing keys, or values that are not valid.
         """
-        try:
-            fields = json.loads(Path(path).read_text())
-            unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(cls)})
-            if unknown:
-                raise UserError(f"unknown keys: {list_first(unknown)}")
-            return dacite.from_dict(cls, fields, dacite.Config(strict=True))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no model file {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} describes no model: {error}") from error
+        return load_dataclass(cls, path, "model")
 
     @property
     def _config(self) -> TransformerConfig:

@@ -6,19 +6,16 @@ NumPy and SciPy only; `jvarlen.measure_buckets` does the measuring. Letters: B r
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Literal
 
-import dacite
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, is_integer
-from jvarlen._common.files import write_atomically
+from jvarlen._common.json_files import load_dataclass, save_dataclass
 
 __all__ = ["CostModel", "fit_cost_model"]
 
@@ -69,8 +66,7 @@ class CostModel:
         Raises:
           OSError: it cannot be written; an existing file stays.
         """
-        with write_atomically(Path(path)) as file:
-            file.write(json.dumps(dataclasses.asdict(self), indent=2).encode() + b"\n")
+        save_dataclass(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CostModel:
@@ -86,13 +82,7 @@ class CostModel:
           FileNotFoundError: there is no such file.
           ValueError: it holds no cost model; the message says what is wrong.
         """
-        try:
-            fields = json.loads(Path(path).read_text())
-            return dacite.from_dict(cls, fields, dacite.Config(cast=[tuple], strict=True))
-        except FileNotFoundError:
-            raise FileNotFoundError(f"there is no cost model {path}") from None
-        except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} holds no cost model: {error}") from error
+        return load_dataclass(cls, path, "cost model")
 
     def __str__(self) -> str:
         scale, unit = (1e6, "µs") if self.unit == "seconds" else (1.0, "bytes")

@@ -58,5 +58,5 @@ def test_what_is_no_cluster_is_refused(change, message, tmp_path):
 def test_presets_and_files_that_are_not_there_are_named(tmp_path):
     with pytest.raises(ValueError, match="no preset 'dgx'; there are dgx-a100, dgx-h100"):
         Cluster.preset("dgx")
-    with pytest.raises(FileNotFoundError, match="there is no cluster file"):
+    with pytest.raises(FileNotFoundError, match="there is no cluster"):
         Cluster.load(tmp_path / "none.json")

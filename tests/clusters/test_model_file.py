@@ -41,5 +41,5 @@ def test_what_is_no_model_is_refused(change, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         ModelFile.load(path)
     assert str(path) in str(error.value)
-    with pytest.raises(FileNotFoundError, match="there is no model file"):
+    with pytest.raises(FileNotFoundError, match="there is no model"):
         ModelFile.load(tmp_path / "none.json")
