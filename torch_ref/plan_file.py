@@ -1,6 +1,11 @@
-"""The digest of a plan, and its file, verified when it is loaded."""
+"""The digest of a plan, and its file, verified when it is loaded.
+
+Plans of very many samples are files of another kind: raw arrays after a header of 4096 bytes, which hold a digest of
+every 2**20 sample ids. They are mapped, not read.
+"""
 
 import hashlib
+import json
 import os
 import uuid
 from pathlib import Path
@@ -35,6 +40,9 @@ _FIELDS = {
 }
 # In plans of packed rows only.
 _PACKED_FIELDS = {"row_offsets": ("int64", 1)}
+_RAW_MAGIC = b"jvarlen-plan-raw"
+_RAW_HEADER_SIZE = 4096
+_RAW_VERSION = 1
 # In those of split samples as well.
 _SPLIT_FIELDS = {"piece_starts": ("int64", 1)}
 
@@ -120,6 +128,9 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
         ValueError: if it is not a plan file, of another version, cut short or changed; the message names it.
     """
     with open(path, "rb") as file:
+        if file.read(len(_RAW_MAGIC)) == _RAW_MAGIC:
+            return _map_raw_file(path)
+        file.seek(0)
         try:
             with np.load(file, allow_pickle=False) as archive:
                 fields = {name: archive[name] for name in archive.files}
@@ -129,6 +140,34 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
     problem = _find_problem(fields)
     if problem:
         raise ValueError(f"{path}: {problem}")
+    return fields
+
+
+def _map_raw_file(path: str | os.PathLike[str]) -> dict[str, NDArray[Any]]:
+    """Map the arrays of a raw plan file; the ids are verified only where the file was changed since it was written."""
+    with open(path, "rb") as file:
+        start = file.read(_RAW_HEADER_SIZE)
+        status = os.fstat(file.fileno())
+    text = start[len(_RAW_MAGIC) + 32 :]
+    if hashlib.sha256(text).digest() != start[len(_RAW_MAGIC) :][:32] or len(start) < _RAW_HEADER_SIZE:
+        raise ValueError(f"{path}: the header is damaged")
+    header = json.loads(text)
+    if header["format_version"] != _RAW_VERSION:
+        raise ValueError(f"{path}: raw plan format {header['format_version']}, this version reads {_RAW_VERSION}")
+    if status.st_size != header["num_bytes"]:
+        raise ValueError(f"{path}: {status.st_size} bytes where the header says {header['num_bytes']}: it was cut")
+    fields: dict[str, NDArray[Any]] = {
+        name: np.memmap(path, dtype=array["dtype"], mode="r", offset=array["offset"], shape=tuple(array["shape"]))
+        for name, array in header["arrays"].items()
+    }
+    fields["buckets"] = np.array(fields["buckets"])
+    for name in ("microbatches_per_step", "num_dropped", "num_truncated", "overlong", "digest", "checksum"):
+        fields[name] = np.array(header[name])
+    del fields["chunk_digests"]
+    if abs(status.st_mtime_ns - header["changed_ns"]) >= 1000 and (
+        _digest_of(fields) != header["digest"] or _checksum(header["digest"], fields) != header["checksum"]
+    ):
+        raise ValueError(f"{path}: it was changed, its arrays do not have the digest {header['digest']}")
     return fields
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import secrets
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from typing import IO, Any
 
 import numpy as np
 import platformdirs
+from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError
 
-__all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", "write_atomically"]
+__all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", "read_slice", "write_atomically"]
 
 
 def default_cache_dir() -> Path:
@@ -91,3 +93,23 @@ def load_array(path: Path, what: str) -> np.ndarray:
     if not isinstance(array, np.ndarray):
         raise UserError(f"{path} holds several arrays; a .npy file of {what} holds one")
     return array
+
+
+def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> Shaped[np.ndarray, " n *rest"]:
+    """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory.
+
+    Args:
+      array: any array.
+      start: 0 ≤ start ≤ stop.
+      stop: at most N.
+
+    Returns:
+      The part, a view or a copy.
+    """
+    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+        return array[start:stop]
+    assert array.filename is not None  # of a map of a file, not of its parts
+    row = array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
+    num_values = (stop - start) * row // array.itemsize
+    read = np.fromfile(array.filename, array.dtype, num_values, offset=array.offset + start * row)
+    return read.reshape(stop - start, *array.shape[1:])

@@ -73,9 +73,9 @@ class PlanSource:
         on_mismatch: OnMismatch = "error",
         num_sequences: Int64[np.ndarray, " S"] | None = None,
     ):
-        ids = plan.row_ids if isinstance(plan, DistributedPlan) else plan.sample_ids
-        if ids.max() >= len(dataset):
-            raise UserError(f"the plan holds sample {ids.max()}, the dataset only {len(dataset)} samples")
+        largest_id = int(plan.row_ids.max()) if isinstance(plan, DistributedPlan) else plan.largest_id
+        if largest_id >= len(dataset):
+            raise UserError(f"the plan holds sample {largest_id}, the dataset only {len(dataset)} samples")
         check_choices(on_mismatch=(on_mismatch, OnMismatch))
         if lengths is None and on_mismatch == "adjust":
             raise UserError('on_mismatch="adjust" needs the lengths that the plan was made for')

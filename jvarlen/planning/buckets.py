@@ -6,6 +6,7 @@ rows, T length, n samples of a bucket, s its steps.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, Unpack, get_args
@@ -24,7 +25,16 @@ from jvarlen._common.checks import (
 )
 from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, checked_cost, round_up
 from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges, trimmed_costs
-from jvarlen.planning.lengths import Overlong, check_counts, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import (
+    Overlong,
+    check_counts,
+    check_lengths,
+    ends_to_offsets,
+    fit_lengths,
+    ids_where,
+    length_histogram,
+    overlong_counts,
+)
 
 __all__ = [
     "AnyBucket",
@@ -108,7 +118,7 @@ def make_buckets(
     """Chooses the static shapes for a dataset.
 
     Args:
-      lengths: integers[N], tokens a sample.
+      lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
       strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
@@ -218,6 +228,11 @@ class CountedSamples:
         length_multiple: int,
         counts: npt.ArrayLike | None = None,
     ):
+        self._mapped = lengths if counts is None and isinstance(lengths, np.memmap) else None
+        if self._mapped is not None:
+            counted = length_histogram(self._mapped)
+            overlong_counts(self._mapped, counted, max_length, overlong)  # here, as it lists samples
+            lengths, counts = counted
         self._lengths = check_lengths(lengths)
         self._max_length = max_length
         self._drops = overlong == "drop"
@@ -238,7 +253,11 @@ class CountedSamples:
             return caps
         longest = int(edges[caps < 1][-1])
         bucket = np.minimum(np.searchsorted(edges, self._rounded_lengths()), len(edges) - 1)
-        offenders = list_offenders(*offenders_where((caps < 1)[bucket] & self._is_counted(), self._lengths))
+        ids, lengths = offenders_where((caps < 1)[bucket] & self._is_counted(), self._lengths)
+        if self._mapped is not None:
+            ids = ids_where(self._mapped, functools.partial(np.isin, test_elements=lengths))
+            lengths = self._mapped[ids]
+        offenders = list_offenders(ids, lengths)
         raise UserError(
             f"{budget.broken_by_one_row(longest)} leaves no row for a bucket of {longest} tokens; samples in such: "
             f"{offenders or 'none'}"

@@ -30,6 +30,7 @@ from jvarlen.planning.pacing import Pacing, ValuePacing, num_admitted
 
 __all__ = [
     "Arrive",
+    "BucketTable",
     "CanonicalSteps",
     "GroupedSamples",
     "Ordering",
@@ -131,7 +132,7 @@ def group_by_bucket(
     ids = sample_order(
         totals, order, difficulty=ordering.difficulty, block_size=ordering.block_size, seed=seed, epoch=epoch
     )
-    bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else _BucketTable(edges, overlong)(lengths)
+    bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else BucketTable(edges, overlong)(lengths)
     bucket = bucket_by_id[ids]
     if ordering.arrive is not None:
         has_bucket = bucket < len(edges)
@@ -167,7 +168,7 @@ def _by_random_key(
     index_bits = max(1, (len(lengths) - 1).bit_length())
     if len(edges).bit_length() + _KEY_BITS + index_bits > 64:
         return None
-    bucket_of_length = _BucketTable(edges, overlong)
+    bucket_of_length = BucketTable(edges, overlong)
     first_of_bucket = np.arange(1, len(edges) + 1, dtype=np.uint64) << np.uint64(_KEY_BITS + index_bits)
     bucket_bits = np.append(np.uint64(0), first_of_bucket)
     packed = np.empty(len(lengths), np.uint64)
@@ -227,7 +228,7 @@ def _first_that_holds(lengths: Int64[np.ndarray, "N 2"], edges: Int64[np.ndarray
     return bucket
 
 
-class _BucketTable:
+class BucketTable:
     """The index of the smallest bucket that holds a length, in the smallest type.
 
     Where none does it is K, so that those samples form the last group, or K − 1 where they are cut.
@@ -239,7 +240,8 @@ class _BucketTable:
         self._dtype = np.min_scalar_type(len(edges))
         self._table = self._look_up(np.arange(edges[-1] + 2)) if edges[-1] <= _LARGEST_TABLE else None
 
-    def __call__(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+    def __call__(self, lengths: Integer[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
+        """Integers[n], the index for each length."""
         return self._look_up(lengths) if self._table is None else self._table.take(lengths, mode="clip")
 
     def _look_up(self, lengths: Int64[np.ndarray, " n"]) -> Integer[np.ndarray, " n"]:
@@ -295,7 +297,7 @@ def sum_segments(values: Integer[np.ndarray, " n"], offsets: Int64[np.ndarray, "
 def emitted_steps(
     steps: CanonicalSteps,
     ordering: Ordering,
-    place: Int64[np.ndarray, " n"] | None,
+    last_place: Int64[np.ndarray, " S"] | None,
     num_samples: int,
     shuffle_steps: bool,
     longest_first_by: Int64[np.ndarray, " K"] | None,
@@ -306,7 +308,8 @@ def emitted_steps(
     Args:
       steps: of samples grouped by bucket.
       ordering: of the samples.
-      place: int64[n], the place of each grouped sample in the order; None where they are grouped by it anyway.
+      last_place: int64[S], the place of the last sample of each step in the order; None where samples are grouped by
+        it anyway.
       num_samples: N, how many values of the random stream the samples take.
       shuffle_steps: whether to permute them at random.
       longest_first_by: int64[K], lengths of the buckets, to swap a step of the longest one to the front; None not to.
@@ -318,8 +321,9 @@ def emitted_steps(
     order = ordering.order
     emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
     num_steps = len(steps.bucket)
-    if emits_by_arrival and place is not None:
-        emitted = _by_arrival(steps, place)
+    if emits_by_arrival and last_place is not None:
+        # Full steps in order of the arrival of their last sample, then the short ones as they are.
+        emitted = np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
     elif isinstance(order, str) and order == "length_descending":
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
@@ -336,20 +340,6 @@ def emitted_steps(
     if onset_spacing:
         emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], onset_spacing)]
     return emitted
-
-
-def _by_arrival(steps: CanonicalSteps, place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " S"]:
-    """Full steps in order of the arrival of their last sample, then the short ones as they are.
-
-    Args:
-      steps: of samples grouped by bucket.
-      place: int64[n], the place of each grouped sample in the order.
-
-    Returns:
-      int64[S], indices of canonical steps.
-    """
-    last_place = place[steps.offsets[1:] - 1]
-    return np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
 
 
 def _shapes_one_by_one(step_bucket: Int32[np.ndarray, " S"], spacing: int) -> Int64[np.ndarray, " S"]:

@@ -5,17 +5,20 @@ NumPy only. This module knows nothing of buckets or batches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders, offenders_where
+from jvarlen._common.files import read_slice
 
 __all__ = [
     "DataSource",
     "FittedLengths",
+    "LengthHistogram",
     "Overlong",
     "PackedOverlong",
     "apply_overlong",
@@ -25,10 +28,16 @@ __all__ = [
     "check_pair_lengths",
     "ends_to_offsets",
     "fit_lengths",
+    "ids_where",
+    "length_histogram",
+    "overlong_counts",
 ]
 
 Overlong = Literal["error", "drop", "truncate"]
 PackedOverlong = Literal["error", "drop", "truncate", "split"]  # of packings, and of plans of their rows
+
+_PIECE = 2**22  # samples read at a time
+_LARGEST_TABLE = 2**24  # lengths counted in a table; longer ones are rare
 
 
 def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
@@ -60,6 +69,72 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
         limit = np.iinfo(np.int64).max
         raise UserError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
     return array.astype(np.int64, copy=False)
+
+
+class LengthHistogram(NamedTuple):
+    """How many samples have each length.
+
+    Attributes:
+      lengths: int64[D], ascending.
+      counts: int64[D], each at least 1.
+    """
+
+    lengths: Int64[np.ndarray, " D"]
+    counts: Int64[np.ndarray, " D"]
+
+
+def length_histogram(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
+    """Counts lengths in pieces, so that those of a memory-mapped file need not fit memory.
+
+    Args:
+      lengths: integers[N], tokens a sample; N ≥ 1, every length ≥ 1.
+
+    Returns:
+      `LengthHistogram`.
+
+    Raises:
+      ValueError: as in `check_lengths`.
+    """
+    check_lengths(lengths[:1] if lengths.ndim == 1 else lengths)
+    table = np.zeros(0, np.int64)  # of lengths below its size; longer ones by value
+    long: list[tuple[np.ndarray, np.ndarray]] = []
+    for start in range(0, len(lengths), _PIECE):
+        piece = read_slice(lengths, start, min(start + _PIECE, len(lengths)))
+        if piece.min() < 1 or piece.max() > np.iinfo(np.int64).max:
+            is_wrong = piece < 1 if piece.min() < 1 else piece > np.iinfo(np.int64).max
+            places = np.flatnonzero(is_wrong)
+            raise UserError(
+                f"lengths must be at least 1 and fit int64: {list_offenders(places + start, piece[places])}"
+            )
+        if piece.max() >= _LARGEST_TABLE:
+            is_long = piece >= _LARGEST_TABLE
+            long.append(np.unique(piece[is_long].astype(np.int64), return_counts=True))
+            piece = piece[~is_long]
+        counts = np.bincount(piece.astype(np.int64, copy=False), minlength=len(table))
+        counts[: len(table)] += table
+        table = counts
+    short = np.flatnonzero(table)
+    values, place = np.unique(np.concatenate([short, *(values for values, _ in long)]), return_inverse=True)
+    totals = np.zeros(len(values), np.int64)
+    np.add.at(totals, place, np.concatenate([table[short], *(counts for _, counts in long)]))
+    return LengthHistogram(values, totals)
+
+
+def ids_where(
+    lengths: Integer[np.ndarray, " N"], is_wanted: Callable[[Integer[np.ndarray, " n"]], Bool[np.ndarray, " n"]]
+) -> Int64[np.ndarray, " m"]:
+    """The ids of samples whose lengths fulfil a condition, which is asked piece by piece.
+
+    Args:
+      lengths: integers[N].
+      is_wanted: from some lengths to bool, one each.
+
+    Returns:
+      int64[m], ascending.
+    """
+    starts = range(0, len(lengths), _PIECE)
+    pieces = (is_wanted(read_slice(lengths, start, min(start + _PIECE, len(lengths)))) for start in starts)
+    return np.concatenate([np.flatnonzero(piece) + start for start, piece in zip(starts, pieces, strict=True)])
 
 
 def check_counts(counts: npt.ArrayLike, num_lengths: int) -> Int64[np.ndarray, " N"]:
@@ -162,6 +237,31 @@ def apply_overlong(
     by_id = np.argsort(ids)
     problem = problem if overlong == "error" else 'overlong="drop" leaves no sample'
     raise UserError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
+
+
+def overlong_counts(
+    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, limit: int | None, overlong: Overlong
+) -> tuple[int, int]:
+    """Applies `apply_overlong` to counted samples, whose lengths are only read to list them in an error.
+
+    Args:
+      lengths: integers[N].
+      histogram: of these.
+      limit: the longest length that is allowed; None: any.
+      overlong: the rule.
+
+    Returns:
+      The number of samples dropped and the number truncated.
+
+    Raises:
+      ValueError: as in `apply_overlong`.
+    """
+    is_long = histogram.lengths > (histogram.lengths[-1] if limit is None else limit)
+    num_long, num_fitting = int(histogram.counts[is_long].sum()), int(histogram.counts[~is_long].sum())
+    if num_long and (overlong == "error" or (overlong == "drop" and not num_fitting)):
+        ids = ids_where(lengths, lambda piece: piece > limit)
+        apply_overlong(overlong, ids, lengths[ids], limit, num_fitting)
+    return num_long * (overlong == "drop"), num_long * (overlong == "truncate")
 
 
 class FittedLengths(NamedTuple):

@@ -23,6 +23,7 @@ __all__ = [
     "Difficulty",
     "Order",
     "PackedKeys",
+    "block_order",
     "check_difficulty",
     "check_seed",
     "pack_with_index",
@@ -119,12 +120,17 @@ def _shuffle_within_blocks(
     blocks = packed.reshape(num_blocks, block_size)
     blocks.sort(axis=1)
     if shuffle_blocks:
-        blocks = blocks[stable_argsort(random_keys(num_blocks, seed=seed, epoch=epoch, start=_FIRST_BLOCK_KEY))]
+        blocks = blocks[block_order(num_blocks, seed=seed, epoch=epoch)]
     packed = blocks.reshape(-1)
     if len(ids) < len(packed):
         packed = packed[packed != filler]
     packed &= np.uint64(2**index_bits - 1)
     return packed.view(np.int64)
+
+
+def block_order(num_blocks: int, *, seed: int, epoch: int) -> Int64[np.ndarray, " blocks"]:
+    """int64[num_blocks], the random order of blocks of consecutive samples."""
+    return stable_argsort(random_keys(num_blocks, seed=seed, epoch=epoch, start=_FIRST_BLOCK_KEY))
 
 
 def random_keys(count: int, *, seed: int, epoch: int, start: int = 0, stream: int = 0) -> UInt64[np.ndarray, " count"]:

@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_offenders, offenders_where
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
-from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets
 from jvarlen.planning.grouping import (
     CanonicalSteps,
     GroupedSamples,
@@ -38,6 +38,8 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
+from jvarlen.planning.on_disk.out_of_core import plan_out_of_core
+from jvarlen.planning.on_disk.plan_files import PlanFile, is_plan_file, open_plan_file
 from jvarlen.planning.order import (
     Difficulty,
     check_difficulty,
@@ -73,6 +75,8 @@ class Plan(PlannedSteps):
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     piece_starts: Int64[np.ndarray, " n"] | None = None
 
+    _file: ClassVar[PlanFile | None] = None  # of a plan whose arrays are mapped from it
+
     @property
     def num_rows(self) -> int:
         """R, the number of rows that hold samples; n where nothing is packed."""
@@ -95,6 +99,11 @@ class Plan(PlannedSteps):
             self.row_offsets,
             self.piece_starts,
         )
+
+    @functools.cached_property
+    def largest_id(self) -> int:
+        """The largest of `sample_ids`."""
+        return int(self.sample_ids.max())
 
     def rows(self, step: int) -> Int64[np.ndarray, "M B *P"]:
         """The sample of every row of a step; for a packed plan, the samples of every row.
@@ -175,7 +184,10 @@ class Plan(PlannedSteps):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote, and verifies it.
+        """Reads a plan that `save` wrote, and verifies it; or opens one that `make_plan` wrote.
+
+        Opening takes milliseconds: header, size and time of change are checked, and arrays are mapped from the file. A
+        copy whose time of change is another one is verified first.
 
         Args:
           path: the file.
@@ -188,6 +200,8 @@ class Plan(PlannedSteps):
           ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
             wrong.
         """
+        if is_plan_file(Path(path)):
+            return _of_file(open_plan_file(Path(path)))
         fields = read_plan_file(Path(path))
         return Plan(
             buckets=check_buckets(fields["buckets"].tolist()),
@@ -202,6 +216,40 @@ class Plan(PlannedSteps):
             row_offsets=fields.get("row_offsets"),
             piece_starts=fields.get("piece_starts"),
         )
+
+    def verify(self, *, progress: bool = True) -> None:
+        """Reads all of a plan that was opened, and compares it with its digests; a plan in memory has nothing to check.
+
+        Args:
+          progress: whether to show a progress bar.
+
+        Raises:
+          ValueError: the file is damaged; the message lists where.
+        """
+        if self._file is not None:
+            self._file.verify(progress)
+
+    def __reduce__(self) -> Any:
+        # Another process opens the same file.
+        return (Plan.load, (self._file.path,)) if self._file is not None else super().__reduce__()
+
+
+def _of_file(file: PlanFile) -> Plan:
+    """The plan in an open file."""
+    header, arrays = file.header, file.arrays
+    plan = Plan(
+        buckets=check_buckets(arrays["buckets"].tolist()),
+        microbatches_per_step=header["microbatches_per_step"],
+        overlong=header["overlong"],
+        num_dropped=header["num_dropped"],
+        num_truncated=header["num_truncated"],
+        step_bucket=arrays["step_bucket"],
+        step_offsets=arrays["step_offsets"],
+        num_tokens=arrays["num_tokens"],
+        sample_ids=arrays["sample_ids"],
+    )
+    vars(plan).update(_file=file, digest=header["digest"], largest_id=header["largest_id"])
+    return plan
 
 
 def make_plan(
@@ -220,6 +268,8 @@ def make_plan(
     onset_spacing: int = 0,
     overlong: Overlong = "error",
     pieces_in_order: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    progress: bool = True,
 ) -> Plan:
     """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
 
@@ -257,13 +307,18 @@ def make_plan(
         rows with the other pieces of it, and follows the last of them. Steps come as with an array, except that a step
         waits likewise. Pieces of a sample that are equally long change places. Not with pacing, `shuffle_steps`
         or `onset_spacing`.
+      out: a file to write the plan to, in pieces, for more samples than fit memory: about 60 bytes of memory for each
+        of 16 million samples, whatever their number. Memory-mapped `lengths` are not read at once. To go on after an
+        interruption, repeat the call. For samples of one length and orders by name, without difficulty and pacing.
+      progress: whether to show a progress bar of each stage, with `out`.
 
     Returns:
-      A `Plan`.
+      A `Plan`; with `out`, as `Plan.load` opens it.
 
     Raises:
       ValueError: arguments that are not as described, or exclude each other; offending samples are listed as id, value,
-        limit.
+        limit. With `out`, also lengths or arguments other than those of the interrupted call.
+      OSError: `out` cannot be written; on a full disk the message says how many bytes are needed.
 
     Example:
       >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], microbatches_per_step=2)
@@ -288,6 +343,24 @@ def make_plan(
         raise UserError(f"onset_spacing ({onset_spacing}) and pacing exclude each other: both decide when steps come")
     if pieces_in_order and (pacing is not None or shuffle_steps or onset_spacing or not isinstance(lengths, Packing)):
         raise UserError("pieces_in_order is for packings, and excludes pacing, shuffle_steps and onset_spacing")
+    if out is not None:
+        has_more = isinstance(lengths, Packing) or isinstance(buckets[0], PairBucket)
+        if has_more or pacing is not None or difficulty is not None or not isinstance(order, str):
+            raise UserError("out is for samples of one length, in an order by name, without difficulty and pacing")
+        check_at_least_one(block_size=1 if block_size is None else block_size)
+        plan_out_of_core(
+            np.asanyarray(lengths),
+            cast("tuple[Bucket, ...]", buckets),
+            Path(out),
+            microbatches_per_step=int(microbatches_per_step),
+            ordering=Ordering(order, None, block_size, int(seed), int(epoch), None),
+            shuffle_steps=bool(shuffle_steps),
+            longest_first=bool(longest_first),
+            onset_spacing=int(onset_spacing),
+            overlong=overlong,
+            progress=progress,
+        )
+        return Plan.load(out)
     if isinstance(lengths, Packing):
         num_tokens = _lengths_of_rows(lengths, buckets, overlong)
         if pieces_in_order and lengths.piece_starts is not None:
@@ -333,8 +406,9 @@ def make_plan(
 
     steps = canonical_steps(samples.num_samples, rows_per_step)
     longest_first_by = edges.sum(axis=1) if longest_first else None
+    last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
     emitted = emitted_steps(
-        steps, ordering, samples.place, len(lengths), shuffle_steps, longest_first_by, int(onset_spacing)
+        steps, ordering, last_place, len(lengths), shuffle_steps, longest_first_by, int(onset_spacing)
     )
     offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
     return Plan(

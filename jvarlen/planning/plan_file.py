@@ -22,7 +22,15 @@ from jvarlen._common.files import write_atomically
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["DIGEST_CHUNK", "chunk_digest", "digest_of_chunks", "plan_digest", "read_plan_file", "write_plan_file"]
+__all__ = [
+    "DIGEST_CHUNK",
+    "chunk_digest",
+    "digest_of_chunks",
+    "plan_checksum",
+    "plan_digest",
+    "read_plan_file",
+    "write_plan_file",
+]
 
 Fields = dict[str, Shaped[np.ndarray, "..."]]
 
@@ -266,9 +274,16 @@ def _check_seals(fields: Fields) -> None:
 
 
 def _checksum(fields: Fields) -> str:
+    counts = (int(fields["num_dropped"]), int(fields["num_truncated"]))
+    return plan_checksum(str(fields["digest"]), fields["num_tokens"], *counts, str(fields["overlong"]))
+
+
+def plan_checksum(
+    digest: str, num_tokens: Int64[np.ndarray, " S"], num_dropped: int, num_truncated: int, overlong: str
+) -> str:
     """SHA-256 in hex of the digest and of what the digest leaves out."""
-    sha = hashlib.sha256(str(fields["digest"]).encode())
-    sha.update(fields["num_tokens"].astype("<i8", copy=False).tobytes())
-    sha.update(np.array([fields["num_dropped"], fields["num_truncated"]], "<i8").tobytes())
-    sha.update(str(fields["overlong"]).encode())
+    sha = hashlib.sha256(digest.encode())
+    sha.update(num_tokens.astype("<i8", copy=False).tobytes())
+    sha.update(np.array([num_dropped, num_truncated], "<i8").tobytes())
+    sha.update(overlong.encode())
     return sha.hexdigest()

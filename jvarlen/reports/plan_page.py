@@ -78,7 +78,7 @@ def write_html_report(
 def _checked_lengths(plan: Plan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
     is_pairs = isinstance(plan.buckets[0], PairBucket)
     checked = check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
-    largest_id = int(plan.sample_ids.max())
+    largest_id = plan.largest_id
     if largest_id >= len(checked):
         raise UserError(f"the plan has a sample of id {largest_id}, but there are only {len(checked):,} lengths")
     num_tokens = int(plan.planned_lengths(checked).sum())

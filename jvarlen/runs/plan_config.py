@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
 from jvarlen.planning.buckets import Bucket, Strategy, check_buckets, make_buckets
@@ -171,7 +171,7 @@ class PlanConfig:
         """Whether `onset_spacing` may change the order of the steps."""
         return self.pacing == "none" and not self.pieces_in_order
 
-    def make_buckets(self, lengths: Int64[np.ndarray, " N"]) -> tuple[Bucket, ...]:
+    def make_buckets(self, lengths: Integer[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings; with packing, for the lengths of the rows.
 
         Args:
@@ -205,17 +205,26 @@ class PlanConfig:
         return make_buckets(rows.num_tokens, self.budget, strategy=row_lengths)
 
     def make_plan(
-        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], *, seed: int, epoch: int
+        self,
+        lengths: Integer[np.ndarray, " N"],
+        buckets: tuple[Bucket, ...],
+        *,
+        seed: int,
+        epoch: int,
+        out: Path | None = None,
+        progress: bool = True,
     ) -> Plan:
         """`make_plan` with these settings; with a random order, packed rows are filled anew in every epoch.
 
         `onset_spacing` is for epoch 0: in later ones all shapes have appeared.
 
         Args:
-          lengths: int64[N], tokens a sample.
+          lengths: integers[N], tokens a sample.
           buckets: from `make_buckets`.
           seed: 0 ≤ seed < 2**63.
           epoch: 0 ≤ epoch < 2**63.
+          out: as in `make_plan`.
+          progress: likewise.
 
         Returns:
           A `Plan`.
@@ -234,6 +243,8 @@ class PlanConfig:
             onset_spacing=self.onset_spacing if epoch == 0 else 0,
             overlong=self.bucket_overlong,
             pieces_in_order=self.pieces_in_order,
+            out=out,
+            progress=progress,
         )
 
     def make_eval_buckets(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
@@ -284,8 +295,8 @@ class PlanConfig:
         return named[self.pacing](self.pacing_steps, self.pacing_initial)
 
     def _rows(
-        self, lengths: Int64[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
-    ) -> Int64[np.ndarray, " N"] | Packing:
+        self, lengths: Integer[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
+    ) -> Integer[np.ndarray, " N"] | Packing:
         """What a plan plans: the samples, or packed rows as long as the buckets."""
         if not self.pack:
             return lengths
@@ -293,7 +304,7 @@ class PlanConfig:
         return self._packed(lengths, row_lengths, order, seed, epoch)
 
     def _packed(
-        self, lengths: Int64[np.ndarray, " N"], row_lengths: Sequence[int], order: Order, seed: int, epoch: int
+        self, lengths: Integer[np.ndarray, " N"], row_lengths: Sequence[int], order: Order, seed: int, epoch: int
     ) -> Packing:
         return pack_samples(
             lengths,

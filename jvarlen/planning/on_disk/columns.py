@@ -1,0 +1,115 @@
+"""Values of samples in files: what one stage of planning writes and the next one reads, in pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from jaxtyping import Integer, Shaped
+
+__all__ = ["Column", "Columns", "PartFiles", "write_values"]
+
+Columns = dict[str, Shaped[np.ndarray, " n"]]  # values by name, of the same samples
+
+
+class Column:
+    """A file of numbers of one type, written and read at any place.
+
+    Args:
+      path: the file; made if missing.
+      dtype: of the values.
+      num_values: how many there will be.
+
+    Attributes:
+      dtype: likewise.
+    """
+
+    def __init__(self, path: Path, dtype: npt.DTypeLike, num_values: int):
+        self._path = path
+        self.dtype = np.dtype(dtype)
+        with path.open("ab") as file:
+            file.truncate(num_values * self.dtype.itemsize)
+
+    def write(self, start: int, values: Shaped[np.ndarray, " m"]) -> None:
+        """Writes consecutive values from place `start` on."""
+        write_values(self._path, values.astype(self.dtype, copy=False), start * self.dtype.itemsize)
+
+    def read(self, start: int, stop: int) -> Shaped[np.ndarray, " m"]:
+        """The values from place `start` to `stop`."""
+        return np.fromfile(self._path, self.dtype, stop - start, offset=start * self.dtype.itemsize)
+
+    @contextlib.contextmanager
+    def mapped(self) -> Iterator[Shaped[np.ndarray, " n"]]:
+        """All values as a memory map, whose pages leave the memory of this process with the block."""
+        with self._path.open("rb") as file:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        yield np.frombuffer(pages, self.dtype)
+        pages.madvise(mmap.MADV_DONTNEED)  # not closed, since arrays may still refer to it
+
+
+class PartFiles:
+    """Columns of samples, appended by part: each part has one file for each column.
+
+    Args:
+      directory: of the files; made if missing.
+      dtypes: of the columns, by name.
+      num_parts: how many parts.
+
+    Attributes:
+      sizes: int64[num_parts], samples of each part.
+    """
+
+    def __init__(self, directory: Path, dtypes: Mapping[str, npt.DTypeLike], num_parts: int):
+        directory.mkdir(exist_ok=True)
+        self._directory = directory
+        self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+        self.sizes = np.zeros(num_parts, np.int64)
+
+    def append(self, columns: Columns, counts: Integer[np.ndarray, " parts"]) -> None:
+        """Appends samples that are grouped by part.
+
+        Args:
+          columns: values of the samples, those of part 0 first.
+          counts: integers[num_parts], samples of each part.
+        """
+        ends = np.cumsum(counts)
+        for part in np.flatnonzero(counts).tolist():
+            of_part = slice(ends[part] - counts[part], ends[part])
+            for name, dtype in self._dtypes.items():
+                values = columns[name][of_part].astype(dtype, copy=False)
+                write_values(self._path(name, part), values, int(self.sizes[part]) * dtype.itemsize)
+        self.sizes += counts
+
+    def read(self, part: int, start: int, stop: int) -> Columns:
+        """The columns of the samples `start` to `stop` of a part."""
+        return {
+            name: np.fromfile(self._path(name, part), dtype, stop - start, offset=start * dtype.itemsize)
+            for name, dtype in self._dtypes.items()
+        }
+
+    def delete(self) -> None:
+        """Deletes the files."""
+        shutil.rmtree(self._directory)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample."""
+        return sum(dtype.itemsize for dtype in self._dtypes.values())
+
+    def _path(self, name: str, part: int) -> Path:
+        return self._directory / f"{name}-{part:05}"
+
+
+def write_values(path: Path, values: Shaped[np.ndarray, " m *rest"], offset: int) -> None:
+    """Writes all bytes of an array at a place of a file, which is made if missing."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb", buffering=0) as file:
+        file.seek(offset)
+        left = memoryview(np.ascontiguousarray(values).data).cast("B")
+        while left:
+            left = left[file.write(left) :]

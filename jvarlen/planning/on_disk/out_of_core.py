@@ -1,0 +1,340 @@
+"""Plans an epoch in pieces on disk, with the digest of the same plan made in memory.
+
+What is done is kept in a directory beside the file of the plan until that is complete, so that an interrupted call can
+be repeated to go on. Letters: N samples, n of them in the plan, M microbatches a step, S steps, K buckets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from jaxtyping import Int64, Integer
+from tqdm import tqdm
+
+from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.files import check_place, move_into_place, write_atomically
+from jvarlen._common.progress import progress_bar
+from jvarlen.planning._kernels import run_ahead
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.lengths import (
+    LengthHistogram,
+    Overlong,
+    ends_to_offsets,
+    length_histogram,
+    overlong_counts,
+)
+from jvarlen.planning.on_disk import stages
+from jvarlen.planning.on_disk.columns import PartFiles
+from jvarlen.planning.on_disk.plan_files import PlanFileWriter
+from jvarlen.planning.on_disk.stages import (
+    Grouped,
+    Pieces,
+    Source,
+    Stage,
+    cut_steps,
+    group,
+    id_dtype,
+    sort_by_block,
+    sort_by_length,
+)
+from jvarlen.planning.order import Order, block_order
+from jvarlen.planning.plan_file import DIGEST_CHUNK
+
+__all__ = ["plan_out_of_core"]
+
+_VERSION = 1  # of what is kept of an interrupted call
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def plan_out_of_core(
+    lengths: Integer[np.ndarray, " N"],
+    buckets: Sequence[Bucket],
+    out: Path,
+    *,
+    microbatches_per_step: int,
+    ordering: Ordering,
+    shuffle_steps: bool,
+    longest_first: bool,
+    onset_spacing: int,
+    overlong: Overlong,
+    progress: bool,
+) -> None:
+    """Writes the plan that `make_plan` makes of the same arguments to a file.
+
+    Args:
+      lengths: integers[N]; those of a memory-mapped file are read in pieces.
+      buckets: lengths strictly ascending.
+      out: the file.
+      microbatches_per_step: as in `make_plan`.
+      ordering: neither an array, nor with a difficulty or pacing.
+      shuffle_steps: as in `make_plan`.
+      longest_first: likewise.
+      onset_spacing: likewise.
+      overlong: likewise.
+      progress: whether to show a progress bar of each stage.
+
+    Raises:
+      ValueError: lengths that are not as described, are too long, or have changed since an interrupted call; other
+        arguments than those of that call.
+      OSError: the disk is full; the message says how many bytes are needed.
+    """
+    check_choices(order=(ordering.order, Order), overlong=(overlong, Overlong))
+    check_place(out)
+    settings = {
+        "lengths": _identity(lengths),
+        "buckets": [list(bucket) for bucket in buckets],
+        "microbatches_per_step": microbatches_per_step,
+        "order": ordering.order,
+        "block_size": ordering.block_size,
+        "seed": ordering.seed,
+        "epoch": ordering.epoch,
+        "shuffle_steps": shuffle_steps,
+        "longest_first": longest_first,
+        "onset_spacing": onset_spacing,
+        "overlong": overlong,
+        "version": [_VERSION, stages.PIECE],
+    }
+    with _kept(out, settings) as kept:
+        histogram = kept.histogram(lengths)
+        edges = np.array([bucket.length for bucket in buckets])
+        num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
+        steps = canonical_steps(num_samples, microbatches_per_step * np.array([bucket.rows for bucket in buckets]))
+        writer = PlanFileWriter(kept.directory / "plan", len(buckets), len(steps.bucket), int(num_samples.sum()))
+        to_group, ordered = _sort_stages(kept.directory, lengths, histogram, ordering)
+        has_places = ordering.order == "dataset" or ordering.block_size is not None
+        grouped = Grouped(kept.directory / "grouped", num_samples, len(lengths), int(edges[-1]), has_places)
+        to_group.append(group(ordered, grouped, BucketTable(edges, overlong)))
+        kept_bytes = len(lengths) * sum([stage.files.row_bytes for stage in to_group][-2:])
+        with _naming_needed_bytes(writer.num_bytes + kept_bytes, kept.directory):
+            writer.take_space()
+            for stage, before in zip(to_group, [None, *to_group], strict=False):
+                _run_stage(stage, kept, progress)
+                if before is not None and isinstance(before.files, PartFiles):
+                    before.files.delete()
+            last_places = grouped.last_places(steps.offsets)
+            first_by = edges if longest_first else None
+            emitted = emitted_steps(steps, ordering, last_places, len(lengths), shuffle_steps, first_by, onset_spacing)
+            writer.write("buckets", np.array(buckets))
+            writer.write("step_bucket", steps.bucket[emitted])
+            writer.write("num_tokens", grouped.num_tokens(steps.offsets)[emitted])
+            _write_ids(writer, grouped, steps.offsets, emitted, kept, progress)
+            writer.finish(
+                microbatches_per_step=microbatches_per_step,
+                overlong=overlong,
+                num_dropped=num_dropped,
+                num_truncated=num_truncated,
+            )
+        if _identity(lengths) != settings["lengths"]:
+            raise UserError("the lengths changed while they were planned: plan them again")
+        move_into_place(kept.directory / "plan", out)
+        shutil.rmtree(kept.directory)
+
+
+class _Kept:
+    """What an interrupted call leaves behind: how many pieces of each stage are done.
+
+    Attributes:
+      directory: where it is.
+    """
+
+    def __init__(self, directory: Path, settings: dict[str, Any]):
+        self.directory = directory
+        self._path = directory / "state.json"
+        self._state: dict[str, Any] = {"settings": settings, "done": {}, "sizes": {}}
+        if not self._path.exists():
+            return
+        state = json.loads(self._path.read_text())
+        begun = state["settings"]
+        if begun["lengths"] != settings["lengths"]:
+            raise UserError(f"the lengths changed since planning began; delete {directory} to begin again")
+        differing = [
+            f"{name} was {begun.get(name)!r}, not {settings[name]!r}"
+            for name in settings
+            if begun.get(name) != settings[name]
+        ]
+        if differing:
+            raise UserError(
+                f"an interrupted plan has other settings: {'; '.join(differing)}. Repeat its call to go "
+                f"on, or delete {directory} to begin again"
+            )
+        self._state = state
+
+    def done(self, stage: str) -> int:
+        """How many pieces are done."""
+        return self._state["done"].get(stage, 0)
+
+    def sizes(self, stage: str) -> list[int] | int:
+        """How many samples each group has so far."""
+        return self._state["sizes"].get(stage, 0)
+
+    def commit(self, stage: str, done: int, sizes: Int64[np.ndarray, " groups"] | None = None) -> None:
+        """Keeps that so many pieces are done, and written."""
+        self._state["done"][stage] = done
+        if sizes is not None:
+            self._state["sizes"][stage] = sizes.tolist()
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(self._state))
+        part.replace(self._path)  # not synchronised with the disk, which would wait for all that is written
+
+    def histogram(self, lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
+        """The histogram of all lengths, counted once."""
+        path = self.directory / "histogram.npy"
+        if not path.exists():
+            counted = length_histogram(lengths)
+            with write_atomically(path) as file:
+                np.save(file, np.stack(counted))
+            return counted
+        return LengthHistogram(*np.load(path))
+
+
+@contextlib.contextmanager
+def _kept(out: Path, settings: dict[str, Any]) -> Iterator[_Kept]:
+    """The directory beside the plan, which one process at a time works in; it goes with the first mistake in it."""
+    directory = out.with_name(f".{out.name}.part")
+    is_new = not directory.exists()
+    directory.mkdir(exist_ok=True)
+    try:
+        with FileLock(directory / "lock", timeout=0):
+            try:
+                yield _Kept(directory, settings)
+            except ValueError:
+                if is_new:
+                    shutil.rmtree(directory)
+                raise
+    except Timeout:
+        raise UserError(f"another process writes {out} at this moment") from None
+
+
+def _identity(lengths: Integer[np.ndarray, " N"]) -> list[Any]:
+    """What tells whether lengths are the same: of a memory-mapped file its size and time of change, else a checksum."""
+    if isinstance(lengths, np.memmap) and lengths.filename is not None:
+        found = os.stat(lengths.filename)
+        return [str(lengths.dtype), len(lengths), found.st_size, found.st_mtime_ns]
+    checksum = 0
+    for start in range(0, len(lengths), stages.PIECE):
+        checksum = zlib.crc32(np.ascontiguousarray(lengths[start : start + stages.PIECE]).data, checksum)
+    return [str(lengths.dtype), len(lengths), checksum]
+
+
+def _count(
+    lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, edges: Int64[np.ndarray, " K"], overlong: Overlong
+) -> tuple[Int64[np.ndarray, " K"], int, int]:
+    """Samples of each bucket, and how many are dropped and truncated."""
+    num_samples = np.zeros(len(edges) + 1, np.int64)
+    np.add.at(num_samples, np.searchsorted(edges, histogram.lengths), histogram.counts)
+    num_dropped, num_truncated = overlong_counts(lengths, histogram, int(edges[-1]), overlong)
+    num_samples[-2] += num_truncated
+    return num_samples[:-1], num_dropped, num_truncated
+
+
+def _sort_stages(
+    directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, ordering: Ordering
+) -> tuple[list[Stage], Pieces]:
+    """The stages that order the samples, and the pieces in order once these are done."""
+    order, block_size, num_samples = ordering.order, ordering.block_size, len(lengths)
+    has_keys, by_length = order == "shuffle" or block_size is not None, str(order).startswith("length")
+    length_dtype = np.min_scalar_type(int(histogram.lengths[-1]))
+    pieces: Pieces = Source(lengths, length_dtype, (ordering.seed, ordering.epoch) if has_keys else None)
+    dtypes = {"id": id_dtype(num_samples), "length": length_dtype} | ({"key": np.uint32} if has_keys else {})
+    to_order = []
+    if by_length:
+        stage, pieces = sort_by_length(
+            pieces, directory / "by_length", histogram, descending=order == "length_descending", dtypes=dtypes
+        )
+        to_order.append(stage)
+    if has_keys:
+        size = min(block_size or num_samples, num_samples)
+        ranks = None
+        if order == "shuffle" and size < num_samples:
+            ranks = np.argsort(block_order(-(-num_samples // size), seed=ordering.seed, epoch=ordering.epoch))
+        stage, pieces = sort_by_block(
+            pieces, directory / "by_key", num_samples, size, ranks, is_by_id=not by_length, dtypes=dtypes
+        )
+        to_order.append(stage)
+    return to_order, pieces
+
+
+def _run_stage(stage: Stage, kept: _Kept, progress: bool) -> None:
+    """Runs what is left of a stage."""
+    starts, first = stage.pieces.starts, kept.done(stage.name)
+    stage.files.sizes[:] = kept.sizes(stage.name)
+    with _bar(stage.name, starts, first, progress) as bar:
+        for piece, grouped in enumerate(run_ahead(stage.work, range(first, len(starts) - 1)), first):
+            stage.files.append(*grouped)
+            kept.commit(stage.name, piece + 1, stage.files.sizes)
+            bar.update(starts[piece + 1] - starts[piece])
+
+
+def _write_ids(
+    writer: PlanFileWriter,
+    grouped: Grouped,
+    offsets: Int64[np.ndarray, " S_plus_1"],
+    emitted: Int64[np.ndarray, " S"],
+    kept: _Kept,
+    progress: bool,
+) -> None:
+    """Writes the ids of the steps in their order, and the digests of their chunks."""
+    planned_offsets = ends_to_offsets(np.cumsum(np.diff(offsets)[emitted]))
+    writer.write("step_offsets", planned_offsets)
+    cuts = cut_steps(planned_offsets)
+    starts = planned_offsets[cuts]
+
+    def ids_of(piece: int) -> Int64[np.ndarray, " m"]:
+        return grouped.ids_of(offsets, emitted[cuts[piece] : cuts[piece + 1]])
+
+    first = kept.done("write")
+    with _bar("write the steps", starts, first, progress) as bar:
+        for piece, ids in enumerate(run_ahead(ids_of, range(first, len(cuts) - 1)), first):
+            writer.write("sample_ids", ids, int(starts[piece]))
+            kept.commit("write", piece + 1)
+            bar.update(len(ids))
+    first = kept.done("hash")
+    starts = np.append(np.arange(0, starts[-1], DIGEST_CHUNK), starts[-1])
+    with _bar("hash", starts, first, progress) as bar:
+        for chunk in writer.write_chunk_digests(first):
+            kept.commit("hash", chunk)
+            bar.update(starts[chunk] - starts[chunk - 1])
+
+
+def _bar(name: str, starts: Int64[np.ndarray, " pieces_plus_1"], first: int, progress: bool) -> tqdm:
+    return progress_bar(
+        total=int(starts[-1]), initial=int(starts[first]), desc=name, unit="sample", unit_scale=True, progress=progress
+    )
+
+
+@contextlib.contextmanager
+def _naming_needed_bytes(needed: int, directory: Path) -> Iterator[None]:
+    """A block whose error on a full disk says how many bytes it needs; raised at once where there are too few."""
+
+    def error() -> OSError:
+        free = shutil.disk_usage(directory).free
+        return OSError(
+            errno.ENOSPC,
+            f"planning needs {needed:,} bytes in {directory.parent}, of which it has {_size(directory):,} and "
+            f"{free:,} are free; make room and repeat the call to go on",
+        )
+
+    if shutil.disk_usage(directory).free < needed - _size(directory):
+        raise error()
+    try:
+        yield
+    except OSError as full:
+        if full.errno not in _FULL:
+            raise
+        raise error() from full
+
+
+def _size(directory: Path) -> int:
+    """The bytes on disk of the files in a directory and below."""
+    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())

@@ -1,0 +1,232 @@
+"""A plan as one file of raw arrays with a header, opened as memory maps in milliseconds.
+
+The file begins with `_MAGIC`, the SHA-256 of the header (32 bytes) and the header, JSON filled up with spaces to
+`_HEADER_BYTES` in all. The header has the digest and all else that is not an array, and of each array the type, the
+shape and the place. Letters: M microbatches a step, K buckets, S steps, n samples, C chunks.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import reprlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Shaped
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import read_slice
+from jvarlen._common.progress import progress_bar
+from jvarlen.planning._kernels import run_ahead
+from jvarlen.planning.on_disk.columns import write_values
+from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks, plan_checksum
+
+__all__ = ["PlanFile", "PlanFileWriter", "is_plan_file", "open_plan_file"]
+
+_MAGIC = b"jvarlen-plan-raw"
+_FORMAT_VERSION = 1
+_ALIGNMENT = _HEADER_BYTES = 4096
+_HASH_BYTES = 32
+
+Arrays = dict[str, Shaped[np.ndarray, "..."]]
+
+
+class PlanFileWriter:
+    """Writes the file of a plan whose sizes are known, array by array.
+
+    Args:
+      path: the file; what it has already stays.
+      num_buckets: K.
+      num_steps: S.
+      num_samples: n.
+
+    Attributes:
+      num_bytes: of the whole file.
+    """
+
+    def __init__(self, path: Path, num_buckets: int, num_steps: int, num_samples: int):
+        self._path = path
+        self._arrays: dict[str, dict[str, Any]] = {}
+        self.num_bytes = _HEADER_BYTES
+        for name, dtype, shape in (
+            ("buckets", "<i8", (num_buckets, 2)),
+            ("step_bucket", "<i4", (num_steps,)),
+            ("step_offsets", "<i8", (num_steps + 1,)),
+            ("num_tokens", "<i8", (num_steps,)),
+            ("chunk_digests", "|u1", (-(-num_samples // DIGEST_CHUNK), _HASH_BYTES)),
+            ("sample_ids", "<i8", (num_samples,)),
+        ):
+            self._arrays[name] = {"dtype": dtype, "shape": list(shape), "offset": self.num_bytes}
+            num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
+            self.num_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+    def take_space(self) -> None:
+        """Takes the space of the whole file, so that a full disk shows before the work.
+
+        Raises:
+          OSError: there is not so much.
+        """
+        with self._path.open("ab") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+            except (AttributeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                file.truncate(self.num_bytes)  # this system or this disk takes no space before it is written
+
+    def write(self, name: str, values: Shaped[np.ndarray, " m *rest"], start: int = 0) -> None:
+        """Writes values of an array from its place `start` on."""
+        array = self._arrays[name]
+        values = np.ascontiguousarray(values, array["dtype"])
+        row_bytes = values.itemsize * math.prod(array["shape"][1:])
+        write_values(self._path, values, array["offset"] + start * row_bytes)
+
+    def write_chunk_digests(self, first_chunk: int) -> Iterator[int]:
+        """Writes the digests of the sample ids, which are there by now, from a chunk on; yields the next one."""
+        ids = _map_arrays(self._path, self._arrays)["sample_ids"]
+        for chunk, digest in enumerate(_chunk_digests(ids, first_chunk), first_chunk):
+            self.write("chunk_digests", np.frombuffer(digest, np.uint8)[None], chunk)
+            yield chunk + 1
+
+    def finish(self, **values: Any) -> None:
+        """Writes the header, after which the file is complete, and on disk.
+
+        Args:
+          values: microbatches_per_step, overlong, num_dropped and num_truncated.
+        """
+        arrays = _map_arrays(self._path, self._arrays)
+        ids = arrays["sample_ids"]
+        starts = range(0, len(ids), DIGEST_CHUNK)
+        digest = _digest(values["microbatches_per_step"], arrays)
+        header = values | {
+            "format_version": _FORMAT_VERSION,
+            "digest": digest,
+            "checksum": _checksum(digest, arrays, values),
+            "largest_id": max(int(read_slice(ids, i, min(i + DIGEST_CHUNK, len(ids))).max()) for i in starts),
+            "num_bytes": self.num_bytes,
+            "changed_ns": time.time_ns() // 1000 * 1000,  # not all file systems keep nanoseconds
+            "arrays": self._arrays,
+        }
+        text = json.dumps(header).encode().ljust(_HEADER_BYTES - len(_MAGIC) - _HASH_BYTES)
+        with self._path.open("r+b") as file:
+            file.write(_MAGIC + hashlib.sha256(text).digest() + text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.utime(self._path, ns=(header["changed_ns"], header["changed_ns"]))
+
+
+class PlanFile(NamedTuple):
+    """An open file of a plan.
+
+    Attributes:
+      path: the file.
+      header: its header.
+      arrays: memory maps, by name.
+    """
+
+    path: Path
+    header: dict[str, Any]
+    arrays: Arrays
+
+    def verify(self, progress: bool = True) -> None:
+        """Compares all arrays with their digests.
+
+        Args:
+          progress: whether to show a progress bar.
+
+        Raises:
+          ValueError: some differ; the message lists the chunks of sample ids and their steps.
+        """
+        ids, offsets = self.arrays["sample_ids"], self.arrays["step_offsets"]
+        bar = progress_bar(total=len(ids), desc="verify plan", unit="sample", unit_scale=True, progress=progress)
+        damaged = []
+        with bar as shown:
+            for chunk, digest in enumerate(_chunk_digests(ids, 0)):
+                first, end = chunk * DIGEST_CHUNK, min((chunk + 1) * DIGEST_CHUNK, len(ids))
+                if digest != self.arrays["chunk_digests"][chunk].tobytes():
+                    steps = np.searchsorted(offsets, [first, end - 1], side="right") - 1
+                    damaged.append(f"places {first:,} to {end - 1:,} (steps {steps[0]:,} to {steps[1]:,})")
+                shown.update(end - first)
+        if damaged:
+            raise UserError(
+                f"{self.path} is damaged: the sample ids differ from their digests at {list_first(damaged)}"
+            )
+        of_all = _digest(self.header["microbatches_per_step"], self.arrays)
+        if of_all != self.header["digest"]:
+            raise UserError(f"{self.path} is damaged: its digest is {of_all}, but it says {self.header['digest']}")
+        if _checksum(of_all, self.arrays, self.header) != self.header["checksum"]:
+            raise UserError(f"{self.path} is damaged: num_tokens differ from their checksum")
+
+
+def is_plan_file(path: Path) -> bool:
+    """Whether a file begins as such a file; False where there is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
+def open_plan_file(path: Path) -> PlanFile:
+    """Opens the file of a plan: its header, size and time of change are checked, and its arrays mapped.
+
+    Where the time is another one, as after copying, all arrays are verified.
+
+    Args:
+      path: the file.
+
+    Returns:
+      `PlanFile`.
+
+    Raises:
+      ValueError: it is damaged, incomplete, or of another version; the message says which.
+    """
+    with path.open("rb") as file:
+        begin = file.read(_HEADER_BYTES)
+        found = os.fstat(file.fileno())
+    text = begin[len(_MAGIC) + _HASH_BYTES :]
+    if len(begin) < _HEADER_BYTES or hashlib.sha256(text).digest() != begin[len(_MAGIC) :][:_HASH_BYTES]:
+        raise UserError(f"{path} is refused: its header is damaged")
+    header = json.loads(text)
+    if header["format_version"] != _FORMAT_VERSION:
+        version = reprlib.repr(header["format_version"])
+        raise UserError(f"{path} is refused: its format_version is {version}, this library reads {_FORMAT_VERSION}")
+    if found.st_size != header["num_bytes"]:
+        raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
+    opened = PlanFile(path, header, _map_arrays(path, header["arrays"]))
+    if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
+        opened.verify(progress=False)
+    return opened
+
+
+def _map_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> Arrays:
+    return {
+        name: np.memmap(path, array["dtype"], "r", array["offset"], tuple(array["shape"]))
+        for name, array in arrays.items()
+    }
+
+
+def _chunk_digests(ids: Int64[np.ndarray, " n"], first_chunk: int) -> Iterator[bytes]:
+    def digest(chunk: int) -> bytes:
+        start = chunk * DIGEST_CHUNK
+        return chunk_digest(read_slice(ids, start, min(start + DIGEST_CHUNK, len(ids))))
+
+    return run_ahead(digest, range(first_chunk, -(-len(ids) // DIGEST_CHUNK)))
+
+
+def _digest(microbatches_per_step: int, arrays: Arrays) -> str:
+    buckets = [tuple(bucket) for bucket in arrays["buckets"].tolist()]
+    chunks = (digest.tobytes() for digest in arrays["chunk_digests"])
+    return digest_of_chunks(microbatches_per_step, buckets, arrays["step_bucket"], arrays["step_offsets"], chunks)
+
+
+def _checksum(digest: str, arrays: Arrays, values: dict[str, Any]) -> str:
+    counts = (values["num_dropped"], values["num_truncated"])
+    return plan_checksum(digest, arrays["num_tokens"], *counts, values["overlong"])

@@ -1,0 +1,226 @@
+"""Plans made in pieces on disk are those made in memory, also after an interruption."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jvarlen import Plan, make_buckets, make_plan
+from jvarlen.planning import plan_file
+from jvarlen.planning.on_disk import out_of_core, plan_files, stages
+
+ORDERS = ("length", "length_descending", "shuffle", "dataset")
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces and chunks of few samples, so that small plans have many."""
+    monkeypatch.setattr(stages, "PIECE", 64)
+    for module in (plan_file, plan_files, out_of_core):
+        monkeypatch.setattr(module, "DIGEST_CHUNK", 50)
+
+
+@pytest.fixture
+def lengths_file(tmp_path):
+    """A memory-mapped file of 500 lengths."""
+    path = tmp_path / "lengths.npy"
+    np.save(path, np.random.default_rng(0).integers(1, 61, 500).astype(np.uint16))
+    return np.load(path, mmap_mode="r")
+
+
+def check_equal(on_disk, in_memory):
+    assert on_disk.digest == in_memory.digest
+    assert on_disk.buckets == in_memory.buckets
+    assert on_disk.largest_id == in_memory.largest_id
+    for name in ("sample_ids", "step_bucket", "step_offsets", "num_tokens"):
+        np.testing.assert_array_equal(getattr(on_disk, name), getattr(in_memory, name), err_msg=name)
+    for name in ("microbatches_per_step", "overlong", "num_dropped", "num_truncated"):
+        assert getattr(on_disk, name) == getattr(in_memory, name)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+def test_the_plan_on_disk_is_the_one_in_memory(tmp_path_factory, data):
+    dtype = data.draw(st.sampled_from([np.uint8, np.int16, np.uint32, np.int64, np.uint64]))
+    lengths = np.array(
+        data.draw(st.lists(st.integers(1, data.draw(st.sampled_from([1, 4, 100]))), max_size=300, min_size=1)), dtype
+    )
+    if data.draw(st.booleans()):
+        lengths = np.repeat(lengths, data.draw(st.integers(1, 3)))
+    M = data.draw(st.integers(1, 3))
+    buckets = make_buckets(lengths, 200, max_shapes=data.draw(st.integers(1, 4)), microbatches_per_step=M)
+    overlong = data.draw(st.sampled_from(["error", "drop", "truncate"]))
+    if overlong != "error":
+        buckets = buckets[: data.draw(st.integers(1, len(buckets)))]
+    arguments = {
+        "microbatches_per_step": M,
+        "order": data.draw(st.sampled_from(ORDERS)),
+        "block_size": data.draw(st.none() | st.sampled_from([1, 7, 100, 1000])),
+        "seed": data.draw(st.integers(0, 5)),
+        "shuffle_steps": data.draw(st.booleans()),
+        "longest_first": data.draw(st.booleans()),
+        "onset_spacing": data.draw(st.integers(0, 2)),
+        "overlong": overlong,
+    }
+    out = tmp_path_factory.mktemp("plans") / "plan"
+    if overlong == "drop" and (lengths > buckets[-1].length).all():
+        with pytest.raises(ValueError, match="leaves no sample"):
+            make_plan(lengths, buckets, out=out, progress=False, **arguments)
+        assert not list(out.parent.iterdir())
+        return
+    plan = make_plan(lengths, buckets, out=out, progress=False, **arguments)
+    check_equal(plan, make_plan(lengths, buckets, **arguments))
+    plan.verify(progress=False)
+    assert list(out.parent.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("order", "block_size"), [*itertools.product(ORDERS, [None]), ("shuffle", 70), ("length", 30)])
+def test_an_interrupted_plan_goes_on_where_it_was(order, block_size, lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200, max_shapes=4)
+    arguments = {"order": order, "block_size": block_size, "seed": 3}
+    commit, done = out_of_core._Kept.commit, []
+
+    def interrupted(self, stage, piece, *sizes):
+        done.append((stage, piece))
+        commit(self, stage, piece, *sizes)
+        if len(done) % 5 == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(out_of_core._Kept, "commit", interrupted)
+    for _ in range(100):
+        try:
+            plan = make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False, **arguments)
+            break
+        except KeyboardInterrupt:
+            assert not (tmp_path / "plan").exists()
+    assert len(done) > 20
+    assert len(set(done)) == len(done)  # nothing was done twice
+    check_equal(plan, make_plan(np.asarray(lengths_file), buckets, **arguments))
+
+
+def interrupt(lengths, buckets, out, monkeypatch, **arguments):
+    """Makes a plan up to its first write of steps."""
+    with monkeypatch.context() as patched:
+        patched.setattr(out_of_core, "_write_ids", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            make_plan(lengths, buckets, out=out, progress=False, **arguments)
+
+
+def test_other_settings_than_those_of_the_interrupted_call_are_named(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200, max_shapes=4)
+    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch, order="shuffle", seed=1)
+    with pytest.raises(ValueError, match=r"seed was 1, not 2; longest_first was False, not True.*\.plan\.part"):
+        make_plan(lengths_file, buckets, out=tmp_path / "plan", order="shuffle", seed=2, longest_first=True)
+
+
+def test_a_lengths_file_that_changed_is_named(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200, max_shapes=4)
+    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch)
+    os.utime(lengths_file.filename)
+    with pytest.raises(ValueError, match="the lengths changed since planning began"):
+        make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    shutil.rmtree(tmp_path / ".plan.part")
+    write = out_of_core._write_ids
+
+    def changing(*arguments):
+        os.utime(lengths_file.filename)
+        write(*arguments)
+
+    monkeypatch.setattr(out_of_core, "_write_ids", changing)
+    with pytest.raises(ValueError, match="the lengths changed while they were planned"):
+        make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    assert not (tmp_path / "plan").exists()
+
+
+def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200, max_shapes=4)
+    usage = shutil.disk_usage(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(out_of_core.shutil, "disk_usage", lambda _: usage._replace(free=1_000))
+        with pytest.raises(OSError, match=r"planning needs [\d,]+ bytes in .* and 1,000 are free") as full:
+            make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+        assert full.value.errno == errno.ENOSPC
+    write = stages.Grouped.append
+
+    def failing(self, *arguments):
+        write(self, *arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(stages.Grouped, "append", failing)
+        with pytest.raises(OSError, match=r"planning needs [\d,]+ bytes in"):
+            make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    assert not (tmp_path / "plan").exists()
+    plan = make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)  # with room, it goes on
+    check_equal(plan, make_plan(np.asarray(lengths_file), buckets))
+
+
+def test_only_one_process_writes_a_plan(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200, max_shapes=4)
+
+    def second_call(*_):
+        with pytest.raises(ValueError, match="another process writes"):
+            make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(out_of_core, "_write_ids", second_call)
+    with pytest.raises(KeyboardInterrupt):
+        make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [3, 0, -1]}, "at least 1 and fit int64: id 1: 0, id 2: -1"),
+        ({"lengths": [3, 99, 70]}, r"longer than the longest bucket .*: id 1: 99, id 2: 70 \(limit 61\)"),
+        ({"order": "by_colour"}, "order .* must be one of"),
+        ({"order": np.array([1, 0, 2])}, "out is for samples of one length, in an order by name"),
+        ({"difficulty": [3, 2, 1]}, "out is for samples of one length"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_wrong_input_is_listed_and_leaves_nothing(change, message, tmp_path):
+    arguments = {"lengths": [3, 9, 60], "buckets": [(2, 61)], "out": tmp_path / "plan", "progress": False}
+    with pytest.raises(ValueError, match=message):
+        make_plan(**(arguments | change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_buckets_of_a_mapped_file_are_those_of_its_lengths(lengths_file):
+    assert make_buckets(lengths_file, 200) == make_buckets(np.asarray(lengths_file), 200)
+    long = make_buckets(lengths_file, 200, max_length=40, overlong="drop")
+    assert long == make_buckets(np.asarray(lengths_file), 200, max_length=40, overlong="drop")
+    for arguments in ({"max_tokens": 200, "max_length": 40}, {"max_tokens": 50}):
+        with pytest.raises(ValueError, match="id ") as in_memory:
+            make_buckets(np.asarray(lengths_file), **arguments)
+        with pytest.raises(ValueError, match="id ") as mapped:
+            make_buckets(lengths_file, **arguments)
+        assert str(mapped.value) == str(in_memory.value)
+
+
+def test_what_is_kept_of_a_finished_stage_is_deleted(lengths_file, tmp_path, monkeypatch):
+    interrupt(lengths_file, make_buckets(lengths_file, 200), tmp_path / "plan", monkeypatch, order="shuffle")
+    kept = tmp_path / ".plan.part"
+    assert not (kept / "by_key").exists()
+    assert json.loads((kept / "state.json").read_text())["done"].keys() == {"shuffle", "group by bucket"}
+
+
+def test_long_lengths_are_counted():
+    lengths = np.array([5, 2**40, 5, 2**24, 2**40 + 1, 7])
+    plan_lengths, counts = out_of_core.length_histogram(lengths)
+    assert plan_lengths.tolist() == [5, 7, 2**24, 2**40, 2**40 + 1]
+    assert counts.tolist() == [2, 1, 1, 1, 1]
+
+
+def test_an_existing_plan_stays_until_the_new_one_is_complete(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200)
+    old = make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch, order="shuffle")
+    assert Plan.load(Path(tmp_path / "plan")).digest == old.digest
