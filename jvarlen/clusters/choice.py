@@ -207,7 +207,7 @@ def choose_layout(
     if candidates.reasons[0]:
         raise UserError(_none_fits(candidates, cluster, memory_bytes))
     first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
-    of_steps = search.step_seconds(first, first.is_spread(buckets))
+    of_steps = search.step_seconds(first)
     return LayoutChoice(
         layout=first.layout(0),
         seconds=float(candidates.seconds[0]),
@@ -250,14 +250,13 @@ class _Search:
         self._num_steps, self._num_microbatches = num_steps, microbatches_per_step
         self._limit, self._cost, self._fixed = memory_bytes, cost, fixed
 
-    def step_seconds(self, table: LayoutTable, is_spread: np.ndarray) -> StepSeconds:
+    def step_seconds(self, table: LayoutTable) -> StepSeconds:
         """Of every bucket on these layouts."""
         return step_seconds(
             table,
             self._costs,
             self._cluster,
             microbatches_per_step=self._num_microbatches,
-            is_spread=is_spread,
             state_bytes=self._memory.state_bytes(table),
             cost=self._cost,
         )
@@ -323,7 +322,7 @@ class _Search:
         """Of every bucket, with rows that are spread or whole."""
         buckets, num_microbatches = self._costs.buckets, self._num_microbatches
         table = table._replace(sequence_from=np.full_like(table.data, 0 if is_spread else _NEVER))
-        seconds = self.step_seconds(table, table.is_spread(buckets)).total
+        seconds = self.step_seconds(table).total
         num_bytes = self._memory.memory_bytes(table, num_microbatches)
         wide = LayoutTable(*(column[:, None] for column in table))
         lengths = np.array([bucket.length for bucket in buckets])
