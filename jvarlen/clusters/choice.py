@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
 
@@ -142,9 +141,6 @@ def choose_layout(
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     check_at_least_one(memory_bytes=memory_bytes)
     _check_fixed(fixed or {})
-    if isinstance(model, LayeredModel) and model.stack is not None:
-        stack: Callable[[Any], Any] = model.stack
-        model, params = model._replace(stack=None), jax.eval_shape(stack, params)
     buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")

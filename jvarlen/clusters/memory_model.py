@@ -19,7 +19,7 @@ from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.parallel.layers import LayeredModel, LayeredParams
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.parallel.layout import Layout, Schedule
 from jvarlen.parallel.memory import (
     DeviceArrays,
@@ -28,6 +28,7 @@ from jvarlen.parallel.memory import (
     batch_bytes,
     memory_bill,
     shapes_on,
+    stacked_shapes,
     state_bytes,
     temporary_bytes,
 )
@@ -113,15 +114,11 @@ class MemoryModel:
         batch_spec: Any = token_batch_spec,
         extra: Any = None,
     ):
-        self._model, self._optimizer = model, optimizer
-        self._params = shapes_on(Layout(), params, None)
+        self._model, self._params = stacked_shapes(model, params)
+        self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         self._batch_spec, self._extra = batch_spec, extra
-        stacked = self._params
-        if isinstance(model, LayeredModel) and model.stack is not None:
-            stacked = jax.eval_shape(model.stack, self._params)
-        self._num_layers = jax.tree.leaves(stacked.layers)[0].shape[0] if isinstance(stacked, LayeredParams) else 1
-        self._can_stage = isinstance(self._params, LayeredParams)
+        self._num_layers = num_layers_of(self._params) if isinstance(self._params, LayeredParams) else 0
         self._states: dict[tuple[int, ...], list[StateBytes]] = {}
         self._arrays: dict[_Kind, _Arrays] = {}
         self._at = functools.cache(self._count_at)
@@ -359,7 +356,7 @@ class MemoryModel:
             self._extra,
             Bucket(rows, kind.length),
             self._batch_spec,
-            layers if self._can_stage else None,
+            layers if self._num_layers else None,
         )
         return one.arrays()
 

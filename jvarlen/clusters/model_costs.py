@@ -21,7 +21,7 @@ from jvarlen.compiling.jaxprs import OperationCounts, count_operations
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.memory import OneMicrobatch, shapes_on
+from jvarlen.parallel.memory import OneMicrobatch, shapes_on, stacked_shapes
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
@@ -131,7 +131,6 @@ def count_costs(
     Raises:
       ValueError: no products of matrices were found.
     """
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     traced = _Traced(model, params, batch_spec, extra)
     lengths = np.unique([bucket.length for bucket in buckets])
     short = lengths[: max(int(np.sum(lengths <= _LONGEST_TRACED)), 2)]
@@ -185,7 +184,7 @@ def count_costs(
                     for pair in zip(whole, parts, strict=True)
                 )
     layer_params, ends_params = traced.num_params()
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(traced.params)
     return ModelCosts(
         buckets=tuple(buckets),
         num_layers=traced.num_layers,
@@ -219,13 +218,9 @@ class _Traced:
     def __init__(
         self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any = None
     ):
-        self._model, self._batch_spec, self._extra = model, batch_spec, extra
-        self._params = params
-        self.num_layers = 0
-        if isinstance(model, LayeredModel):
-            self._params = params if model.stack is None else jax.eval_shape(model.stack, params)
-            self._model = model._replace(stack=None)
-            self.num_layers = num_layers_of(self._params)
+        self._model, self.params = stacked_shapes(model, params)
+        self._batch_spec, self._extra = batch_spec, extra
+        self.num_layers = num_layers_of(self.params) if isinstance(model, LayeredModel) else 0
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""
@@ -269,8 +264,8 @@ class _Traced:
     def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""
         if not self.num_layers:
-            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self._params)), 0)
-        specs = jax.tree.map(lambda _: PartitionSpec(), self._params)
+            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self.params)), 0)
+        specs = jax.tree.map(lambda _: PartitionSpec(), self.params)
         if isinstance(self._model, LayeredModel) and self._model.specs is not None:
             specs = partition_specs(self._model.specs)
 
@@ -279,11 +274,11 @@ class _Traced:
             whole = sum(leaf.size for leaf in jax.tree.leaves(params))
             return whole - sum(jax.tree.leaves(split)), sum(jax.tree.leaves(split))
 
-        whole, split = counted(self._params.layers, specs.layers)
-        return (whole // self.num_layers, split // self.num_layers), counted(self._params.ends, specs.ends)
+        whole, split = counted(self.params.layers, specs.layers)
+        return (whole // self.num_layers, split // self.num_layers), counted(self.params.ends, specs.ends)
 
     def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
-        params = shapes_on(layout, self._params, self._model)
+        params = shapes_on(layout, self.params, self._model)
         return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers)
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:

@@ -41,6 +41,7 @@ __all__ = [
     "buffer_bytes",
     "memory_bill",
     "shapes_on",
+    "stacked_shapes",
     "state_bytes",
     "temporary_bytes",
 ]
@@ -205,6 +206,13 @@ def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) 
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
         params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+
+
+def stacked_shapes(model: Any, params: Any) -> tuple[Any, Any]:
+    """A model whose parameters are stacked, if it is one by layers, and the shapes of these parameters."""
+    if isinstance(model, LayeredModel) and model.stack is not None:
+        model, params = model._replace(stack=None), jax.eval_shape(model.stack, params)
+    return model, shapes_on(_ONE_DEVICE, params, None)
 
 
 class StateBytes(NamedTuple):
