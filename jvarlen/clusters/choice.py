@@ -20,8 +20,8 @@ from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.clusters.model_costs import ModelCosts, count_costs
 from jvarlen.clusters.search import Candidates, Search, divisors
 from jvarlen.clusters.step_seconds import StepSeconds
+from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.layout import Layout
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan

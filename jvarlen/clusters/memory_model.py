@@ -19,8 +19,8 @@ from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
+from jvarlen.distributed.layout import Layout, Schedule
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
-from jvarlen.parallel.layout import Layout, Schedule
 from jvarlen.parallel.memory import (
     DeviceArrays,
     OneMicrobatch,

@@ -19,9 +19,9 @@ from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Kind
 from jvarlen.compiling.jaxprs import OperationCounts, count_operations
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.memory import OneMicrobatch, shapes_on, stacked_shapes
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs

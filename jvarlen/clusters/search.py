@@ -20,7 +20,7 @@ from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
 from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.clusters.model_costs import ModelCosts
 from jvarlen.clusters.step_seconds import StepSeconds, step_seconds
-from jvarlen.parallel.layout import Layout
+from jvarlen.distributed.layout import Layout
 from jvarlen.planning.budget import CostFn
 
 __all__ = ["Candidates", "Search", "divisors"]

@@ -196,6 +196,9 @@ def split_cpu(num_devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", num_devices)
 
 
+divide_processor = split_cpu  # its name before
+
+
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:
     """The devices of the mesh, including those of other processes; for None, the default device."""
     if mesh is not None:

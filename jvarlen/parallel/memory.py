@@ -20,9 +20,9 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
+from jvarlen.distributed.layout import Keeps, Layout
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
-from jvarlen.parallel.layout import Keeps, Layout
 from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.scheduled import BufferSlots, buffer_slots
 from jvarlen.parallel.tensor import split_params

@@ -17,9 +17,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
