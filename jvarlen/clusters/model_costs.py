@@ -22,7 +22,7 @@ from jvarlen.compiling.jaxprs import OperationCounts, count_operations
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
-from jvarlen.parallel.memory import OneMicrobatch, shapes_on, stacked_shapes
+from jvarlen.parallel.microbatch import OneMicrobatch, shapes_on, stacked_shapes
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket

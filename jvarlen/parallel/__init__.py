@@ -5,7 +5,8 @@
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `mixed`: the train step of ranks with different numbers of microbatches of different shapes.
 - `portable`: states of any layout in the form of one device, as checkpoints hold them.
-- `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
+- `microbatch`: the arrays of one microbatch, traced. `memory`: what a step holds on a device.
+- `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
