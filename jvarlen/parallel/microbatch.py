@@ -257,7 +257,7 @@ def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
 def bytes_of(tree: Any, specs: Any = None, layout: Layout = _ONE_DEVICE) -> int:
     """Bytes of arrays on one device, by specs that tell what is in shards; None: nothing is."""
     leaves = jax.tree.leaves(tree)
-    in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs, is_leaf=_is_spec)
+    in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs)
     return sum(
         math.prod(_local_shape(leaf.shape, spec, layout)) * leaf.dtype.itemsize
         for leaf, spec in zip(leaves, in_specs, strict=True)
@@ -270,7 +270,3 @@ def _local_shape(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) ->
     num_parts += [1] * (len(shape) - len(spec))
     whole = padded_shape(shape, spec, layout.axis_sizes)
     return tuple(size // parts for size, parts in zip(whole, num_parts, strict=True))
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)

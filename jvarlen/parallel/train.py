@@ -483,9 +483,7 @@ def _shardings(state: TrainState, mesh: Mesh, layout: Layout, other_specs: Any) 
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
 def _on_shards(params: Any, mesh: Mesh, specs: Any) -> Any:
