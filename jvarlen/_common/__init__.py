@@ -3,6 +3,8 @@
 - `checks`: errors that list the offending values.
 - `files`: files that are written atomically.
 - `interrupts`: Ctrl-C and SIGTERM, deferred to a safe point.
+- `json_files`: dataclasses as JSON files.
+- `lazy_imports`: packages that import their names when they are first used.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. The only module here that imports JAX.
 - `text_table`: aligned columns of text.

@@ -1,84 +1,35 @@
 """The layout on which a plan takes the least time, of all that a cluster allows.
 
-Letters: C candidates, K buckets, L layers, M microbatches of a step, S stages, V chunks.
+Letters: K buckets.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import optax
-from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
 from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.clusters.model_costs import ModelCosts, count_costs
-from jvarlen.clusters.step_seconds import StepSeconds, step_seconds
+from jvarlen.clusters.search import Candidates, Search, divisors
+from jvarlen.clusters.step_seconds import StepSeconds
+from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.layout import Layout
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
 from jvarlen.training.losses import LossFn
 
-__all__ = ["Candidates", "LayoutChoice", "choose_layout", "divisors"]
+__all__ = ["LayoutChoice", "choose_layout"]
 
-_NEVER = np.iinfo(np.int64).max  # as sequence_from: no row is spread
 _SHOWN = 12  # candidates in a table
-
-
-class Candidates(NamedTuple):
-    """All layouts that were considered, the best first.
-
-    Attributes:
-      table: the layouts, a row each.
-      seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
-      num_bytes: float64[C], that a step takes on the fullest device; NaN where that is unknown.
-      reasons: why each was rejected; "" for those that were not.
-    """
-
-    table: LayoutTable
-    seconds: Float64[np.ndarray, " C"]
-    num_bytes: Float64[np.ndarray, " C"]
-    reasons: tuple[str, ...]
-
-    def layouts(self, most: int | None = None) -> list[Layout]:
-        """The first layouts that were not rejected.
-
-        Args:
-          most: how many; None for all.
-
-        Returns:
-          The layouts, the fastest first.
-        """
-        num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
-        return [self.table.layout(row) for row in range(num_fitting)]
-
-    @property
-    def num_fitting(self) -> int:
-        """How many were not rejected."""
-        return self.reasons.count("")
-
-    def rejections(self) -> list[tuple[str, int]]:
-        """Why layouts were rejected.
-
-        Returns:
-          Reasons, and how many layouts each; the most frequent first.
-        """
-        kinds = collections.Counter(
-            "too large" if reason.startswith("needs ") else reason for reason in self.reasons if reason
-        )
-        return kinds.most_common()
 
 
 class LayoutChoice(NamedTuple):
@@ -190,9 +141,6 @@ def choose_layout(
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     check_at_least_one(memory_bytes=memory_bytes)
     _check_fixed(fixed or {})
-    if isinstance(model, LayeredModel) and model.stack is not None:
-        stack: Callable[[Any], Any] = model.stack
-        model, params = model._replace(stack=None), jax.eval_shape(stack, params)
     buckets = [bucket for bucket in plan.buckets if isinstance(bucket, Bucket)]
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
@@ -202,12 +150,21 @@ def choose_layout(
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
-    search = _Search(costs, memory, cluster, num_steps, plan.microbatches_per_step, memory_bytes, cost, fixed or {})
+    search = Search(
+        costs=costs,
+        memory=memory,
+        cluster=cluster,
+        num_steps=num_steps,
+        microbatches_per_step=plan.microbatches_per_step,
+        memory_bytes=memory_bytes,
+        cost=cost,
+        fixed=fixed or {},
+    )
     candidates = search.candidates()
     if candidates.reasons[0]:
         raise UserError(_none_fits(candidates, cluster, memory_bytes))
     first = candidates.table.take(slice(0, min(candidates.num_fitting, _SHOWN)))
-    of_steps = search.step_seconds(first, first.is_spread(buckets))
+    of_steps = search.step_seconds(first)
     return LayoutChoice(
         layout=first.layout(0),
         seconds=float(candidates.seconds[0]),
@@ -227,224 +184,6 @@ def _check_fixed(fixed: Mapping[str, Any]) -> None:
         raise UserError(f"a layout has no field {list_first(unknown)}")
     for name, value in fixed.items():
         Layout(**({"data": 2} | {name: value}))  # which raises ValueError for a value that no layout has
-
-
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, ascending."""
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-class _Search:
-    def __init__(
-        self,
-        costs: ModelCosts,
-        memory: MemoryModel,
-        cluster: Cluster,
-        num_steps: Int64[np.ndarray, " K"],
-        microbatches_per_step: int,
-        memory_bytes: int,
-        cost: CostFn | None,
-        fixed: Mapping[str, Any],
-    ):
-        self._costs, self._memory, self._cluster = costs, memory, cluster
-        self._num_steps, self._num_microbatches = num_steps, microbatches_per_step
-        self._limit, self._cost, self._fixed = memory_bytes, cost, fixed
-
-    def step_seconds(self, table: LayoutTable, is_spread: np.ndarray) -> StepSeconds:
-        """Of every bucket on these layouts."""
-        return step_seconds(
-            table,
-            self._costs,
-            self._cluster,
-            microbatches_per_step=self._num_microbatches,
-            is_spread=is_spread,
-            state_bytes=self._memory.state_bytes(table),
-            cost=self._cost,
-        )
-
-    def candidates(self) -> Candidates:
-        """All layouts, the best first."""
-        everything, cannot = _enumerate(self._costs, self._cluster.num_devices, self._fixed)
-        table = everything.take(cannot == "")
-        if not len(table.data):
-            raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
-        best = self._best_thresholds(table)
-        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
-        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
-        num_bytes[cannot == ""] = best.num_bytes
-        everything.sequence_from[cannot == ""] = best.threshold
-        reasons = cannot.copy()
-        reasons[cannot == ""] = self._reasons(best)
-        for row in _order(seconds, reasons).tolist():
-            if reasons[row]:
-                break
-            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
-            num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
-            if num_bytes[row] <= self._limit:
-                break
-            reasons[row] = self._too_large.format(num_bytes[row])
-        order = _order(seconds, reasons)
-        return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
-
-    def _best_thresholds(self, table: LayoutTable) -> _Best:
-        """For each layout the bucket j from which its rows are spread, and what that takes."""
-        lengths = np.array([bucket.length for bucket in self._costs.buckets])
-        used, fixed = self._num_steps > 0, self._fixed.get("sequence_from")
-        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
-        best = _Best(len(table.data))
-        for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
-            is_spread = (np.arange(len(lengths)) >= j) & np.ones((len(table.data), 1), bool)
-            seconds = np.where(is_spread, spread.seconds, whole.seconds)
-            num_bytes = np.where(is_spread, spread.num_bytes, whole.num_bytes)
-            problem = np.where(is_spread, spread.problem, whole.problem)[:, used].max(axis=1, initial=0)
-            in_all = np.where(used, seconds * self._num_steps, 0.0).sum(axis=1)
-            largest = np.where(used, num_bytes, 0.0).max(axis=1)
-            problem = np.where(problem == 0, np.where(largest > self._limit, _TOO_LARGE, 0), problem)
-            spreads = j < len(lengths)
-            threshold = int(lengths[j]) if spreads and used[:j].any() else 0
-            if fixed is not None and spreads:
-                spreads = np.array_equal((lengths >= fixed)[used], is_spread[0, used])
-                threshold = fixed
-            allowed = np.where(table.sequence > 1, spreads, j == len(lengths))
-            best.take(allowed, in_all, largest, problem, threshold)
-        return best
-
-    def _exact_bytes(self, table: LayoutTable) -> int:
-        """That the fullest bucket takes on one layout."""
-        of_buckets = self._memory.memory_bytes(table, self._num_microbatches)[0]
-        fullest = int(np.where(self._num_steps > 0, of_buckets, 0).argmax())
-        return self._memory.exact_bytes(table.layout(0), self._costs.buckets[fullest], self._num_microbatches)
-
-    @property
-    def _too_large(self) -> str:
-        return f"needs {{:,.0f}} bytes of {self._limit:,}"
-
-    def _evaluated(self, table: LayoutTable, is_spread: bool) -> _Evaluated:
-        """Of every bucket, with rows that are spread or whole."""
-        buckets, num_microbatches = self._costs.buckets, self._num_microbatches
-        table = table._replace(sequence_from=np.full_like(table.data, 0 if is_spread else _NEVER))
-        seconds = self.step_seconds(table, table.is_spread(buckets)).total
-        num_bytes = self._memory.memory_bytes(table, num_microbatches)
-        wide = LayoutTable(*(column[:, None] for column in table))
-        lengths = np.array([bucket.length for bucket in buckets])
-        parts = np.where(table.is_spread(buckets), wide.sequence, 1)
-        of_shard = table.of_shard(buckets, num_microbatches)
-        interleaves = (wide.chunks > 1) & (wide.stage > 1)
-        problem = np.select(
-            [
-                of_shard == 0,
-                (parts > 1) & (lengths % (2 * parts) != 0),
-                wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
-                interleaves & (of_shard % wide.stage != 0),
-            ],
-            [_SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS],
-            0,
-        )
-        return _Evaluated(seconds, num_bytes, problem)
-
-    def _reasons(self, best: _Best) -> list[str]:
-        texts = {
-            0: "",
-            _SHARDS: f"its data shards do not divide {self._num_microbatches} microbatches",
-            _POSITIONS: "rows do not divide into twice the parts of sequence",
-            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
-            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
-            _CHUNKS + 1: f"sequence_from{self._fixed.get('sequence_from')} spreads no rows",
-        }
-        found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
-        return [self._too_large.format(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
-
-
-_TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS = range(1, 6)
-
-
-def _order(seconds: np.ndarray, reasons: np.ndarray) -> Int64[np.ndarray, " C"]:
-    """Those that fit first, by seconds; ties in the order of enumeration."""
-    return np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
-
-
-class _Evaluated(NamedTuple):
-    seconds: Float64[np.ndarray, "C K"]
-    num_bytes: Float64[np.ndarray, "C K"]
-    problem: Int64[np.ndarray, "C K"]
-
-
-class _Best:
-    """For each layout, the bucket from which its rows are spread: first one that fits, then the fastest."""
-
-    def __init__(self, num_layouts: int):
-        self.seconds = np.full(num_layouts, np.inf)
-        self.num_bytes = np.full(num_layouts, np.inf)
-        self.problem = np.full(num_layouts, _CHUNKS + 1)
-        self.threshold = np.zeros(num_layouts, np.int64)
-
-    def take(self, allowed: Any, seconds: Any, num_bytes: Any, problem: Any, threshold: int) -> None:
-        """Takes what is better than what is known."""
-        faster = np.where(problem == _TOO_LARGE, num_bytes < self.num_bytes, seconds < self.seconds)
-        is_better = allowed & ((problem < self.problem) | ((problem == self.problem) & faster))
-        for name, value in (("seconds", seconds), ("num_bytes", num_bytes), ("problem", problem)):
-            setattr(self, name, np.where(is_better, value, getattr(self, name)))
-        self.threshold = np.where(is_better, threshold, self.threshold)
-
-
-def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
-    """All layouts but for `sequence_from`, simple ones first, and why some cannot be those of the model."""
-    rows: list[tuple[Any, ...]] = []
-    cannot: list[str] = []
-    for tensor in divisors(num_devices):
-        for stage in divisors(num_devices // tensor):
-            for sequence in divisors(num_devices // tensor // stage):
-                data = num_devices // tensor // stage // sequence
-                sizes = {"data": data, "stage": stage, "sequence": sequence, "tensor": tensor}
-                if any(fixed.get(name, size) != size for name, size in sizes.items()):
-                    continue
-                reason = _why_not(costs, sizes)
-                others = _others(costs, sizes) if not reason else iter([_SIMPLEST])
-                for zero, schedule, chunks, sequence_parallel, keeps_inputs in others:
-                    kept = "inputs" if keeps_inputs else "residuals"
-                    values = {
-                        "zero": zero,
-                        "schedule": SCHEDULES[schedule],
-                        "chunks": chunks,
-                        "sequence_parallel": sequence_parallel,
-                        "keeps": kept,
-                    }
-                    if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
-                        rows.append((*sizes.values(), zero, schedule, chunks, sequence_parallel, 0, keeps_inputs))
-                        cannot.append(reason)
-    if not rows:
-        raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
-    columns = [np.array(column) for column in zip(*rows, strict=True)]
-    return LayoutTable(*columns), np.array(cannot, object)
-
-
-_SIMPLEST = (0, 0, 1, False, False)
-
-
-def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
-    if sizes["stage"] > 1 and (not costs.num_layers or costs.num_layers % sizes["stage"]):
-        return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
-    if sizes["tensor"] not in (1, *costs.tensor_sizes):
-        return f"tensor{sizes['tensor']} does not divide the model"
-    if sizes["sequence"] > 1 and not costs.by_positions:
-        return "sequence needs a model by positions"
-    return ""
-
-
-def _others(costs: ModelCosts, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """ZeRO level, schedule, chunks, sequence parallelism, and whether inputs are kept."""
-    by_layers = costs.num_layers > 0
-    zeros = range(1) if sizes["data"] * sizes["sequence"] == 1 else range(4 if by_layers else 3)
-    orders = [(0, 1)]
-    if sizes["stage"] > 1:
-        interleaved = SCHEDULES.index("interleaved")
-        plain = [i for i in (SCHEDULES.index("eager_1f1b"), *range(len(SCHEDULES))) if i != interleaved]
-        orders = [(i, 1) for i in dict.fromkeys(plain)]
-        orders += [(interleaved, chunks) for chunks in divisors(costs.num_layers // sizes["stage"])[1:]]
-    split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
-    keeps = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
-    for zero, (schedule, chunks), sequence_parallel, keeps_inputs in itertools.product(zeros, orders, split, keeps):
-        yield zero, schedule, chunks, sequence_parallel, keeps_inputs
 
 
 def _reasons_text(candidates: Candidates) -> str:

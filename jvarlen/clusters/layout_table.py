@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen.parallel.layout import Keeps, Layout, Schedule
+from jvarlen.distributed.layout import Keeps, Layout, Schedule
 from jvarlen.planning.buckets import Bucket
 
 __all__ = ["SCHEDULES", "LayoutTable", "layout_table"]

@@ -19,18 +19,10 @@ from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.parallel.layers import LayeredModel, LayeredParams
-from jvarlen.parallel.layout import Layout, Schedule
-from jvarlen.parallel.memory import (
-    DeviceArrays,
-    OneMicrobatch,
-    StateBytes,
-    batch_bytes,
-    memory_bill,
-    shapes_on,
-    state_bytes,
-    temporary_bytes,
-)
+from jvarlen.distributed.layout import Layout, Schedule
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
+from jvarlen.parallel.memory import StateBytes, batch_bytes, memory_bill, state_bytes, temporary_bytes
+from jvarlen.parallel.microbatch import ArrayBytes, DeviceArrays, OneMicrobatch, shapes_on, stacked_shapes, with_layers
 from jvarlen.parallel.scheduled import BufferSlots, buffer_slots
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
@@ -68,7 +60,7 @@ class _Arrays(NamedTuple):
     """Sizes of all arrays of a kind.
 
     Attributes:
-      which: for each of the fields of `_AtSizes`, float64[points, N]: the arrays that are alive at a point, of all
+      which: for each of the fields of `ArrayBytes`, float64[points, N]: the arrays that are alive at a point, of all
         points that may be the fullest, or that it is the sum of.
       scale: float64[N], bytes where all sizes are 1.
       powers: bool[N, 2], whether they grow with rows, and with layers.
@@ -79,7 +71,7 @@ class _Arrays(NamedTuple):
     powers: np.ndarray
 
     def at(self, rows: npt.ArrayLike, layers: npt.ArrayLike) -> np.ndarray:
-        """float64[6, …], the fields of `_AtSizes`; rows and layers broadcast."""
+        """float64[6, …], the fields of `ArrayBytes`; rows and layers broadcast."""
         rows, layers = np.broadcast_arrays(np.asarray(rows, np.float64), np.asarray(layers, np.float64))
         values = np.stack([rows**i * layers**j for i, j in _POWERS]).reshape(len(_POWERS), -1)
         is_power = np.equal.outer(self.powers @ np.array([1, 2]), np.arange(len(_POWERS)))
@@ -113,15 +105,11 @@ class MemoryModel:
         batch_spec: Any = token_batch_spec,
         extra: Any = None,
     ):
-        self._model, self._optimizer = model, optimizer
-        self._params = shapes_on(Layout(), params, None)
+        self._model, self._params = stacked_shapes(model, params)
+        self._optimizer = optimizer
         self._buckets = [Bucket(*bucket) for bucket in buckets]
         self._batch_spec, self._extra = batch_spec, extra
-        stacked = self._params
-        if isinstance(model, LayeredModel) and model.stack is not None:
-            stacked = jax.eval_shape(model.stack, self._params)
-        self._num_layers = jax.tree.leaves(stacked.layers)[0].shape[0] if isinstance(stacked, LayeredParams) else 1
-        self._can_stage = isinstance(self._params, LayeredParams)
+        self._num_layers = num_layers_of(self._params) if isinstance(self._params, LayeredParams) else 0
         self._states: dict[tuple[int, ...], list[StateBytes]] = {}
         self._arrays: dict[_Kind, _Arrays] = {}
         self._at = functools.cache(self._count_at)
@@ -142,12 +130,9 @@ class MemoryModel:
         of_shard = np.maximum(1, table.of_shard(self._buckets, microbatches_per_step))
         has_stages = (table.stage > 1)[:, None]
         held = self._state_of(table)
-        of_arrays = self._arrays_of(table)
         temporary = temporary_bytes(
             StateBytes(*(np.asarray(part, np.float64)[:, None] for part in held)),
-            of_arrays,
-            of_arrays[0],
-            of_arrays[1],
+            self._arrays_of(table),
             self._slots_of(table, of_shard),
             has_stages=has_stages,
             zero=table.zero[:, None],
@@ -242,17 +227,12 @@ class MemoryModel:
         return state_bytes(layout, self._state_shapes(layout.tensor, num_layers), self._model)
 
     def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
-        params = self._params
-        if num_layers is not None:
-            layers = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers
-            )
-            params = params._replace(layers=layers)
+        params = self._params if num_layers is None else with_layers(self._params, num_layers)
         params = shapes_on(Layout(tensor=tensor), params, self._model)
         return jax.eval_shape(lambda params: init_train_state(params, self._optimizer, extra=self._extra), params)
 
-    def _arrays_of(self, table: LayoutTable) -> Any:
-        """float64[6, C, K]: two peaks, and the other sizes of `DeviceArrays`; each a field."""
+    def _arrays_of(self, table: LayoutTable) -> ArrayBytes:
+        """float64[C, K] each."""
         has_stages = table.stage > 1
         splits = table.schedule == SCHEDULES.index("zero_bubble")
         what = np.where(
@@ -271,7 +251,7 @@ class MemoryModel:
                 if chosen.any():
                     at = self._at(_WHAT[kind], tensor, bool(parallel), parts, layers)
                     found[:, mine] = np.where(chosen, at[:, None], found[:, mine])
-        return _AtSizes(*found)
+        return ArrayBytes(*found)
 
     def _count_at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
         """float64[6, K], of every bucket.
@@ -322,7 +302,7 @@ class MemoryModel:
             if kind.has_one_layer:
                 layers = 1
             first = self._trace(kind, rows, layers)
-            last = [(first.x,), (first.floats,), first.of_kept, first.of_handed]
+            last = [(first.x,), (first.floats,), first.kept, first.handed]
             sizes = np.array([*first.lifetimes.num_bytes, *itertools.chain(*last)], np.int64)
             powers = np.stack([sizes % rows == 0, (sizes % layers == 0) & (layers > 1)], axis=1) & (sizes > 0)[:, None]
             scale = sizes / np.where(powers, [rows, layers], 1).prod(axis=1)
@@ -359,20 +339,9 @@ class MemoryModel:
             self._extra,
             Bucket(rows, kind.length),
             self._batch_spec,
-            layers if self._can_stage else None,
+            layers if self._num_layers else None,
         )
         return one.arrays()
-
-
-class _AtSizes(NamedTuple):
-    """As `DeviceArrays`, for many sizes; each is float64[C, K]."""
-
-    peak: np.ndarray
-    peak_without_grads: np.ndarray
-    x: np.ndarray
-    floats: np.ndarray
-    kept: np.ndarray
-    handed: np.ndarray
 
 
 def _live(arrays: DeviceArrays) -> np.ndarray:

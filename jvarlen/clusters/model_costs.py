@@ -5,6 +5,7 @@ Letters: K buckets, L layers, P parameters.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -18,10 +19,10 @@ from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Kind
 from jvarlen.compiling.jaxprs import OperationCounts, count_operations
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
-from jvarlen.parallel.layout import Layout
-from jvarlen.parallel.memory import OneMicrobatch, shapes_on
+from jvarlen.parallel.microbatch import OneMicrobatch, shapes_on, stacked_shapes
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
@@ -131,61 +132,28 @@ def count_costs(
     Raises:
       ValueError: no products of matrices were found.
     """
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
     traced = _Traced(model, params, batch_spec, extra)
-    lengths = np.unique([bucket.length for bucket in buckets])
-    short = lengths[: max(int(np.sum(lengths <= _LONGEST_TRACED)), 2)]
-    chosen = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
-    of_length = {bucket.length: bucket for bucket in reversed(buckets)}
-    counted = [traced.passes(of_length[length], "data1") for length in chosen.tolist()]
-
-    def per_bucket(part: int) -> Passes:
-        values = []
-        for name in Passes._fields:
-            per_position = [
-                getattr(parts[part], name)["flops"] / of_length[length].num_positions
-                for parts, length in zip(counted, chosen.tolist(), strict=True)
-            ]
-            at = _interpolated(np.array([bucket.length for bucket in buckets]), chosen, np.array(per_position))
-            values.append(at * [bucket.num_positions for bucket in buckets])
-        return Passes(*values)
-
-    layer_flops, ends_flops = per_bucket(0), per_bucket(1)
+    layer_flops, ends_flops = _flops_of(traced, buckets)
     if not (layer_flops.forward + ends_flops.forward).all():
         raise UserError("no products of matrices were found in this model: its steps cannot be predicted")
-    layer_traffic: dict[Axis, Passes] = {}
-    ends_traffic: dict[Axis, Passes] = {}
-    x_bytes = np.zeros(len(buckets))
-    layer_split, ends_split = Passes(0.0, 0.0, 0.0), Passes(0.0, 0.0, 0.0)
     tensor_sizes = tuple(size for size in tensor_sizes if traced.takes_tensor(size))
-    if traced.num_layers:
-        assert isinstance(model, LayeredModel)
-        x_bytes = np.array([traced.x_bytes(bucket) for bucket in buckets], np.float64)
-        texts: dict[Axis, str] = {}
-        split_size = next((size for size in tensor_sizes if size > 1), 1)
-        if split_size > 1:
-            texts = {"tensor": f"tensor{split_size}", "sequence_parallel": f"tensor{split_size}.sequence_parallel"}
-        if model.by_positions:
-            texts["sequence"] = "sequence2"
-        # Positions that all these divide. What is communicated is as long as the rows.
-        rows, length = buckets[0]
-        bucket = Bucket(rows, -(-length // (4 * split_size)) * 4 * split_size)
-        whole = traced.passes(bucket, "data1")
-        for axis, text in texts.items():
-            try:
-                parts = traced.passes(bucket, text)
-            except ValueError:  # such as layers that cannot be split by positions
-                continue
-            layer_traffic[axis], ends_traffic[axis] = (
-                Passes(*(_traffic_of(counts, traced.x_bytes(bucket)) for counts in part)) for part in parts
-            )
-            if axis == "tensor":
-                layer_split, ends_split = (
-                    Passes(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
-                    for pair in zip(whole, parts, strict=True)
-                )
+    split_size = next((size for size in tensor_sizes if size > 1), 1)
+    # Positions that all these divide. What is communicated is as long as the rows.
+    bucket = Bucket(buckets[0].rows, -(-buckets[0].length // (4 * split_size)) * 4 * split_size)
+    on_axes = traced.on_axes(bucket, split_size)
+    x_bytes = traced.x_bytes(bucket)
+    layer_traffic, ends_traffic = (
+        {axis: Passes(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
+        for i in (0, 1)
+    )
+    layer_split = ends_split = Passes(0.0, 0.0, 0.0)
+    if "tensor" in on_axes:
+        layer_split, ends_split = (
+            Passes(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
+            for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
+        )
     layer_params, ends_params = traced.num_params()
-    leaves = jax.tree.leaves(params)
+    leaves = jax.tree.leaves(traced.params)
     return ModelCosts(
         buckets=tuple(buckets),
         num_layers=traced.num_layers,
@@ -193,15 +161,33 @@ def count_costs(
         ends_flops=ends_flops,
         layer_split=layer_split,
         ends_split=ends_split,
-        x_bytes=x_bytes,
+        x_bytes=np.array([traced.x_bytes(bucket) for bucket in buckets], np.float64),
         layer_traffic=layer_traffic,
         ends_traffic=ends_traffic,
         layer_params=layer_params,
         ends_params=ends_params,
         param_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(leaf.size for leaf in leaves),
         tensor_sizes=tensor_sizes,
-        by_positions="sequence" in layer_traffic,
+        by_positions="sequence" in on_axes,
     )
+
+
+def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[Passes, Passes]:
+    """Operations of one layer and of the ends in every bucket, from those of a few lengths."""
+    rows, lengths = np.array(buckets).T
+    short = np.unique(lengths)
+    short = short[: max(int(np.sum(short <= _LONGEST_TRACED)), 2)]
+    chosen = short[np.unique(np.linspace(0, len(short) - 1, _MOST_LENGTHS).round().astype(int))]
+    of_length = {bucket.length: bucket for bucket in reversed(buckets)}
+    per_position = []  # [chosen lengths, 2, 3]
+    for bucket in map(of_length.__getitem__, chosen.tolist()):
+        parts = traced.passes(bucket, "data1")
+        per_position.append([[counts["flops"] / bucket.num_positions for counts in part] for part in parts])
+    layer, ends = (
+        Passes(*(_interpolated(lengths, chosen, of_pass) * (rows * lengths) for of_pass in of_part))
+        for of_part in np.moveaxis(np.array(per_position), 0, -1)
+    )
+    return layer, ends
 
 
 def _interpolated(lengths: np.ndarray, known: np.ndarray, values: np.ndarray) -> Float64[np.ndarray, " K"]:
@@ -219,13 +205,9 @@ class _Traced:
     def __init__(
         self, model: LayeredModel | LossFn, params: Any, batch_spec: Callable[[Any, int], Any], extra: Any = None
     ):
-        self._model, self._batch_spec, self._extra = model, batch_spec, extra
-        self._params = params
-        self.num_layers = 0
-        if isinstance(model, LayeredModel):
-            self._params = params if model.stack is None else jax.eval_shape(model.stack, params)
-            self._model = model._replace(stack=None)
-            self.num_layers = num_layers_of(self._params)
+        self._model, self.params = stacked_shapes(model, params)
+        self._batch_spec, self._extra = batch_spec, extra
+        self.num_layers = num_layers_of(self.params) if isinstance(model, LayeredModel) else 0
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""
@@ -262,15 +244,28 @@ class _Traced:
         )
         return layer, ends
 
+    def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[Passes, Passes]]:
+        """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "sequence"."""
+        texts: dict[Axis, str] = {}
+        if split_size > 1:
+            texts = {"tensor": f"tensor{split_size}", "sequence_parallel": f"tensor{split_size}.sequence_parallel"}
+        if isinstance(self._model, LayeredModel) and self._model.by_positions:
+            texts["sequence"] = "sequence2"
+        found: dict[Axis, tuple[Passes, Passes]] = {}
+        for axis, text in texts.items():
+            with contextlib.suppress(ValueError):  # such as layers that cannot be split by positions
+                found[axis] = self.passes(bucket, text)
+        return found
+
     def x_bytes(self, bucket: Bucket) -> int:
-        """Bytes of what goes from layer to layer."""
-        return self._one(Layout(), bucket).x_bytes()
+        """Bytes of what goes from layer to layer; 0 without layers."""
+        return self._one(Layout(), bucket).x_bytes() if self.num_layers else 0
 
     def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""
         if not self.num_layers:
-            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self._params)), 0)
-        specs = jax.tree.map(lambda _: PartitionSpec(), self._params)
+            return (0, 0), (sum(leaf.size for leaf in jax.tree.leaves(self.params)), 0)
+        specs = jax.tree.map(lambda _: PartitionSpec(), self.params)
         if isinstance(self._model, LayeredModel) and self._model.specs is not None:
             specs = partition_specs(self._model.specs)
 
@@ -279,11 +274,11 @@ class _Traced:
             whole = sum(leaf.size for leaf in jax.tree.leaves(params))
             return whole - sum(jax.tree.leaves(split)), sum(jax.tree.leaves(split))
 
-        whole, split = counted(self._params.layers, specs.layers)
-        return (whole // self.num_layers, split // self.num_layers), counted(self._params.ends, specs.ends)
+        whole, split = counted(self.params.layers, specs.layers)
+        return (whole // self.num_layers, split // self.num_layers), counted(self.params.ends, specs.ends)
 
     def _one(self, layout: Layout, bucket: Bucket, num_layers: int | None = None) -> OneMicrobatch:
-        params = shapes_on(layout, self._params, self._model)
+        params = shapes_on(layout, self.params, self._model)
         return OneMicrobatch(self._model, layout, params, self._extra, bucket, self._batch_spec, num_layers)
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:

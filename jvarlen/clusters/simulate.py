@@ -18,7 +18,7 @@ from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.failures import Failures, Interruption, run_with_failures
 from jvarlen.clusters.noise import Noise, stretches
 from jvarlen.clusters.step_seconds import StepSeconds
-from jvarlen.parallel.layout import Layout
+from jvarlen.distributed.layout import Layout
 from jvarlen.planning.mixed_plan import MixedPlan
 from jvarlen.planning.steps import PlannedSteps
 

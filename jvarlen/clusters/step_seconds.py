@@ -9,7 +9,7 @@ import functools
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64
+from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.clusters.cluster import Cluster
@@ -65,7 +65,6 @@ def step_seconds(
     cluster: Cluster,
     *,
     microbatches_per_step: int,
-    is_spread: Bool[np.ndarray, "C K"] | None = None,
     state_bytes: Float64[np.ndarray, " C"] | None = None,
     cost: CostFn | None = None,
 ) -> StepSeconds:
@@ -80,7 +79,6 @@ def step_seconds(
       costs: of the model, for the K buckets.
       cluster: of at least as many devices.
       microbatches_per_step: M.
-      is_spread: bool[C, K], whether rows are spread over "sequence"; None: as `sequence_from` says.
       state_bytes: float64[C], parameters and optimizer state of a device, which an update reads and writes; None: 0.
       cost: cost(rows, length) -> measured seconds of a microbatch on one device, forward and backward, in place of
         operations over speed. See `CostModel`.
@@ -91,7 +89,7 @@ def step_seconds(
     Raises:
       ValueError: costs that are not finite and above 0.
     """
-    is_spread = table.is_spread(costs.buckets) if is_spread is None else is_spread
+    is_spread = table.is_spread(costs.buckets)
     wide = LayoutTable(*(column[:, None] for column in table))
     num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
     parts = np.where(is_spread, wide.sequence, 1)

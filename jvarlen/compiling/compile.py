@@ -32,7 +32,8 @@ from jvarlen.compiling.ledger import row_of
 from jvarlen.compiling.lowering import LoweredBucket, Recipe, make_recipe
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import Executables, check_environment, deserialized, read_compiled
-from jvarlen.distributed.mesh import MeshLayout, devices_of, mesh_of
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import devices_of, mesh_of
 from jvarlen.distributed.processes import agree, together
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.planning.steps import PlannedSteps
@@ -49,7 +50,7 @@ def compile_buckets(
     *,
     microbatches_per_step: int | None = None,
     mesh: Mesh | None = None,
-    layout: MeshLayout | None = None,
+    layout: Layout | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
     donate: bool = True,
@@ -164,7 +165,7 @@ def load_compiled(
     *,
     plan: PlannedSteps | None = None,
     mesh: Mesh | None = None,
-    layout: MeshLayout | None = None,
+    layout: Layout | None = None,
     batch_spec: Callable[[Any, int], Any] = token_batch_spec,
     progress: bool = True,
     donate: bool = True,

@@ -1,17 +1,26 @@
 """Meshes, shardings and processes.
 
+- `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `grad_buckets`: which gradients are reduced together, and when.
 - `processes`: processes that start together, agree, and end together.
 - `launch`: starts the devices and processes of a command.
 - `cpu_memory`: keeps the memory of steps on a CPU from one step to the next.
 - `watchdog`: ends all processes when one of them stalls.
+
+The names below are imported when they are first used: layouts are made without JAX.
 """
 
-from jvarlen.distributed.grad_buckets import assign_grad_buckets
-from jvarlen.distributed.mesh import batch_shardings, data_mesh, devices_of, replicate, split_cpu
-from jvarlen.distributed.mesh import split_cpu as divide_processor  # its name before
-from jvarlen.distributed.processes import agree, initialize_processes, together
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.distributed.grad_buckets import assign_grad_buckets
+    from jvarlen.distributed.mesh import batch_shardings, data_mesh, devices_of, divide_processor, replicate, split_cpu
+    from jvarlen.distributed.processes import agree, initialize_processes, together
 
 __all__ = [
     "agree",
@@ -25,3 +34,10 @@ __all__ = [
     "split_cpu",
     "together",
 ]
+
+_NAMES_OF = {
+    "distributed.grad_buckets": ("assign_grad_buckets",),
+    "distributed.mesh": ("batch_shardings", "data_mesh", "devices_of", "divide_processor", "replicate", "split_cpu"),
+    "distributed.processes": ("agree", "initialize_processes", "together"),
+}
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

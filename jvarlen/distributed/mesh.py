@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +15,12 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import is_key
+from jvarlen.distributed.layout import Layout
 
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
     "STAGE_AXIS",
-    "MeshLayout",
     "auto_axes",
     "axes_in",
     "batch_shardings",
@@ -70,24 +70,11 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-@runtime_checkable
-class MeshLayout(Protocol):
-    """What a mesh takes from a `jvarlen.parallel.Layout`; `str` is its text."""
-
-    @property
-    def axis_sizes(self) -> Mapping[str, int]:
-        """The size of each mesh axis, in their order."""
-
-    @property
-    def num_devices(self) -> int:
-        """The product of these sizes."""
-
-
-def layout_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mesh:
+def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
 
     Args:
-      layout: a `jvarlen.parallel.Layout`, which has the sizes of the axes.
+      layout: the sizes of the axes.
       devices: as many as the layout takes; None for the first of `jax.devices()`.
 
     Returns:
@@ -114,7 +101,7 @@ def layout_mesh(layout: MeshLayout, devices: Sequence[Any] | None = None) -> Mes
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def mesh_of(mesh: Mesh | None, layout: MeshLayout | None) -> Mesh | None:
+def mesh_of(mesh: Mesh | None, layout: Layout | None) -> Mesh | None:
     """The mesh that is given, or that of the layout; raises ValueError if both are given and their sizes differ."""
     if layout is None:
         return mesh
@@ -194,6 +181,9 @@ def split_cpu(num_devices: int) -> None:
     """
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
+
+
+divide_processor = split_cpu  # its name before
 
 
 def devices_of(mesh: Mesh | None) -> list[jax.Device]:

@@ -18,7 +18,8 @@ from jax.sharding import Mesh
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
-from jvarlen.distributed.mesh import MeshLayout, batch_shardings, mesh_of, own_microbatches
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import batch_shardings, mesh_of, own_microbatches
 from jvarlen.distributed.processes import agree
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
 from jvarlen.loading.ids_digest import IdsDigest, own_rows
@@ -110,7 +111,7 @@ def load(
     dataset: DataSource,
     *,
     mesh: Mesh | None = None,
-    layout: MeshLayout | None = None,
+    layout: Layout | None = None,
     epoch: int = 0,
     num_epochs: int | None = None,
     start_step: int = 0,

@@ -1,13 +1,12 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
-- `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`. (`layout_mesh` is in
-  `distributed`.)
 - `layers`: a model by layers, which is what most of the others cut up.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `mixed`: the train step of ranks with different numbers of microbatches of different shapes.
 - `portable`: states of any layout in the form of one device, as checkpoints hold them.
-- `memory`: what a step holds on a device. `bill`: what a compiled step communicates.
+- `microbatch`: the arrays of one microbatch, traced. `memory`: what a step holds on a device.
+- `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
@@ -15,19 +14,21 @@
   cut into passes. `slices`: where to cut a sequence. `sliced`: the program for rows that are cut. `stages`: what both
   programs share. `pipeline`: that of `scheduled` for a model of any stages.
 
-The names below are imported when they are first used: layouts and schedules are made without JAX.
+`Layout` and `layout_mesh` are in `distributed`. The names below are imported when they are first used: layouts and
+schedules are made without JAX.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
+    from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import layout_mesh
     from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-    from jvarlen.parallel.layout import Layout
     from jvarlen.parallel.memory import memory_bill
     from jvarlen.parallel.mixed import make_mixed_train_step
     from jvarlen.parallel.portable import portable_form
@@ -116,10 +117,10 @@ __all__ = [
 ]
 
 _NAMES_OF = {
+    "distributed.layout": ("Layout",),
     "distributed.mesh": ("layout_mesh",),
     "parallel.bill": ("communication_bill",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
-    "parallel.layout": ("Layout",),
     "parallel.memory": ("memory_bill",),
     "parallel.mixed": ("make_mixed_train_step",),
     "parallel.portable": ("portable_form",),
@@ -160,14 +161,4 @@ _NAMES_OF = {
     ),
     "parallel.train": ("gather_params", "init_state", "make_eval_step", "make_train_step"),
 }
-_MODULE_OF = {name: f"jvarlen.{module}" for module, names in _NAMES_OF.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

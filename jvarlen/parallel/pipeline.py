@@ -15,9 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen.distributed.layout import Keeps
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, num_shards_of
 from jvarlen.parallel.layers import LayeredModel, LayeredParams
-from jvarlen.parallel.layout import Keeps
 from jvarlen.parallel.scheduled import sum_scheduled
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import StepFn, metrics_of, step_of_sums

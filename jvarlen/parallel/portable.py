@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import auto_axes
 from jvarlen.parallel.layers import LayeredModel
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, map_splits, swap_blocks
 from jvarlen.parallel.zero import MIN_SHARDED, crop
 from jvarlen.training.losses import LossFn

@@ -22,8 +22,9 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.compiling.jaxprs import primitives_in
+from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel import layout, schedules
+from jvarlen.parallel import schedules
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
 from jvarlen.parallel.residuals import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT

@@ -24,9 +24,9 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
+from jvarlen.distributed.layout import Keeps, Layout
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
-from jvarlen.parallel.layout import Keeps, Layout
 from jvarlen.parallel.pipeline import STAGE_AXIS
 from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD

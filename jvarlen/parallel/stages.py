@@ -104,9 +104,7 @@ def sum_over_stages(
 def _reduce(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
     """Sums over the data shards; of layers not over the stages, which have different ones."""
     leaves, structure = jax.tree.flatten(sums.grads)
-    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)) or [
-        PartitionSpec()
-    ] * len(leaves)
+    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs) or [PartitionSpec()] * len(leaves)
     dims = [spec.index(axis_name) if axis_name in spec else None for spec in specs]
     sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
     leaves = reduce_in_buckets(leaves, sharded, axis_name, dims)

@@ -334,9 +334,9 @@ def tensor_parallel_model(model: LayeredModel, axes: Axes) -> LayeredModel:
         stacked = params if model.stack is None else model.stack(params)
         if not axes.sequence_parallel:
             return stacked
-        whole = _map_specs(lambda spec, leaf: leaf if _dim_of(spec) is None else None, specs, stacked)
+        whole = jax.tree.map(lambda spec, leaf: leaf if _dim_of(spec) is None else None, specs, stacked)
         summed = iter(_copy(jax.tree.leaves(whole), axes.tensor))
-        return _map_specs(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
+        return jax.tree.map(lambda spec, leaf: next(summed) if _dim_of(spec) is None else leaf, specs, stacked)
 
     def bound(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_with_axes(*args: Any) -> Any:
@@ -361,8 +361,8 @@ def partition_specs(specs: LayeredParams) -> LayeredParams:
     def of_layer(spec: Any) -> PartitionSpec:
         return PartitionSpec(None, *_plain(spec).spec) if any(_plain(spec).spec) else PartitionSpec()
 
-    ends = jax.tree.map(lambda spec: _plain(spec).spec, specs.ends, is_leaf=_is_spec)
-    return LayeredParams(ends, jax.tree.map(of_layer, specs.layers, is_leaf=_is_spec))
+    ends = jax.tree.map(lambda spec: _plain(spec).spec, specs.ends)
+    return LayeredParams(ends, jax.tree.map(of_layer, specs.layers))
 
 
 def split_params(params: LayeredParams, specs: LayeredParams, num_devices: int) -> LayeredParams:
@@ -446,9 +446,9 @@ def swap_blocks(leaf: Any, dim: int, num_outer: int, num_inner: int) -> Any:
 
 
 def _check_splits(params: LayeredParams, specs: LayeredParams, num_devices: int) -> None:
-    structures: list[object] = [jax.tree.structure(specs, is_leaf=_is_spec), jax.tree.structure(params)]
+    structures: list[object] = [jax.tree.structure(specs), jax.tree.structure(params)]
     if structures[0] != structures[1]:
-        found, wanted = leaves_by_name(params), jax.tree.leaves_with_path(specs, is_leaf=_is_spec)
+        found, wanted = leaves_by_name(params), jax.tree.leaves_with_path(specs)
         differing = {*found} ^ {jax.tree_util.keystr(path) for path, _ in wanted}
         raise UserError(f"the specs of a model are not those of these parameters: {list_first(sorted(differing))}")
     offenders = []
@@ -479,17 +479,9 @@ def map_splits(change: Callable[..., Any], specs: LayeredParams, *trees: Layered
         return of_leaf
 
     return LayeredParams(
-        _map_specs(changed(0), specs.ends, *(tree.ends for tree in trees)),
-        _map_specs(changed(1), specs.layers, *(tree.layers for tree in trees)),
+        jax.tree.map(changed(0), specs.ends, *(tree.ends for tree in trees)),
+        jax.tree.map(changed(1), specs.layers, *(tree.layers for tree in trees)),
     )
-
-
-def _map_specs(call: Callable[..., Any], specs: Any, *trees: Any) -> Any:
-    return jax.tree.map(call, specs, *trees, is_leaf=_is_spec)
-
-
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec | TensorSpec)
 
 
 def _plain(spec: PartitionSpec | TensorSpec) -> TensorSpec:

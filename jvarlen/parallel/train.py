@@ -19,9 +19,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
+from jvarlen.distributed.layout import Keeps, Layout
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
-from jvarlen.parallel.layout import Keeps, Layout
 from jvarlen.parallel.scheduled import check_chunks, make_schedule, sum_scheduled
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
 from jvarlen.parallel.sliced import check_slices, sum_sliced
@@ -483,9 +483,7 @@ def _shardings(state: TrainState, mesh: Mesh, layout: Layout, other_specs: Any) 
 
 
 def _on(mesh: Mesh, specs: Any) -> Any:
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec)
-    )
+    return jax.tree.map(functools.partial(NamedSharding, mesh), specs)
 
 
 def _on_shards(params: Any, mesh: Mesh, specs: Any) -> Any:

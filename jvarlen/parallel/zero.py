@@ -17,9 +17,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState
 
@@ -95,7 +95,7 @@ def _spec(leaf: Any, taken: PartitionSpec, *, layout: Layout, padded: bool, begi
 
 def staged_specs(specs: LayeredParams) -> LayeredParams:
     """The same specs, with the layers along `"stage"`."""
-    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers, is_leaf=_is_spec)
+    layers = jax.tree.map(lambda spec: PartitionSpec(STAGE_AXIS, *spec[1:]), specs.layers)
     return specs._replace(layers=layers)
 
 
@@ -116,7 +116,7 @@ class _OfParam(NamedTuple):
 def _by_params(state: TrainState, layout: Layout, other_specs: Any) -> Any:
     """For each array of the optimizer, padded or not, an `_OfParam`."""
     lie = shard_specs(state.params, layout, other_specs=other_specs) if layout.zero else other_specs
-    specs = jax.tree.leaves(lie, is_leaf=_is_spec)
+    specs = jax.tree.leaves(lie)
     params = {
         path: (np.shape(leaf), spec)
         for (path, leaf), spec in zip(jax.tree.leaves_with_path(state.params), specs, strict=True)
@@ -212,10 +212,6 @@ def _is_of_param(leaf: Any) -> bool:
     return isinstance(leaf, _OfParam)
 
 
-def _is_spec(leaf: Any) -> bool:
-    return isinstance(leaf, PartitionSpec)
-
-
 class Tapped(NamedTuple):
     """Parameters in shards, and zeros of their whole shapes: where a loss puts gradients that are not reduced."""
 
@@ -237,7 +233,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: 
     Returns:
       A model for `layered_loss_fn`.
     """
-    specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers, is_leaf=_is_spec)
+    specs_of_layer = jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), specs.layers)
 
     def gathering(call: Callable[..., Any], specs: Any, *, again: bool = True, in_loop: bool = False) -> Any:
         def gather_and_call(params: Any, *args: Any) -> Any:

@@ -22,6 +22,7 @@ from jvarlen._common.checks import (
     check_at_least_one,
     check_choices,
     is_number,
+    list_first,
     list_offenders,
     offenders_where,
 )
@@ -137,7 +138,7 @@ def balance_plan(
     for kind in np.unique(np.stack([plan.step_bucket, num_rows], axis=1), axis=0).tolist():
         steps = np.flatnonzero((plan.step_bucket == kind[0]) & (num_rows == kind[1]))
         places_GxN = first_row[steps][:, None] + np.arange(kind[1])
-        rank_of_place = _rank_of_places(kind[1], plan.microbatches_per_step, num_ranks)
+        rank_of_place = _rank_of(np.arange(kind[1]), plan.microbatches_per_step, num_ranks)
         costs_GxN = units[places_GxN]
         in_order = _slowest(costs_GxN, rank_of_place)
         taken_GxN = _dealt_within_steps(costs_GxN, rank_of_place, in_order)
@@ -209,7 +210,7 @@ def rank_costs(plan: Plan, cost: npt.ArrayLike, num_ranks: int) -> Float64[np.nd
     costs = _costs_of_rows(plan, cost, num_ranks)
     num_rows = np.diff(_first_rows(plan))
     place = np.arange(len(costs)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
-    rank = place % plan.microbatches_per_step // (plan.microbatches_per_step // num_ranks)
+    rank = _rank_of(place, plan.microbatches_per_step, num_ranks)
     cell = np.repeat(np.arange(plan.num_steps), num_rows) * num_ranks + rank
     return np.bincount(cell, costs, plan.num_steps * num_ranks).reshape(plan.num_steps, num_ranks)
 
@@ -257,9 +258,8 @@ def _tokens_of_samples(plan: Plan, lengths: npt.ArrayLike | None) -> Int64[np.nd
     tokens = tokens if tokens.ndim == 1 else tokens.sum(axis=1)
     found = np.add.reduceat(tokens, plan.step_offsets[:-1])
     if wrong := np.flatnonzero(found != plan.num_tokens).tolist():
-        listed = ", ".join(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong[:5])
-        more = f" and {len(wrong) - 5:,} more" if len(wrong) > 5 else ""
-        raise UserError(f"the plan was made with other lengths: {listed}{more}")
+        listed = list_first(f"step {step} has {plan.num_tokens[step]} tokens, not {found[step]}" for step in wrong)
+        raise UserError(f"the plan was made with other lengths: {listed}")
     return tokens
 
 
@@ -284,9 +284,9 @@ def _with_rows(plan: Plan, rows: Int64[np.ndarray, " R"], tokens: Int64[np.ndarr
     )
 
 
-def _rank_of_places(num_rows: int, microbatches_per_step: int, num_ranks: int) -> Int64[np.ndarray, " n"]:
-    """The rank that computes each real row of a step."""
-    return np.arange(num_rows) % microbatches_per_step // (microbatches_per_step // num_ranks)
+def _rank_of(places: Int64[np.ndarray, " n"], microbatches_per_step: int, num_ranks: int) -> Int64[np.ndarray, " n"]:
+    """The rank that computes the rows at these places of a step."""
+    return places % microbatches_per_step // (microbatches_per_step // num_ranks)
 
 
 def _slowest(costs: Int64[np.ndarray, "G n"], rank_of_place: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " G"]:

@@ -23,8 +23,8 @@ from jvarlen.data.find_files import is_remote
 from jvarlen.data.records import RecordFormat
 from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
+from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig
-from jvarlen.parallel.layout import Layout
 from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 

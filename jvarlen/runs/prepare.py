@@ -21,10 +21,10 @@ from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import When
 from jvarlen.data.measure import known_lengths, measure_lengths
 from jvarlen.data.split import Split
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings, layout_mesh
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.parallel.bill import communication_bill
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.memory import memory_bill
 from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.parallel.train import check_bucket

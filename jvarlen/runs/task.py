@@ -15,11 +15,11 @@ from jax.sharding import Mesh
 from jvarlen import parallel
 from jvarlen._common.checks import UserError
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+from jvarlen.distributed.layout import Layout
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.plan_source import CollateFn, PlanSource
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.portable import PortableForm, portable_form, portable_params, stack_for
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import check_layout

@@ -14,9 +14,9 @@ import optax
 from jvarlen import parallel
 from jvarlen._common.checks import list_first
 from jvarlen._common.pytree import leaves_by_name
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import make_train_step
 from jvarlen.training.train_state import TrainState, init_train_state

@@ -217,7 +217,7 @@ def _gathered_shape(shard: jax.Array, dim: int | None, num_shards: int) -> tuple
 
 
 def _axes_of(specs: Any) -> set[str]:
-    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    leaves = jax.tree.leaves(specs)
     return {axis for spec in leaves for axis in axes_in(spec)}
 
 
@@ -225,7 +225,7 @@ def _sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> t
     """Of each gradient, the dimension that lies along the axis; None: it is whole."""
     if specs is None:
         return (None,) * len(jax.tree.leaves(grads))
-    leaves = jax.tree.leaves(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+    leaves = jax.tree.leaves(specs)
     return tuple(spec.index(axis_name) if axis_name in spec else None for spec in leaves)
 
 

@@ -11,11 +11,12 @@ import pytest
 
 import jvarlen
 from jvarlen import Bucket
-from jvarlen.clusters.choice import choose_layout, divisors
+from jvarlen.clusters.choice import choose_layout
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.layout_table import SCHEDULES, layout_table
 from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes, count_costs
+from jvarlen.clusters.search import divisors
 from jvarlen.clusters.step_seconds import step_seconds
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout

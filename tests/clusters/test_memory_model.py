@@ -68,3 +68,11 @@ def test_many_layouts_are_traced_once(monkeypatch):
     many = model.memory_bytes(layout_table([Layout(data=2), Layout(data=4, zero=1)] * 500), 2 * M)
     assert many.shape == (1000, 1)
     assert (many[:2] > few).all()  # more microbatches are a larger batch
+
+
+def test_a_model_that_stacks_takes_what_stacked_layers_take():
+    params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    table, optimizer = layout_table([Layout(data=2, zero=2), Layout(stage=2)]), optax.sgd(1e-3)
+    stacking = MemoryModel(layered(MODEL)._replace(stack=stack_layers), params, optimizer, BUCKETS[:1])
+    stacked = MemoryModel(layered(MODEL), jax.eval_shape(stack_layers, params), optimizer, BUCKETS[:1])
+    np.testing.assert_array_equal(stacking.memory_bytes(table, M), stacked.memory_bytes(table, M))

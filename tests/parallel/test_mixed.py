@@ -33,10 +33,10 @@ from jvarlen import (
 from jvarlen.batches.batches import Batch
 from jvarlen.batches.mixed import mix_microbatches
 from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.loader import PlanSource
-from jvarlen.parallel.layout import Layout
 from jvarlen.planning.mixed_plan import make_mixed_plan
 from tests import processes, run_mixed
 from tests.conftest import random_dataset

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import sequence
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.sequence import (
     attend_over_axis,
     sequence_positions,

@@ -11,13 +11,13 @@ import pytest
 
 from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, pack_samples, scale_by_batch_size
 from jvarlen.compiling.hlo import count_collectives
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import attend_over_axis, gather_params, init_state
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.scheduled import sum_scheduled
 from jvarlen.parallel.sliced import sum_sliced
 from jvarlen.training.step_sums import sum_step

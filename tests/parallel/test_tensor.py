@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 from jvarlen import Bucket, compile_buckets, load, make_plan, scale_by_batch_size
 from jvarlen.compiling.hlo import list_collectives
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers, unstack_layers
 from jvarlen.parallel.bill import communication_bill
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.tensor import (
     TensorSpec,
     check_tensor_divides,

@@ -28,11 +28,11 @@ from jvarlen import (
     scale_by_batch_size,
 )
 from jvarlen.compiling.hlo import count_collectives, list_collectives
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.layout import Layout
 from jvarlen.parallel.train import gather_params, init_state
 from jvarlen.parallel.train import make_eval_step as make_layout_eval_step
 from jvarlen.parallel.train import make_train_step as make_layout_step

@@ -15,8 +15,8 @@ from jax.sharding import AxisType
 
 import jvarlen.parallel
 from jvarlen import compile_buckets, load, make_plan
+from jvarlen.distributed.layout import MESH_AXES, Layout
 from jvarlen.distributed.mesh import layout_mesh
-from jvarlen.parallel.layout import MESH_AXES, Layout
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")

@@ -1,0 +1,32 @@
+"""Names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["lazy_imports"]
+
+
+def lazy_imports(
+    package: str, names_of: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`.
+
+    Args:
+      package: its `__name__`.
+      names_of: the names of each module, such as `planning.plan`.
+    """
+    module_of = {name: module for module, names in names_of.items() for name in names}
+
+    def find(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"jvarlen.{module_of[name]}"), name)
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *module_of})
+
+    return find, list_names

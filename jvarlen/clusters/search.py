@@ -1,0 +1,285 @@
+"""Every layout of the devices of a cluster, and what the steps of a plan take on each.
+
+Letters: C candidates, K buckets, L layers, M microbatches of a step, S stages, V chunks.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from jvarlen._common.checks import UserError, list_first
+from jvarlen.clusters.cluster import Cluster
+from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
+from jvarlen.clusters.memory_model import MemoryModel
+from jvarlen.clusters.model_costs import ModelCosts
+from jvarlen.clusters.step_seconds import StepSeconds, step_seconds
+from jvarlen.distributed.layout import Layout
+from jvarlen.planning.budget import CostFn
+
+__all__ = ["Candidates", "Search", "divisors"]
+
+_NEVER = np.iinfo(np.int64).max  # as sequence_from: no row is spread
+_TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
+_SIMPLEST = (0, 0, 1, False, False)  # one of `_others`
+
+
+class Candidates(NamedTuple):
+    """All layouts that were considered, the best first.
+
+    Attributes:
+      table: the layouts, a row each.
+      seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
+      num_bytes: float64[C], that a step takes on the fullest device; NaN where that is unknown.
+      reasons: why each was rejected; "" for those that were not.
+    """
+
+    table: LayoutTable
+    seconds: Float64[np.ndarray, " C"]
+    num_bytes: Float64[np.ndarray, " C"]
+    reasons: tuple[str, ...]
+
+    def layouts(self, most: int | None = None) -> list[Layout]:
+        """The first layouts that were not rejected.
+
+        Args:
+          most: how many; None for all.
+
+        Returns:
+          The layouts, the fastest first.
+        """
+        num_fitting = self.num_fitting if most is None else min(most, self.num_fitting)
+        return [self.table.layout(row) for row in range(num_fitting)]
+
+    @property
+    def num_fitting(self) -> int:
+        """How many were not rejected."""
+        return self.reasons.count("")
+
+    def rejections(self) -> list[tuple[str, int]]:
+        """Why layouts were rejected.
+
+        Returns:
+          Reasons, and how many layouts each; the most frequent first.
+        """
+        kinds = collections.Counter(
+            "too large" if reason.startswith("needs ") else reason for reason in self.reasons if reason
+        )
+        return kinds.most_common()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is known of a plan, a model and a cluster, by which layouts are compared.
+
+    Attributes:
+      costs: of the model.
+      memory: likewise.
+      cluster: the devices.
+      num_steps: int64[K], of each bucket.
+      microbatches_per_step: M.
+      memory_bytes: that a device has for a step.
+      cost: as for `step_seconds`.
+      fixed: fields of `Layout` with the values that they must have.
+    """
+
+    costs: ModelCosts
+    memory: MemoryModel
+    cluster: Cluster
+    num_steps: Int64[np.ndarray, " K"]
+    microbatches_per_step: int
+    memory_bytes: int
+    cost: CostFn | None
+    fixed: Mapping[str, Any]
+
+    def step_seconds(self, table: LayoutTable) -> StepSeconds:
+        """Of every bucket on these layouts."""
+        return step_seconds(
+            table,
+            self.costs,
+            self.cluster,
+            microbatches_per_step=self.microbatches_per_step,
+            state_bytes=self.memory.state_bytes(table),
+            cost=self.cost,
+        )
+
+    def candidates(self) -> Candidates:
+        """All layouts, the best first."""
+        everything, cannot = _enumerate(self.costs, self.cluster.num_devices, self.fixed)
+        table = everything.take(cannot == "")
+        if not len(table.data):
+            raise UserError(f"no layout takes this model: {list_first(sorted(set(cannot.tolist())), '; ')}")
+        best = self._best_thresholds(table)
+        seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
+        seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
+        num_bytes[cannot == ""] = best.num_bytes
+        everything.sequence_from[cannot == ""] = best.threshold
+        reasons = cannot.copy()
+        reasons[cannot == ""] = self._reasons(best)
+        for row in _order(seconds, reasons).tolist():
+            if reasons[row]:
+                break
+            # The fullest bucket of the best layout is traced by itself, as tables of layouts interpolate.
+            num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
+            if num_bytes[row] <= self.memory_bytes:
+                break
+            reasons[row] = self._too_large(num_bytes[row])
+        order = _order(seconds, reasons)
+        return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+
+    def _best_thresholds(self, table: LayoutTable) -> _Best:
+        """For each layout the bucket j from which its rows are spread, and what that takes."""
+        lengths = np.array([bucket.length for bucket in self.costs.buckets])
+        used, fixed = self.num_steps > 0, self.fixed.get("sequence_from")
+        spread, whole = self._evaluated(table, True), self._evaluated(table, False)
+        shape = table.data.shape
+        best = _Best(
+            np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, _SPREADS_NONE), np.zeros(shape, int)
+        )
+        for j in [*np.flatnonzero(used).tolist(), len(lengths)]:
+            is_spread = np.arange(len(lengths)) >= j
+            seconds, num_bytes, problem = (np.where(is_spread, *pair) for pair in zip(spread, whole, strict=True))
+            problem = problem[:, used].max(axis=1, initial=0)
+            in_all = np.where(used, seconds * self.num_steps, 0.0).sum(axis=1)
+            largest = np.where(used, num_bytes, 0.0).max(axis=1)
+            problem = np.where(problem == 0, np.where(largest > self.memory_bytes, _TOO_LARGE, 0), problem)
+            spreads = j < len(lengths)
+            threshold = int(lengths[j]) if spreads and used[:j].any() else 0
+            if fixed is not None and spreads:
+                spreads = np.array_equal((lengths >= fixed)[used], is_spread[used])
+                threshold = fixed
+            allowed = np.where(table.sequence > 1, spreads, j == len(lengths))
+            best = best.or_better(_Best(in_all, largest, problem, threshold), allowed)
+        return best
+
+    def _exact_bytes(self, table: LayoutTable) -> int:
+        """That the fullest bucket takes on one layout."""
+        of_buckets = self.memory.memory_bytes(table, self.microbatches_per_step)[0]
+        fullest = int(np.where(self.num_steps > 0, of_buckets, 0).argmax())
+        return self.memory.exact_bytes(table.layout(0), self.costs.buckets[fullest], self.microbatches_per_step)
+
+    def _too_large(self, num_bytes: float) -> str:
+        return f"needs {num_bytes:,.0f} bytes of {self.memory_bytes:,}"
+
+    def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
+        buckets, num_microbatches = self.costs.buckets, self.microbatches_per_step
+        table = table._replace(sequence_from=np.full_like(table.data, 0 if is_spread else _NEVER))
+        seconds = self.step_seconds(table).total
+        num_bytes = self.memory.memory_bytes(table, num_microbatches)
+        wide = LayoutTable(*(column[:, None] for column in table))
+        lengths = np.array([bucket.length for bucket in buckets])
+        parts = np.where(table.is_spread(buckets), wide.sequence, 1)
+        of_shard = table.of_shard(buckets, num_microbatches)
+        interleaves = (wide.chunks > 1) & (wide.stage > 1)
+        problem = np.select(
+            [
+                of_shard == 0,
+                (parts > 1) & (lengths % (2 * parts) != 0),
+                wide.sequence_parallel & (lengths // parts % wide.tensor != 0),
+                interleaves & (of_shard % wide.stage != 0),
+            ],
+            [_SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS],
+            0,
+        )
+        return seconds, num_bytes, problem
+
+    def _reasons(self, best: _Best) -> list[str]:
+        texts = {
+            0: "",
+            _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
+            _POSITIONS: "rows do not divide into twice the parts of sequence",
+            _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
+            _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
+            _SPREADS_NONE: f"sequence_from{self.fixed.get('sequence_from')} spreads no rows",
+        }
+        found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
+        return [self._too_large(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
+
+
+def _order(seconds: np.ndarray, reasons: np.ndarray) -> Int64[np.ndarray, " C"]:
+    """Those that fit first, by seconds; ties in the order of enumeration."""
+    return np.lexsort((np.arange(len(seconds)), seconds, reasons != ""))
+
+
+class _Best(NamedTuple):
+    """For each layout, the bucket from which its rows are spread: first one that fits, then the fastest."""
+
+    seconds: Any
+    num_bytes: Any
+    problem: Any
+    threshold: Any
+
+    def or_better(self, other: _Best, allowed: np.ndarray | bool) -> _Best:
+        """With those of the other that are allowed and better."""
+        faster = np.where(other.problem == _TOO_LARGE, other.num_bytes < self.num_bytes, other.seconds < self.seconds)
+        is_better = allowed & ((other.problem < self.problem) | ((other.problem == self.problem) & faster))
+        return _Best(*(np.where(is_better, new, old) for new, old in zip(other, self, strict=True)))
+
+
+def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
+    """All layouts but for `sequence_from`, simple ones first, and why some cannot be those of the model."""
+    rows: list[tuple[Any, ...]] = []
+    cannot: list[str] = []
+    for tensor in divisors(num_devices):
+        for stage in divisors(num_devices // tensor):
+            for sequence in divisors(num_devices // tensor // stage):
+                data = num_devices // tensor // stage // sequence
+                sizes = {"data": data, "stage": stage, "sequence": sequence, "tensor": tensor}
+                if any(fixed.get(name, size) != size for name, size in sizes.items()):
+                    continue
+                reason = _why_not(costs, sizes)
+                others = _others(costs, sizes) if not reason else iter([_SIMPLEST])
+                for zero, schedule, chunks, sequence_parallel, keeps_inputs in others:
+                    kept = "inputs" if keeps_inputs else "residuals"
+                    values = {
+                        "zero": zero,
+                        "schedule": SCHEDULES[schedule],
+                        "chunks": chunks,
+                        "sequence_parallel": sequence_parallel,
+                        "keeps": kept,
+                    }
+                    if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
+                        rows.append((*sizes.values(), zero, schedule, chunks, sequence_parallel, 0, keeps_inputs))
+                        cannot.append(reason)
+    if not rows:
+        raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
+    columns = [np.array(column) for column in zip(*rows, strict=True)]
+    return LayoutTable(*columns), np.array(cannot, object)
+
+
+def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
+    if sizes["stage"] > 1 and (not costs.num_layers or costs.num_layers % sizes["stage"]):
+        return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
+    if sizes["tensor"] not in (1, *costs.tensor_sizes):
+        return f"tensor{sizes['tensor']} does not divide the model"
+    if sizes["sequence"] > 1 and not costs.by_positions:
+        return "sequence needs a model by positions"
+    return ""
+
+
+def _others(costs: ModelCosts, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int, bool, bool]]:
+    """ZeRO level, schedule, chunks, sequence parallelism, and whether inputs are kept."""
+    by_layers = costs.num_layers > 0
+    zeros = range(1) if sizes["data"] * sizes["sequence"] == 1 else range(4 if by_layers else 3)
+    orders = [(0, 1)]
+    if sizes["stage"] > 1:
+        interleaved = SCHEDULES.index("interleaved")
+        plain = [i for i in (SCHEDULES.index("eager_1f1b"), *range(len(SCHEDULES))) if i != interleaved]
+        orders = [(i, 1) for i in dict.fromkeys(plain)]
+        orders += [(interleaved, chunks) for chunks in divisors(costs.num_layers // sizes["stage"])[1:]]
+    split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
+    keeps = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
+    for zero, (schedule, chunks), sequence_parallel, keeps_inputs in itertools.product(zeros, orders, split, keeps):
+        yield zero, schedule, chunks, sequence_parallel, keeps_inputs
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, ascending."""
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,272 @@
+"""One microbatch on one device of a layout, traced: its arrays, and how long they live.
+
+Letters: L layers, N arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var
+from jax.sharding import AbstractMesh, PartitionSpec
+
+from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
+from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.mesh import axes_in
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn
+from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
+from jvarlen.parallel.tensor import split_params
+from jvarlen.parallel.train import model_on_axes, other_specs_of
+from jvarlen.parallel.zero import padded_shape
+from jvarlen.planning.buckets import check_buckets
+from jvarlen.training.losses import LossFn, bind_loss
+from jvarlen.training.train_state import TrainState
+
+__all__ = ["ArrayBytes", "DeviceArrays", "OneMicrobatch", "bytes_of", "shapes_on", "stacked_shapes", "with_layers"]
+
+_ONE_DEVICE = Layout()
+
+
+class ArrayBytes(NamedTuple):
+    """Bytes of what one microbatch of some layers computes on a device; numbers, or arrays of several layouts.
+
+    Attributes:
+      peak: at the fullest point.
+      peak_without_grads: likewise, without the gradients.
+      x: of what goes from layer to layer; like the following, 0 without stages.
+      floats: of its leaves that have gradients.
+      kept: of all residuals of one layer.
+      handed: of all that one layer's backward pass hands to weight gradients of their own, if it does.
+    """
+
+    peak: Any
+    peak_without_grads: Any
+    x: Any
+    floats: Any
+    kept: Any
+    handed: Any
+
+
+class DeviceArrays(NamedTuple):
+    """The arrays of which these are the bytes.
+
+    Attributes:
+      lifetimes: of the arrays of its gradient.
+      x: as of `ArrayBytes`.
+      floats: likewise.
+      kept: bytes of each residual of one layer.
+      handed: likewise, of what is handed on.
+    """
+
+    lifetimes: Lifetimes
+    x: int = 0
+    floats: int = 0
+    kept: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
+
+    @property
+    def is_grad(self) -> np.ndarray:
+        """bool[N], which of the arrays are gradients."""
+        return self.lifetimes.end == self.lifetimes.num_points
+
+    def num_bytes(self) -> ArrayBytes:
+        """Their sizes."""
+        peak, without_grads = map(self.lifetimes.peak, (None, np.where(self.is_grad, 0, self.lifetimes.num_bytes)))
+        return ArrayBytes(peak, without_grads, self.x, self.floats, sum(self.kept), sum(self.handed))
+
+
+class OneMicrobatch:
+    """A microbatch of a bucket on one device of a layout, to be traced.
+
+    Args:
+      model: as for `memory_bill`.
+      layout: binds "tensor" and "sequence", and tells what is kept.
+      params: shapes of the whole parameters, split for "tensor".
+      extra: as for `init_state`.
+      bucket: of the microbatch.
+      batch_spec: as for `memory_bill`.
+      num_layers: how many layers are run; None: all.
+    """
+
+    def __init__(
+        self,
+        model: LayeredModel | LossFn,
+        layout: Layout,
+        params: Any,
+        extra: Any,
+        bucket: tuple[int, ...],
+        batch_spec: Any,
+        num_layers: int | None = None,
+    ):
+        batch = batch_spec(check_buckets([bucket])[0], 1)
+        self._microbatch = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) if leaf.shape else leaf, batch
+        )
+        self._layout = layout
+        other_specs = other_specs_of(params, model, layout)
+        self._model, self.rows_along = model_on_axes(model, layout, params, batch)
+        if isinstance(self._model, LayeredModel) and layout.stage == 1 and layout.kept == "inputs":
+            self._model = keeping_inputs(self._model)
+        self._params = params
+        if other_specs is not None:
+            self._params = jax.tree.map(
+                lambda leaf, spec: jax.ShapeDtypeStruct(_local_shape(leaf.shape, spec, layout), leaf.dtype),
+                params,
+                other_specs,
+            )
+        if num_layers is not None:
+            self._params = with_layers(self._params, num_layers)
+        self._extra = extra
+
+    def arrays(self) -> DeviceArrays:
+        """What it computes."""
+        return (
+            self._staged_arrays() if self._layout.stage > 1 else DeviceArrays(_lifetimes(self.jaxpr(with_grads=True)))
+        )
+
+    def jaxpr(self, *, with_grads: bool) -> Jaxpr:
+        """The loss, or its gradient, as a device computes it without stages."""
+        loss = self._loss()
+
+        def grads(params: Any, *others: Any) -> Any:
+            loss_sum, pull, sums = jax.vjp(lambda params: loss(params, *others), params, has_aux=True)
+            return pull(jax.numpy.ones_like(loss_sum)), loss_sum, sums
+
+        return self._on_device(grads if with_grads else loss, self._params, *self._given())[0]
+
+    def x_bytes(self) -> int:
+        """Bytes of what goes from layer to layer."""
+        model, key = self._model, self._key()
+        assert isinstance(model, LayeredModel)
+
+        def embed(ends: Any, microbatch: Any, key: Any) -> Any:
+            return model.embed(ends, microbatch, Axes(key=key))
+
+        return bytes_of(jax.eval_shape(embed, self._params.ends, self._microbatch, key))
+
+    def _staged_arrays(self) -> DeviceArrays:
+        """Of the actions of a stage with all parts of the model, one after the other."""
+        model = self._model
+        sizes: dict[str, Any] = {}
+        assert isinstance(model, LayeredModel)
+        splits = self._layout.schedule == "zero_bubble"
+
+        def actions(params: LayeredParams, microbatch: Any, key: Any) -> Any:
+            axes = Axes(key=key)
+
+            def embed(ends: Any) -> Any:
+                return jax.tree.map(jax.numpy.asarray, model.embed(ends, microbatch, axes))
+
+            def run_layer(own: Any, x: Any, microbatch: Any, key: Any) -> Any:
+                return model.layer(own, x, microbatch, Axes(key=key))
+
+            def loss(ends: Any, floats: Any) -> Any:
+                return model.loss(ends, with_floats(y, floats), microbatch, axes)[0]
+
+            others, x = (microbatch, key), embed(params.ends)
+            own = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params.layers)
+            passes = split_passes(run_layer, own, x, *others, weights_apart=splits)
+            y, kept = jax.lax.scan(lambda x, own: passes.forward(own, x, *others), x, params.layers)
+            of_ends, of_y = jax.grad(loss, argnums=(0, 1))(params.ends, floats_of(y))
+            given = params.layers, kept
+            of_x, rest = jax.lax.scan(lambda of_y, of: passes.backward(*of, of_y, *others), of_y, given, reverse=True)
+            num_layers = jax.tree.leaves(params.layers)[0].shape[0]
+
+            def of_layer(tree: Any) -> tuple[int, ...]:
+                return tuple(bytes_of(leaf) // num_layers for leaf in jax.tree.leaves(tree))
+
+            sizes.update(x=bytes_of(x), floats=bytes_of(floats_of(x)), kept=of_layer(kept))
+            if passes.weights is not None:
+                sizes["handed"] = of_layer(rest)
+                run_weights = passes.weights
+                rest = jax.lax.scan(lambda _, of: (None, run_weights(*of, *others)), None, (*given, rest))[1]
+            _, pull = jax.vjp(lambda ends: floats_of(embed(ends)), params.ends)
+            return jax.tree.map(jax.numpy.add, of_ends, pull(of_x)[0]), rest
+
+        jaxpr, _ = self._on_device(actions, self._params, self._microbatch, self._key())
+        return DeviceArrays(_lifetimes(jaxpr), **sizes)
+
+    def residual_bytes(self) -> int:
+        """Bytes of what the backward pass needs and is not an argument: parameters, or the microbatch."""
+        loss = self._loss()
+
+        def residuals(params: Any, *others: Any) -> Any:
+            return jax.vjp(lambda params: loss(params, *others), params, has_aux=True)[1]
+
+        jaxpr, shapes = self._on_device(residuals, self._params, *self._given())
+        given = {*jaxpr.invars, *jaxpr.constvars}
+        saved = zip(jaxpr.outvars, jax.tree.leaves(shapes), strict=True)
+        return bytes_of(
+            list({id(var): shape for var, shape in saved if isinstance(var, Var) and var not in given}.values())
+        )
+
+    def _loss(self) -> Any:
+        """`loss(params, microbatch, key, extra)`, in the form of `bind_loss`."""
+        loss_fn = layered_loss_fn(self._model) if isinstance(self._model, LayeredModel) else self._model
+
+        def loss(params: Any, microbatch: Any, key: Any, extra: Any) -> Any:
+            return bind_loss(loss_fn, TrainState(None, None, extra=extra, key=key))(params, microbatch, key)
+
+        return loss
+
+    def _given(self) -> tuple[Any, Any, Any]:
+        """What a loss takes beside parameters; with a key, which layers may draw masks from."""
+        return self._microbatch, self._key(), self._extra
+
+    def _key(self) -> Any:
+        return jax.eval_shape(lambda: jax.random.key(0))
+
+    def _on_device(self, call: Any, *args: Any) -> tuple[Jaxpr, Any]:
+        """What a device computes, and the shapes of its results."""
+        mesh = AbstractMesh(tuple(self._layout.axis_sizes.values()), tuple(self._layout.axis_sizes))
+        whole = PartitionSpec()
+        on_device = jax.shard_map(call, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        closed, shapes = jax.make_jaxpr(on_device, return_shape=True)(*args)
+        (equation,) = closed.jaxpr.eqns
+        return equation.params["jaxpr"], shapes
+
+
+def _lifetimes(jaxpr: Jaxpr) -> Lifetimes:
+    return lifetimes_of(ClosedJaxpr(jaxpr, ()))
+
+
+def shapes_on(layout: Layout, params: Any, model: LayeredModel | LossFn | None) -> Any:
+    """Shapes of whole parameters, split for "tensor"."""
+    if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
+        params = jax.eval_shape(functools.partial(split_params, specs=model.specs, num_devices=layout.tensor), params)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.result_type(leaf)), params)
+
+
+def stacked_shapes(model: Any, params: Any) -> tuple[Any, Any]:
+    """A model whose parameters are stacked, if it is one by layers, and the shapes of these parameters."""
+    if isinstance(model, LayeredModel) and model.stack is not None:
+        model, params = model._replace(stack=None), jax.eval_shape(model.stack, params)
+    return model, shapes_on(_ONE_DEVICE, params, None)
+
+
+def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
+    """Shapes of the parameters of a model with so many layers."""
+    layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
+    return params._replace(layers=layers)
+
+
+def bytes_of(tree: Any, specs: Any = None, layout: Layout = _ONE_DEVICE) -> int:
+    """Bytes of arrays on one device, by specs that tell what is in shards; None: nothing is."""
+    leaves = jax.tree.leaves(tree)
+    in_specs = [PartitionSpec()] * len(leaves) if specs is None else jax.tree.leaves(specs)
+    return sum(
+        math.prod(_local_shape(leaf.shape, spec, layout)) * leaf.dtype.itemsize
+        for leaf, spec in zip(leaves, in_specs, strict=True)
+    )
+
+
+def _local_shape(shape: tuple[int, ...], spec: PartitionSpec, layout: Layout) -> tuple[int, ...]:
+    """The shape on one device of an array whose sharded dimensions are padded."""
+    num_parts = [math.prod(layout.axis_sizes[axis] for axis in axes_in([axes])) for axes in spec]
+    num_parts += [1] * (len(shape) - len(spec))
+    whole = padded_shape(shape, spec, layout.axis_sizes)
+    return tuple(size // parts for size, parts in zip(whole, num_parts, strict=True))
