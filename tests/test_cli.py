@@ -150,6 +150,20 @@ def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
     assert plan.digest in printed
 
 
+def test_plan_is_made_on_disk_under_any_name_but_npz(lengths_file, tmp_path, capsys):
+    args = ["plan", lengths_file, "--max-tokens", "4096", "--order", "shuffle"]
+    assert main([*args, "--out", str(tmp_path / "plan"), "--no-progress"]) == 0
+    on_disk = capsys.readouterr().out
+    assert main([*args, "--out", str(tmp_path / "plan.npz")]) == 0
+    assert on_disk.replace(str(tmp_path / "plan"), "") == capsys.readouterr().out.replace(
+        str(tmp_path / "plan.npz"), ""
+    )
+    assert isinstance(Plan.load(tmp_path / "plan").sample_ids, np.memmap)
+    assert Plan.load(tmp_path / "plan").digest == Plan.load(tmp_path / "plan.npz").digest
+    assert main([*args, "--pack", "--out", str(tmp_path / "plan")]) == 2
+    assert "a name that ends in .npz" in capsys.readouterr().err
+
+
 def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
     settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
     assert main(["plan", lengths_file, *settings.split(), "--pieces-in-order"]) == 0

@@ -230,7 +230,8 @@ def test_what_it_names_as_ours_exists():
     assert num_calls > 25
 
 
-def test_the_lines_of_the_planning_guide_run(capsys):
+def test_the_lines_of_the_planning_guide_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names = run_guide("planning.md")
     assert names["plan"].num_samples == len(names["lengths"])
     printed = capsys.readouterr().out

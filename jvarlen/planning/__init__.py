@@ -9,6 +9,7 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `batching`, `packing`, `joint_packing`, `row_lengths`: greedy token batches, packed rows of one feature or of
   several, and the lengths of packed rows.
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
+- `on_disk`: plans of more samples than fit memory.
 - `balance`, `mixed_plan`: work dealt to ranks, and steps of microbatches with different shapes.
 - `streams`: batches of samples whose number is not known.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
