@@ -38,7 +38,6 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
-from jvarlen.planning.on_disk.out_of_core import plan_out_of_core
 from jvarlen.planning.on_disk.plan_files import PlanFile, is_plan_file, open_plan_file
 from jvarlen.planning.order import (
     Difficulty,
@@ -348,6 +347,8 @@ def make_plan(
         if has_more or pacing is not None or difficulty is not None or not isinstance(order, str):
             raise UserError("out is for samples of one length, in an order by name, without difficulty and pacing")
         check_at_least_one(block_size=1 if block_size is None else block_size)
+        from jvarlen.planning.on_disk.out_of_core import plan_out_of_core  # here: few plans need it
+
         plan_out_of_core(
             np.asanyarray(lengths),
             cast("tuple[Bucket, ...]", buckets),
