@@ -225,7 +225,7 @@ def stable_argsort(keys: Shaped[np.ndarray, " N"]) -> Int64[np.ndarray, " N"]:
 
     Such a key and its index fit one integer, and sorting plain integers is what NumPy does fastest.
     """
-    packed = pack_with_index(keys)
+    packed = None if keys.dtype.itemsize <= 2 else pack_with_index(keys)  # NumPy sorts short keys by radix
     if packed is None:
         return np.argsort(keys, kind="stable").astype(np.int64, copy=False)
     indices = packed.keys
