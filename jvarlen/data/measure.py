@@ -37,6 +37,7 @@ def measure_lengths(
     *,
     num_workers: int = 0,
     executor: Executor | None = None,
+    executor_timeout_s: float | None = 60.0,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -44,16 +45,20 @@ def measure_lengths(
     """Measures the length of every sample of a random-access dataset.
 
     Args:
-      dataset: has `len()` and integer indexing.
+      dataset: has `len()` and integer indexing. With `length_fn=len`, lengths come from its method
+        `lengths_of(samples: range)` if it has one, such as `LineDataset`.
       length_fn: returns the number of tokens of a sample: an int, a NumPy integer, or a 0-d array of one. `len` is
         rejected for samples whose fields it would count: mappings, and lists or tuples that hold arrays, lists or the
         like.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each worker takes some seconds to start and a copy of `dataset`. With `executor`: the number of
-        ranges of samples submitted at a time; 0 submits one per CPU.
+        ranges of samples submitted at a time, best twice the workers that it has; 0 submits one per CPU of this
+        machine.
       executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py.
-        Each task is `dataset`, `length_fn` and a range of samples that takes about a quarter of a second. The executor
-        is not shut down.
+        Each task is a range of samples that takes about a quarter of a second. Every process of the executor is handed
+        `dataset` and `length_fn` once; it keeps those of the last two measurements. The executor is not shut down.
+      executor_timeout_s: seconds without any finished task after which `executor` counts as dead. A task ends after
+        about a second, or with its first samples if they take longer. None waits for ever.
       progress: whether to show a progress bar, in samples.
       shards: a directory for the measured lengths, created if missing. To resume an interrupted call, repeat it:
         complete shards are read, and their samples are not touched. None keeps nothing.
@@ -69,7 +74,7 @@ def measure_lengths(
         listed when all samples are measured (their shards are not kept); `shards` that are damaged or of another
         measurement; arguments out of range; with workers, a dataset or function that does not pickle.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
-        a worker process died.
+        a worker process or the executor died; the samples that it had are given.
 
     The directory identifies a measurement by the number of samples, `shard_size` and the name of `length_fn`. If the
     samples or the body of the function change, use a new directory.
@@ -81,7 +86,10 @@ def measure_lengths(
       >>> measure_lengths(pairs, lambda pair: len(pair[0]), progress=False)
       array([3, 1])
     """
-    return _measure(dataset, length_fn, _LENGTHS, num_workers, executor, progress, shards, shard_size)
+    is_read_at_once = length_fn is len and hasattr(dataset, "lengths_of")
+    read_values = functools.partial(_read_lengths, dataset) if is_read_at_once else None
+    where = _Where(num_workers, executor, executor_timeout_s)
+    return _measure(dataset, length_fn, _LENGTHS, where, progress, shards, shard_size, read_values)
 
 
 def measure_difficulty(
@@ -90,6 +98,7 @@ def measure_difficulty(
     *,
     num_workers: int = 0,
     executor: Executor | None = None,
+    executor_timeout_s: float | None = 60.0,
     progress: bool = True,
     shards: str | os.PathLike[str] | None = None,
     shard_size: int = 65_536,
@@ -102,6 +111,7 @@ def measure_difficulty(
         Booleans are rejected.
       num_workers: as in `measure_lengths`.
       executor: as in `measure_lengths`.
+      executor_timeout_s: likewise.
       progress: whether to show a progress bar, in samples.
       shards: as in `measure_lengths`; each quantity needs a directory of its own.
       shard_size: samples in a shard file.
@@ -118,7 +128,8 @@ def measure_difficulty(
       >>> measure_difficulty(["abc", "aaaa"], lambda sample: len(set(sample)) / len(sample), progress=False)
       array([1.  , 0.25])
     """
-    return _measure(dataset, difficulty_fn, _DIFFICULTIES, num_workers, executor, progress, shards, shard_size)
+    where = _Where(num_workers, executor, executor_timeout_s)
+    return _measure(dataset, difficulty_fn, _DIFFICULTIES, where, progress, shards, shard_size)
 
 
 def measure_integers(
@@ -149,7 +160,21 @@ def measure_integers(
       int64[N].
     """
     quantity = _Quantity(name, "integers that fit int64", is_integer, _unchecked)
-    return _measure(dataset, function, quantity, num_workers, None, progress, shards, shard_size, read_values)
+    return _measure(dataset, function, quantity, _Where(num_workers), progress, shards, shard_size, read_values)
+
+
+class _Where(NamedTuple):
+    """What measures; see `measure_lengths`."""
+
+    num_workers: int
+    executor: Executor | None = None
+    executor_timeout_s: float | None = None
+
+
+def _read_lengths(dataset: Any, samples: range) -> list[int] | None:
+    """Lengths that a dataset reads at once; None where one is below 1: the sample itself is then to tell the reason."""
+    lengths = dataset.lengths_of(samples)
+    return lengths if lengths is not None and min(lengths) > 0 else None
 
 
 class _Quantity(NamedTuple):
@@ -250,15 +275,17 @@ def _measure(
     dataset: DataSource,
     function: Callable[[Any], Any],
     quantity: _Quantity,
-    num_workers: int,
-    executor: Executor | None,
+    where: _Where,
     progress: bool,
     shards: str | os.PathLike[str] | None,
     shard_size: int,
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
+    num_workers, _, timeout_s = where
     if not is_integer(num_workers) or num_workers < 0:
         raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
+    if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
+        raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
     check_at_least_one(shard_size=shard_size)
     num_samples = len(dataset)
     if not num_samples:
@@ -279,7 +306,7 @@ def _measure(
     work = Work(dataset, function, quantity.to_words, _len_of_tokens if function is len else None, read_values)
     bar = functools.partial(progress_bar, desc=quantity.name, unit="sample", progress=progress)
     with (
-        contextlib.closing(measure_ranges(work, missing, num_workers, executor)) as parts,
+        contextlib.closing(measure_ranges(work, missing, *where)) as parts,
         bar(total=num_samples, initial=num_samples - sum(map(len, missing))) as shown,
     ):
         for part in parts:

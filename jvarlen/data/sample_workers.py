@@ -5,6 +5,7 @@ NumPy only. The caller decides what the values mean and where they are kept.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -13,15 +14,24 @@ import pickle
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import without_interrupts
 from jvarlen._common.worker_errors import portable_error
 from jvarlen.planning.lengths import DataSource
@@ -34,6 +44,9 @@ IsFloat = bool | Bool[np.ndarray, " n"]  # one for all, or one each
 _SECONDS_PER_RANGE = 0.25  # long against handing a range over, short to wait for
 _FIRST_RANGE = 16  # samples
 _LARGEST_RANGE = 32_768
+_MOST_SECONDS = 1.0  # after which a range is handed back, measured in part
+_PIECES = 64  # of a range, between which the time is looked at
+_MOST_KEPT = 2  # datasets that a process of an executor holds
 _FIRST_CAREFUL = 4_096  # samples
 _CAREFUL_EVERY = 1_024  # of those after them
 
@@ -75,11 +88,15 @@ class Part(NamedTuple):
     seconds: float
 
 
-_Answer = Part | tuple[Exception, BaseException | None]
+_Answer = Part | tuple[Exception, BaseException | None] | None  # None: the process has yet to be handed the work
 
 
 def measure_ranges(
-    work: Work, missing: Sequence[range], num_workers: int, executor: Executor | None = None
+    work: Work,
+    missing: Sequence[range],
+    num_workers: int,
+    executor: Executor | None = None,
+    executor_timeout_s: float | None = None,
 ) -> Generator[Part, None, None]:
     """Measures samples, in ranges that take about a quarter of a second each.
 
@@ -91,8 +108,9 @@ def measure_ranges(
       missing: ids of the samples to measure; each part lies within one of these ranges.
       num_workers: processes that measure, at most one per sample; 0 measures in this process. With an executor: the
         number of ranges submitted at a time; 0: as many as there are CPUs here.
-      executor: used instead of worker processes. If the generator is closed early, tasks that have not begun are
-        cancelled.
+      executor: used instead of worker processes. Each of its processes is handed `work` once, and keeps it. If the
+        generator is closed early, tasks that have not begun are cancelled.
+      executor_timeout_s: seconds in which the executor must be done with one range at least; None waits for ever.
 
     Yields:
       The parts, in the order in which they are done.
@@ -100,23 +118,29 @@ def measure_ranges(
     Raises:
       ValueError: values that `work.to_words` rejects; or, with workers, `work` does not pickle.
       RuntimeError: the dataset or the function failed on a sample, whose id is given; the cause is the original error,
-        with its traceback as a note if it comes from a worker. Or a worker died; its samples are given.
+        with its traceback as a note if it comes from a worker. Or a worker or the executor died; its samples are
+        given.
     """
     ranges = _Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
     if executor is not None:
-        yield from _measure_in(executor, work, ranges, num_workers or os.cpu_count() or 1)
+        num_ranges = num_workers or os.cpu_count() or 1
+        engine = _Engine(executor, work, num_ranges)
+        try:
+            yield from _measure_in(engine, ranges, num_ranges, executor_timeout_s)
+        finally:
+            engine.forget()
     elif num_workers:
         workers = _Workers(work, num_workers)
         try:
-            yield from _measure_in(workers, None, ranges, num_workers)
+            yield from _measure_in(workers, ranges, num_workers, None)
             workers.shutdown()
         finally:
             workers.kill()
     else:
         for samples in ranges:
             part = _measure_range(work, samples)
-            ranges.adapt(part)
+            ranges.adapt(part, samples)
             yield part
 
 
@@ -124,7 +148,9 @@ class _Ranges:
     """Cuts ranges of samples into smaller ones that take about equally long, whatever one sample takes."""
 
     def __init__(self, missing: Sequence[range]):
+        self.num_left = sum(map(len, missing))
         self._missing = iter(missing)
+        self._returned: list[range] = []
         self._rest = range(0)
         self._size = _FIRST_RANGE
 
@@ -133,62 +159,126 @@ class _Ranges:
 
     def __next__(self) -> range:
         while not self._rest:
-            self._rest = next(self._missing)
+            self._rest = self._returned.pop() if self._returned else next(self._missing)
         cut, self._rest = self._rest[: self._size], self._rest[self._size :]
         return cut
 
-    def adapt(self, part: Part) -> None:
-        """Sizes the next ranges by what the samples of this one took."""
+    def adapt(self, part: Part, samples: range) -> None:
+        """Sizes the next ranges by what a part took; what it lacks of its range is measured later."""
+        self.num_left -= len(part.samples)
+        if len(part.samples) < len(samples):
+            self._returned.append(samples[len(part.samples) :])
         fitting = int(len(part.samples) * _SECONDS_PER_RANGE / max(part.seconds, 1e-9))
         self._size = max(1, min(fitting, 2 * self._size, _LARGEST_RANGE))
 
 
 def _measure_range(work: Work, samples: range) -> Part:
+    """The values of a range; of its first samples alone, where they take long."""
     start = time.perf_counter()
     dataset, function, careful = work.dataset, work.function, work.careful_function or work.function
     if work.read_values is not None and (known := work.read_values(samples)) is not None:
         return Part(samples, *work.to_words(known, samples), time.perf_counter() - start)
-    values = []
+    values: list[Any] = []
+    size = -(-len(samples) // _PIECES)
     try:
-        for sample_id in samples:
-            is_careful = sample_id < _FIRST_CAREFUL or not sample_id % _CAREFUL_EVERY
-            values.append((careful if is_careful else function)(dataset[sample_id]))
+        while len(values) < len(samples) and time.perf_counter() - start < _MOST_SECONDS:
+            for sample_id in samples[len(values) : len(values) + size]:
+                is_careful = sample_id < _FIRST_CAREFUL or not sample_id % _CAREFUL_EVERY
+                values.append((careful if is_careful else function)(dataset[sample_id]))
     except Exception as error:
         raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
+    samples = samples[: len(values)]
     return Part(samples, *work.to_words(values, samples), time.perf_counter() - start)
 
 
-def _measure_in(executor: Executor, work: Work | None, ranges: _Ranges, num_ranges: int) -> Generator[Part, None, None]:
-    """The parts, as an executor that has so many ranges at a time is done with them."""
+def _measure_in(
+    engine: _Engine | _Workers, ranges: _Ranges, num_ranges: int, timeout_s: float | None
+) -> Generator[Part, None, None]:
+    """The parts, as an engine that has so many ranges at a time is done with them."""
     pending: dict[Future[_Answer], range] = {}
     try:
         while True:
-            for samples in itertools.islice(ranges, num_ranges - len(pending)):
-                pending[executor.submit(_answer, work, samples)] = samples
+            with _told(engine, ranges, pending):
+                for samples in itertools.islice(ranges, num_ranges - len(pending)):
+                    pending[engine.submit_range(samples)] = samples
+                done = wait(pending, timeout_s, FIRST_COMPLETED).done
+                if pending and not done:
+                    raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}")
             if not pending:
                 return
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                part = future.result()
-                if not isinstance(part, Part):
-                    error, cause = part
+            for future in sorted(done, key=_has_failed):
+                with _told(engine, ranges, pending, future):
+                    answer = future.result()
+                samples = pending.pop(future)
+                if answer is None:
+                    with _told(engine, ranges, pending):
+                        pending[engine.submit_range(samples, asked_for_work=True)] = samples
+                    continue
+                if not isinstance(answer, Part):
+                    error, cause = answer
                     raise error from cause
-                del pending[future]
-                ranges.adapt(part)
-                yield part
-    except BrokenExecutor as error:
-        how = executor.kill() if isinstance(executor, _Workers) else f"died ({error})"
-        had = " or ".join(f"{samples.start} to {samples.stop - 1}" for samples in pending.values())
-        raise RuntimeError(
-            f"a worker process {how}; it had samples {had}. Where memory ran out, take fewer workers; otherwise see "
-            "what it printed. Shards that were finished are kept"
-        ) from error
+                ranges.adapt(answer, samples)
+                yield answer
     finally:
         for future in pending:
             future.cancel()
 
 
+def _has_failed(future: Future) -> bool:
+    return future.cancelled() or future.exception() is not None
+
+
+@contextlib.contextmanager
+def _told(
+    engine: _Engine | _Workers, ranges: _Ranges, pending: dict[Future[_Answer], range], future: Future | None = None
+) -> Iterator[None]:
+    """Tells of errors of an engine, not of samples, what it had and what is left to measure."""
+    try:
+        yield
+    except engine.errors as error:
+        had = [
+            samples
+            for of, samples in pending.items()
+            if of is future or isinstance(error, BrokenExecutor | CancelledError)
+        ]
+        had = had or list(pending.values())
+        listed = list_first((f"{samples.start} to {samples.stop - 1}" for samples in had), " or ")
+        raise RuntimeError(
+            f"{engine.end(error)}; it had samples {listed}. {engine.advice}. Shards that were finished are kept; "
+            f"{ranges.num_left:,} samples are left"
+        ) from error
+
+
+class _Engine:
+    """An executor of any kind, whose processes are handed the work with their first range, and keep it."""
+
+    errors = Exception  # those of samples come as answers
+    advice = "To resume, repeat the call with one that works"
+
+    def __init__(self, executor: Executor, work: Work, num_ranges: int):
+        self._executor = executor
+        self._work = work
+        self._key = uuid.uuid4().hex
+        self._num_unaware = num_ranges
+
+    def submit_range(self, samples: range, asked_for_work: bool = False) -> Future[_Answer]:
+        self._num_unaware -= 1
+        handed = self._work if asked_for_work or self._num_unaware >= 0 else None
+        return self._executor.submit(_answer_of_executor, self._key, handed, samples)
+
+    def end(self, error: Exception) -> str:
+        return f"{type(self._executor).__name__} failed: {error!r}"
+
+    def forget(self) -> None:
+        """Drops the work where the executor runs threads of this process."""
+        _kept.pop(self._key, None)
+
+
 class _Workers(ProcessPoolExecutor):
     """Spawned processes that see no Ctrl-C, end with this process, however it ends, and can be killed in a task."""
+
+    errors = BrokenExecutor
+    advice = "Where memory ran out, take fewer workers; otherwise see what it printed"
 
     def __init__(self, work: Work, num_workers: int) -> None:
         try:
@@ -202,9 +292,12 @@ class _Workers(ProcessPoolExecutor):
             handed_over.put(pickled)
         super().__init__(num_workers, context, _begin_worker, (handed_over,))
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future:
+    def submit_range(self, samples: range, asked_for_work: bool = False) -> Future[_Answer]:
         with without_interrupts():  # which a process that is started here inherits; this one then ends the others
-            return super().submit(*args, **kwargs)
+            return self.submit(_answer_of_worker, samples)
+
+    def end(self, error: Exception) -> str:
+        return f"a worker process {self.kill()}"
 
     def kill(self) -> str:
         """Ends all processes at once, and tells how one had ended before; nothing happens after `shutdown`."""
@@ -240,9 +333,25 @@ def _work_of_worker() -> Work:
         raise UserError(f"the dataset or the function does not unpickle in a worker process: {error!r}") from error
 
 
-def _answer(work: Work | None, samples: range) -> _Answer:
-    """A part; or an error and its cause, which pickling would lose. None: of the work that the worker was given."""
+def _answer_of_worker(samples: range) -> _Answer:
+    return _answer(_work_of_worker, samples)
+
+
+_kept: dict[str, Work] = {}  # in a process of an executor: the work by its key
+
+
+def _answer_of_executor(key: str, work: Work | None, samples: range) -> _Answer:
+    if work is not None:
+        for old in list(_kept)[: 1 - _MOST_KEPT]:
+            _kept.pop(old, None)
+        _kept[key] = work
+    kept = _kept.get(key)
+    return kept and _answer(lambda: kept, samples)
+
+
+def _answer(find_work: Callable[[], Work], samples: range) -> _Answer:
+    """A part; or an error and its cause, which pickling would lose."""
     try:
-        return _measure_range(work or _work_of_worker(), samples)
+        return _measure_range(find_work(), samples)
     except Exception as error:
         return error, error.__cause__ and portable_error(error.__cause__)

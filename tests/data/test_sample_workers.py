@@ -30,7 +30,7 @@ def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, second
     cut, ranges = [], _Ranges(missing)
     for took, samples in zip(seconds, ranges, strict=False):
         cut.append(samples)
-        ranges.adapt(Part(samples, np.zeros(len(samples), int), False, took))
+        ranges.adapt(Part(samples, np.zeros(len(samples), int), False, took), samples)
     cut += ranges
     assert [i for samples in cut for i in samples] == [i for shard in missing for i in shard]
     assert all(samples.start // 5_000 == (samples.stop - 1) // 5_000 for samples in cut)
@@ -44,7 +44,7 @@ def test_ranges_of_slow_samples_are_short():
         if len(lengths) == 20:
             break
         seconds_per_sample = 1e-7 if len(lengths) < 15 else 0.1
-        ranges.adapt(Part(samples, np.zeros(0, int), False, len(samples) * seconds_per_sample))
+        ranges.adapt(Part(samples, np.zeros(0, int), False, len(samples) * seconds_per_sample), samples)
     assert max(lengths) == 32_768
     assert lengths[-1] == 2
 
