@@ -181,10 +181,12 @@ def _measure_range(work: Work, samples: range) -> Part:
     values: list[Any] = []
     size = -(-len(samples) // _PIECES)
     try:
-        while len(values) < len(samples) and time.perf_counter() - start < _MOST_SECONDS:
-            for sample_id in samples[len(values) : len(values) + size]:
+        for first in range(0, len(samples), size):
+            for sample_id in samples[first : first + size]:
                 is_careful = sample_id < _FIRST_CAREFUL or not sample_id % _CAREFUL_EVERY
                 values.append((careful if is_careful else function)(dataset[sample_id]))
+            if time.perf_counter() - start > _MOST_SECONDS:
+                break
     except Exception as error:
         raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
     samples = samples[: len(values)]
@@ -236,12 +238,8 @@ def _told(
     try:
         yield
     except engine.errors as error:
-        had = [
-            samples
-            for of, samples in pending.items()
-            if of is future or isinstance(error, BrokenExecutor | CancelledError)
-        ]
-        had = had or list(pending.values())
+        is_of_all = future is None or isinstance(error, BrokenExecutor | CancelledError)
+        had = [samples for of, samples in pending.items() if is_of_all or of is future]
         listed = list_first((f"{samples.start} to {samples.stop - 1}" for samples in had), " or ")
         raise RuntimeError(
             f"{engine.end(error)}; it had samples {listed}. {engine.advice}. Shards that were finished are kept; "

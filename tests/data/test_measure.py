@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 import types
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -348,6 +348,43 @@ def test_an_executor_whose_worker_died_is_told_with_the_samples_it_had(tmp_path)
         with pytest.raises(RuntimeError, match=r"ProcessPoolExecutor failed: BrokenPr.* samples 44 to 47\..* 56"):
             measure_difficulty(samples, die_of_none, **options)
     assert len(list(tmp_path.glob("*.npy"))) == 11
+
+
+class Silent(Executor):
+    """An executor that is never done with anything."""
+
+    def submit(self, function, /, *args):
+        return Future()
+
+
+def test_an_executor_that_does_nothing_is_told(tmp_path):
+    with pytest.raises(
+        RuntimeError, match=r"Silent failed: .*executor_timeout_s=0\.1'\); it had .*; 7 samples are left"
+    ):
+        measure_lengths(["a"] * 7, executor=Silent(), executor_timeout_s=0.1, progress=False)
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match=r"ThreadPoolExecutor failed: .*after shutdown.*; 7 samples are left"):
+        measure_difficulty([1] * 7, identity, executor=executor, progress=False)
+    for timeout in (0, -1.0, "5", True):
+        with pytest.raises(ValueError, match="executor_timeout_s"):
+            measure_lengths(["a"], executor=Silent(), executor_timeout_s=timeout, progress=False)
+
+
+class ReadAtOnce(Samples):
+    """Samples of which lengths are read by ranges."""
+
+    def lengths_of(self, samples):
+        return None if 3 in samples else [10 * len(self.samples[i]) for i in samples]
+
+
+def test_lengths_that_a_dataset_reads_at_once_are_taken_where_all_are_there():
+    dataset = ReadAtOnce(["a"] * 100)
+    assert measure_lengths(dataset, progress=False).tolist() == [1] * 16 + [10] * 84
+    assert dataset.read == list(range(16))
+    assert measure_lengths(dataset, lambda sample: len(sample), progress=False).tolist() == [1] * 100
+    with pytest.raises(RuntimeError, match="sample 50 could not be measured: OSError"):
+        measure_lengths(ReadAtOnce([*["a"] * 50, "", "a"], 50, OSError("no block")), progress=False)
 
 
 def die_of_none(sample):

@@ -1,10 +1,15 @@
 """Sample workers: every sample once, in ranges of suitable size, and errors that name the sample, from any process."""
 
+import multiprocessing
+import time
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jvarlen.data import sample_workers
 from jvarlen.data.sample_workers import Part, Work, _Ranges, measure_ranges
 
 
@@ -134,3 +139,75 @@ def test_workers_need_what_pickles():
 
 def test_nothing_to_measure_starts_no_worker():
     assert not list(measure_ranges(Work(Unpicklable([1]), identity, to_words), [range(0)], 2))
+
+
+def in_order(parts):
+    """The values of all samples; every sample is measured once."""
+    parts = sorted(parts, key=lambda part: part.samples.start)
+    assert [i for part in parts for i in part.samples] == list(range(parts[-1].samples.stop))
+    return [word for part in parts for word in part.words.tolist()]
+
+
+class SlowAfter(list):
+    """Samples that take long from some id on."""
+
+    def __getitem__(self, index):
+        time.sleep(0.002 * (index >= 5_000))
+        return super().__getitem__(index)
+
+
+def test_a_range_that_takes_long_is_measured_in_part_and_its_rest_later(monkeypatch):
+    monkeypatch.setattr(sample_workers, "_MOST_SECONDS", 0.3)
+    parts = measure(SlowAfter(range(5_300)), 0)
+    assert in_order(parts) == list(range(5_300))
+    assert max(part.seconds for part in parts) < 1
+
+
+class PicklesNoted(list):
+    """Samples that count how often they are pickled here."""
+
+    num_pickled = 0
+
+    def __reduce__(self):
+        PicklesNoted.num_pickled += 1
+        return list, (list(self),)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_processes_of_an_executor_are_handed_the_dataset_a_few_times(monkeypatch):
+    monkeypatch.setattr(sample_workers, "_LARGEST_RANGE", 100)
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
+        for _ in range(3):  # one after the other in the same processes
+            work = Work(PicklesNoted(range(10_000)), identity, to_words)
+            PicklesNoted.num_pickled = 0
+            parts = list(measure_ranges(work, [range(10_000)], 4, executor))
+            assert in_order(parts) == list(range(10_000))
+            assert len(parts) > 100
+            assert 2 <= PicklesNoted.num_pickled <= 8  # four ranges at first, and four that a late process asks for
+
+
+class Restarting(Executor):
+    """Runs tasks at once, in a process that forgets everything before every third of them."""
+
+    num_tasks = 0
+
+    def submit(self, function, /, *args):
+        if self.num_tasks % 3 == 0:
+            sample_workers._kept.clear()
+        self.num_tasks += 1
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+def test_a_new_process_of_an_executor_asks_for_the_dataset():
+    parts = measure_ranges(Work(list(range(9_999)), identity, to_words), [range(9_999)], 2, Restarting())
+    assert in_order(parts) == list(range(9_999))
+
+
+def test_nothing_stays_in_a_process_whose_threads_measured():
+    with ThreadPoolExecutor(2) as executor:
+        parts = list(measure_ranges(Work(list(range(999)), identity, to_words), [range(999)], 2, executor))
+    assert in_order(parts) == list(range(999))
+    assert not sample_workers._kept
