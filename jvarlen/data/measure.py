@@ -52,8 +52,7 @@ def measure_lengths(
         like.
       num_workers: processes that measure; 0 measures in this process. Workers are spawned, so `dataset` and `length_fn`
         must pickle; each worker takes some seconds to start and a copy of `dataset`. With `executor`: the number of
-        ranges of samples submitted at a time, best twice the workers that it has; 0 submits one per CPU of this
-        machine.
+        ranges of samples submitted at a time, best the number of its workers; 0 submits one per CPU of this machine.
       executor: used instead of worker processes: any `concurrent.futures.Executor`, such as those of Dask and mpi4py.
         Each task is a range of samples that takes about a quarter of a second. Every process of the executor is handed
         `dataset` and `length_fn` once; it keeps those of the last two measurements. The executor is not shut down.
