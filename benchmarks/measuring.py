@@ -133,7 +133,7 @@ def main() -> None:
             f"# Measuring JSON lines, {datetime.date.today()}",
             "",
             f"{num_lines:,} lines, {size / 1e6:,.0f} MB, in the page cache; two processes each.",
-            f"Best of {REPEATS}, in turn, starting processes included. Ratios are speeds: above 1 is faster than `orjson`.",
+            f"Best of {REPEATS}, in turn, starting processes included; a ratio above 1 is faster than `orjson`.",
             "",
             *table("by|seconds|MB a second|of `orjson`|seconds of CPU|of `orjson`, in CPU", rows),
             "",
