@@ -19,11 +19,11 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
 
 
-def _json_loads(line: bytes) -> Any:
-    return json.loads(line.decode())  # of bytes it would also take UTF-16
+def _json_loads(line: bytes | memoryview) -> Any:
+    return json.loads(str(line, "utf-8"))  # of bytes it would also take UTF-16
 
 
-_loads: Callable[[bytes], Any] = _json_loads
+_loads: Callable[[bytes | memoryview], Any] = _json_loads
 with contextlib.suppress(ModuleNotFoundError):
     import orjson  # an extra, several times as fast
 
@@ -101,9 +101,12 @@ class LineDataset:
                 # A longer line is a block of its own.
                 end = int(np.searchsorted(self._ends, self._starts[first] + _CHUNK_BYTES, side="right"))
                 block = range(first, min(max(end, first + 1), samples.stop))
-                lines = file.read(int(self._ends[block[-1]] - self._starts[first]) + 1).split(b"\n")
-                try:  # after the last newline comes nothing
-                    lengths += [len(_loads(line)[self._field].encode()) for line in lines[: len(block)]]
+                lines = memoryview(file.read(int(self._ends[block[-1]] - self._starts[first]) + 1))
+                there = slice(first, block.stop)
+                starts, ends = ((of[there] - self._starts[first]).tolist() for of in (self._starts, self._ends))
+                try:
+                    texts = (_loads(lines[start:end])[self._field] for start, end in zip(starts, ends, strict=True))
+                    lengths += [len(text) if text.isascii() else len(text.encode()) for text in texts]
                 except Exception:  # of any type: a line may hold anything, and is looked at more closely
                     lengths += map(self._length_of, block)
         return lengths
