@@ -28,6 +28,7 @@ DOCS = README.parent / "docs"
 PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])]
 # What the pages name of other programs.
 FLAGS_OF_OTHERS = {
+    "dask": {"--host", "--nthreads", "--scheduler-file"},
     "fairseq": {
         "--batch-size",
         "--curriculum",
@@ -44,8 +45,10 @@ FLAGS_OF_OTHERS = {
         "--gpus-per-node",
         "--gpus-per-task",
         "--nodes",
+        "--ntasks",
         "--ntasks-per-node",
         "--open-mode",
+        "--overlap",
         "--requeue",
         "--signal",
         "--time",
