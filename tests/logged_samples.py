@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 
@@ -19,3 +20,16 @@ class LoggedSamples:
         with open(self._folder / str(os.getpid()), "a") as log:
             log.write(f"{index}\n")
         return range(index + 1)
+
+
+def measured_by(folder: Path) -> dict[int, list[int]]:
+    """The ids that each process has measured, those that are written whole."""
+    return {
+        int(path.name): [int(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        for path in folder.iterdir()
+    }
+
+
+def times_measured(folder: Path) -> Counter[int]:
+    """How often each id has been measured."""
+    return Counter(i for ids in measured_by(folder).values() for i in ids)

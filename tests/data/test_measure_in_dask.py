@@ -17,7 +17,7 @@ import pytest
 
 from jvarlen.data.measure import measure_lengths
 from jvarlen.data.sample_workers import Part
-from tests.logged_samples import LoggedSamples
+from tests.logged_samples import LoggedSamples, measured_by, times_measured
 from tests.processes import ROOT
 
 distributed = pytest.importorskip("distributed")
@@ -90,19 +90,6 @@ class Watched(Executor):
         future = self._executor.submit(function, *args, **kwargs)
         future.add_done_callback(note)
         return future
-
-
-def measured_by(folder: Path) -> dict[int, list[int]]:
-    """The ids that each process has measured, those that are written whole."""
-    return {
-        int(path.name): [int(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        for path in folder.iterdir()
-    }
-
-
-def times_measured(folder: Path) -> Counter[int]:
-    """How often each id has been measured."""
-    return Counter(i for ids in measured_by(folder).values() for i in ids)
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
