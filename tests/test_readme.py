@@ -125,6 +125,15 @@ def test_the_guide_to_balance_prints_what_it_shows(capsys):
     assert len({each.digest for each in (names["plan"], names["within_steps"], names["over_epoch"])}) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_guide_to_asynchronous_training_prints_what_it_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = assert_prints_what_it_shows("asynchronous.md", capsys)
+    assert names["run"].state.params.keys() == names["stale_state"].params.keys()
+    assert int(names["stale_state"].opt_state.version) == names["plan"].num_steps
+
+
 def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("learning_rate.md", capsys)
     assert names["state"].params["embed"].shape == (8, 4)

@@ -34,6 +34,7 @@ __all__ = [
     "microbatches_of",
     "step_of_sums",
     "update_state",
+    "with_extra_args",
 ]
 
 StepFn = Callable[[Any, Any], tuple[Any, Metrics]]
@@ -108,15 +109,22 @@ def step_of_sums(
     Returns:
       `train_step(state, batch) -> (state, Metrics)`.
     """
-    if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
-        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
-    optimizer = optax.with_extra_args_support(optimizer)
+    optimizer = with_extra_args(optimizer)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         value_fn = _value_fn(sums_of, values_of, state, batch)
         return update_state(optimizer, state, batch, sums_of(state, batch), value_fn=value_fn, norms=norms)
 
     return train_step
+
+
+def with_extra_args(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer as `update_state` takes it: its update may get extra arguments."""
+    if isinstance(optimizer, optax.MultiSteps):  # its gradient_transformation() would tell the optimizer inside nothing
+        optimizer = optax.GradientTransformationExtraArgs(optimizer.init, optimizer.update)
+    return optax.with_extra_args_support(optimizer)
 
 
 def make_eval_step(loss_fn: LossFn, *, mesh: Mesh | None = None, axis_name: str = "data") -> StepFn:

@@ -32,6 +32,7 @@ from jvarlen.training.train_state import TrainState, divide_once
 
 __all__ = [
     "StepSums",
+    "accumulate",
     "check_differentiable",
     "field_of",
     "microbatches_of",
@@ -105,7 +106,7 @@ def sum_step(
         check_compiled_for(mesh, axis_name)
         microbatches, keys = split_step(state, batch, takes_key=takes_argument(loss_fn, "key"))
         if mesh is None:
-            return _accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
+            return accumulate(_microbatch_sums(loss_fn, state, with_grads), (microbatches, keys))
         over = tuple(name for name in axes_in(axis_name) if name != rows_along)
         check_shards_divide(microbatches_of(batch), mesh, over)
         sizes = bucket_bytes_here() if with_grads else None
@@ -133,11 +134,11 @@ def sum_step(
                 return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
 
             if accumulates_shards:
-                return _reduce(_accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
+                return _reduce(accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
             is_gathered = any(dim is not None for dim in _sharded_dims(param_specs, state.params, axis_name))
             if is_gathered and tap is None:  # gathering reduces what is sharded
-                return _reduce(_accumulate(one, microbatches), (), together, dims, axis_name)
-            sums = _accumulate(one, microbatches, last_apart=sizes is not None)
+                return _reduce(accumulate(one, microbatches), (), together, dims, axis_name)
+            sums = accumulate(one, microbatches, last_apart=sizes is not None)
             return _reduce(sums, buckets, together, dims, axis_name)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
@@ -370,7 +371,7 @@ def _microbatch_sums(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Ca
     return one
 
 
-def _accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
+def accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
     """The sums over microbatches, one after the other.
 
     Args:

@@ -1,0 +1,252 @@
+"""Asynchronous training with worker processes: bulk-synchronous at bound 0, and repeated bit for bit from its log."""
+
+import dataclasses
+import os
+import pickle
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jvarlen import (
+    ArrivalLog,
+    UserError,
+    init_train_state,
+    keep_versions,
+    load,
+    make_plan,
+    make_stale_train_step,
+    make_train_step,
+    replay,
+    train_async,
+)
+from jvarlen.training import async_training
+from jvarlen.training.async_worker import Worker
+from jvarlen.training.step_programs import GradientProgram, StepPrograms
+from tests.conftest import random_dataset
+
+OPTIMIZER = optax.adamw(0.05)
+DATASET = random_dataset(96, 8)
+
+
+def loss_fn(params, microbatch):
+    x = params["embedding"][microbatch.tokens] @ params["w"]
+    losses = (jnp.tanh(x) - microbatch.tokens / 128) ** 2 * microbatch.weights
+    return jnp.sum(losses), jnp.sum(microbatch.weights)
+
+
+def noisy_loss_fn(params, microbatch, key, extra):
+    loss_sum, weight_sum = loss_fn(params, microbatch)
+    extra = {"rows": extra["rows"] + jnp.sum(microbatch.lengths > 0), "mean": 0.9 * extra["mean"] + 0.1 * loss_sum}
+    return loss_sum * (1 + 0.1 * jax.random.normal(key)), weight_sum, {"ones": jnp.ones(())}, extra
+
+
+def first_state(dtype=jnp.float32):
+    embedding = jax.random.normal(jax.random.key(0), (128, 4)).astype(dtype)
+    extra = {"rows": jnp.zeros((), jnp.int32), "mean": jnp.zeros((), dtype)}
+    return init_train_state({"embedding": embedding, "w": jnp.ones(4, dtype) / 2}, OPTIMIZER, extra=extra, seed=0)
+
+
+def make_small_plan(num_microbatches, dataset=DATASET):
+    return make_plan([len(sample) for sample in dataset], [(2, 4), (2, 8)], microbatches_per_step=num_microbatches)
+
+
+def assert_same_bits(one, other):
+    keys_as_data = jax.tree.map(
+        lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf,
+        (one, other),
+    )
+    jax.tree.map(np.testing.assert_array_equal, *keys_as_data)
+
+
+class Staying:
+    """Workers that a test can find, and end."""
+
+    def __init__(self, monkeypatch):
+        self.workers = []
+        monkeypatch.setattr(async_training, "Worker", self.start)
+
+    def start(self, *args):
+        self.workers.append(Worker(*args))
+        return self.workers[-1]
+
+    def kill(self, number):
+        os.kill(self.workers[number]._process.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def staying(monkeypatch):
+    return Staying(monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_bound_0_is_the_ordinary_step_bit_for_bit_in_any_number_of_workers():
+    plan = make_small_plan(1)
+    step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER)), first_state()
+    losses = []
+    for batch in load(plan, DATASET):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics.loss))
+    run = train_async(
+        noisy_loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET), num_workers=2, staleness_bound=0
+    )
+    assert_same_bits(run.state, state)
+    assert run.log.losses.tolist() == losses
+    assert run.log.steps.tolist() == list(range(plan.num_steps))
+    assert not run.log.staleness.any()
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_that_loses_a_worker_keeps_its_bound_and_is_repeated_bit_for_bit(tmp_path, staying):
+    plan = make_small_plan(3)
+
+    def batches():
+        for step, batch in enumerate(load(plan, DATASET)):
+            if step == plan.num_steps // 2:
+                staying.kill(0)
+            yield batch
+
+    run = train_async(
+        noisy_loss_fn,
+        OPTIMIZER,
+        first_state(),
+        plan,
+        batches(),
+        num_workers=3,
+        staleness_bound=2,
+        least_seconds=(0.005, 0.005, 0.03),
+    )
+    assert sorted(run.log.steps.tolist()) == list(range(plan.num_steps))
+    assert 0 < run.log.staleness.max() <= 2
+    assert {0, 1, 2} == {*run.log.workers.ravel().tolist()}
+    assert (run.log.arrived_s <= run.log.applied_s[:, None]).all()
+    assert int(run.state.extra["rows"]) == len(DATASET)
+    assert sum(each.sums["ones"] for each in run.metrics) == plan.num_steps * 3
+    assert all(worker._process.poll() is not None for worker in staying.workers)
+    run.log.save(tmp_path / "log.npz")
+    log = ArrivalLog.load(tmp_path / "log.npz")
+    replayed = replay(log, noisy_loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET))
+    assert_same_bits(replayed.state, run.state)
+    assert_same_bits(replayed.metrics, run.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_run_without_workers_ends_with_an_error_that_names_them(staying, monkeypatch):
+    plan = make_small_plan(2)
+
+    def batches():
+        for step, batch in enumerate(load(plan, DATASET)):
+            if step == 3:
+                staying.kill(0)
+                staying.kill(1)
+            yield batch
+
+    with pytest.raises(
+        RuntimeError, match=r"no worker is left after \d+ updates: worker \d was killed by signal 9; wo"
+    ):
+        train_async(loss_fn, OPTIMIZER, first_state(), plan, batches(), num_workers=2)
+    monkeypatch.setattr(GradientProgram, "serialized", lambda self: (b"no program", None, None))
+    with pytest.raises(pickle.UnpicklingError) as raised:
+        train_async(loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET), num_workers=1)
+    notes = "\n".join(raised.value.__notes__)
+    assert "In a worker process:" in notes
+    assert "while worker 0 computed Part(step=0, microbatch=0)" in notes
+    assert all(worker._process.poll() is not None for worker in staying.workers)
+
+
+def made_up_run(plan, state, staleness):
+    """A log of versions that a test chooses, and the run that it describes, in one process."""
+    programs = StepPrograms(loss_fn, OPTIMIZER, state)
+    steps = np.argsort(np.arange(plan.num_steps) ^ 1)  # neighbours change places
+    shape = (plan.num_steps, plan.microbatches_per_step)
+    versions = np.maximum(np.arange(plan.num_steps)[:, None] - np.resize(staleness, shape), 0)
+    batches = [jax.tree.map(np.asarray, batch) for batch in load(plan, DATASET)]
+    initial, losses, past = state, [], []
+    for step, of_update in zip(steps.tolist(), versions.tolist(), strict=True):
+        past.append(programs.version_of(state))
+        parts = async_training.split_microbatches(batches[step])
+        sums = [
+            programs.run(programs.gradient_of(part), past[version], (step, i), part)
+            for i, (part, version) in enumerate(zip(parts, of_update, strict=True))
+        ]
+        state, metrics = programs.update(state, batches[step], sums)
+        losses.append(float(metrics.loss))
+    log = ArrivalLog(
+        plan_digest=plan.digest,
+        staleness_bound=None,
+        initial_digest=async_training.digest_of_state(initial),
+        final_digest=async_training.digest_of_state(state),
+        steps=steps,
+        versions=versions,
+        workers=np.zeros(shape, np.int64),
+        arrived_s=np.zeros(shape),
+        applied_s=np.zeros(plan.num_steps),
+        losses=np.array(losses),
+    )
+    return log, state
+
+
+def test_a_replay_takes_the_versions_and_the_order_of_the_log():
+    plan = make_small_plan(2)
+    log, state = made_up_run(plan, first_state(), [0, 3, 1, 5])
+    replayed = replay(log, loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET))
+    assert_same_bits(replayed.state, state)
+    in_order = keep_versions(first_state(), delays=log.staleness)
+    step = jax.jit(make_stale_train_step(loss_fn, OPTIMIZER, delays=log.staleness))
+    batches = list(load(plan, DATASET))
+    for number in log.steps.tolist():
+        in_order, _ = step(in_order, batches[number])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4), in_order.params, state.params)
+
+
+def test_logs_of_other_runs_are_named():
+    plan = make_small_plan(2)
+    log, _ = made_up_run(plan, first_state(), [0])
+    batches = list(load(plan, DATASET))
+
+    def replay_with(log=log, loss_fn=loss_fn, optimizer=OPTIMIZER, state=None, plan=plan, batches=batches):
+        return replay(log, loss_fn, optimizer, first_state() if state is None else state, plan, batches)
+
+    replay_with()
+    other_state = first_state()._replace(params=jax.tree.map(lambda leaf: leaf * 1.5, first_state().params))
+    with pytest.raises(UserError, match=r"this log is of another run: the digest of the plan: .* in the log, .* here"):
+        replay_with(plan=make_small_plan(2, random_dataset(90, 8)))
+    with pytest.raises(UserError, match="this log is of another run: the digest of the initial state"):
+        replay_with(state=other_state)
+    cut = {
+        name: getattr(log, name)[:-3] for name in ("steps", "versions", "workers", "arrived_s", "applied_s", "losses")
+    }
+    with pytest.raises(UserError, match=r"another run: steps × microbatches: \[\d+, 2\] in the log, of \d+ steps here"):
+        replay_with(log=dataclasses.replace(log, **cut))
+    with pytest.raises(UserError, match="update 0, replayed, is not that of the run"):
+        replay_with(loss_fn=lambda params, microbatch: loss_fn({**params, "w": params["w"] * 2}, microbatch))
+    with pytest.raises(UserError, match="update 1, replayed, is not that of the run"):
+        replay_with(optimizer=optax.adamw(0.06))
+    with pytest.raises(UserError, match="the last state, replayed, is not that of the run"):
+        replay_with(log=dataclasses.replace(log, final_digest="0" * 64))
+    with pytest.raises(UserError, match="batches end before step 2"):
+        replay_with(batches=batches[:2])
+    with pytest.raises(UserError, match="the batch of step 0 has 1 microbatches, the plan 2"):
+        replay_with(batches=load(make_small_plan(1), DATASET))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_workers": 0}, "num_workers"),
+        ({"num_workers": 1, "staleness_bound": -1}, "staleness_bound"),
+        ({"num_workers": 1, "start_step": 10_000}, "start_step must be between 0 and"),
+        ({"num_workers": 2, "least_seconds": [0.1]}, "least_seconds must be 2 finite numbers"),
+        ({"num_workers": 1, "least_seconds": [np.inf]}, "least_seconds must be 1 finite numbers"),
+    ],
+)
+def test_arguments_out_of_range_start_no_worker(options, said):
+    plan = make_small_plan(2)
+    with pytest.raises(UserError, match=said):
+        train_async(loss_fn, OPTIMIZER, first_state(), plan, [], **options)

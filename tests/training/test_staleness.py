@@ -1,0 +1,77 @@
+"""The bookkeeping of asynchronous runs: bounds hold and runs end, whatever the workers' speeds."""
+
+import heapq
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jvarlen.training.staleness import Part, StalenessSchedule
+
+
+def simulate(schedule, seconds, deaths=()):
+    """Workers that take so many seconds a microbatch; the n-th microbatches handed out in `deaths` are lost.
+
+    Returns the updates, (step, versions), and the microbatches whose gradients came.
+    """
+    updates, arrived = [], []
+    idle, busy = list(range(len(seconds))), []
+    now, numbers = 0.0, itertools.count()
+    while not schedule.is_done:
+        while idle and (part := schedule.next_part()) is not None:
+            worker = idle.pop(0)
+            heapq.heappush(busy, (now + seconds[worker], next(numbers), worker, part))
+        now, number, worker, part = heapq.heappop(busy)  # fails where nothing goes on
+        idle.append(worker)
+        if number in deaths:
+            schedule.lose(part)
+            continue
+        arrived.append(part)
+        schedule.arrive(part)
+        while (applied := schedule.next_update()) is not None:
+            updates.append(applied)
+    return updates, arrived
+
+
+@given(
+    st.integers(0, 12),
+    st.integers(1, 4),
+    st.none() | st.integers(0, 5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.sets(st.integers(0, 30), max_size=5),
+)
+def test_no_gradient_is_staler_than_the_bound_and_every_microbatch_comes_once(steps, m, bound, seconds, deaths):
+    schedule = StalenessSchedule(range(3, 3 + steps), m, bound)
+    updates, arrived = simulate(schedule, seconds, deaths)
+    assert sorted(arrived) == [Part(3 + step, i) for step in range(steps) for i in range(m)]
+    assert sorted(step for step, _ in updates) == list(range(3, 3 + steps))
+    for update, (_, versions) in enumerate(updates):
+        assert len(versions) == m
+        assert all(0 <= update - version <= (steps if bound is None else bound) for version in versions)
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 20), min_size=1, max_size=5))
+def test_bound_0_is_bulk_synchronous(steps, m, seconds):
+    updates, _ = simulate(StalenessSchedule(range(steps), m, 0), seconds)
+    assert updates == [(step, (step,) * m) for step in range(steps)]
+
+
+def test_without_a_bound_nobody_waits():
+    """Three workers of 20 ms and one of 60 complete ten gradients while the slow one completes one."""
+    updates, _ = simulate(StalenessSchedule(range(100), 1, None), [20, 20, 20, 60])
+    staleness = [update - version for update, (_, (version,)) in enumerate(updates)]
+    assert staleness[27:67] == 4 * [3, 3, 3, 2, 2, 2, 2, 2, 2, 9]
+
+
+def test_a_gradient_that_would_become_too_old_is_waited_for():
+    schedule = StalenessSchedule(range(4), 1, 1)
+    slow, fast = schedule.next_part(), schedule.next_part()
+    assert schedule.next_part() is None  # two open steps: one would be two updates old at the end
+    schedule.arrive(fast)
+    assert schedule.next_update() == (fast.step, (0,))
+    later = schedule.next_part()
+    schedule.arrive(later)
+    assert schedule.next_update() is None  # the slow one would be two updates old
+    schedule.arrive(slow)
+    assert schedule.next_update() == (slow.step, (0,))
+    assert schedule.next_update() == (later.step, (1,))
