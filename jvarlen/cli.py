@@ -13,15 +13,18 @@ import io
 import operator
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import tyro
 
 from jvarlen import __version__
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import exit_code_of_interrupt
+
+if TYPE_CHECKING:
+    from jvarlen.runs.config import FitConfig
 
 __all__ = ["main", "run"]
 
@@ -54,27 +57,90 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     shows_traceback = _TRACEBACK in args
     args = [arg for arg in args if arg != _TRACEBACK]
-    command: Any = None
-    try:
-        command = _parse(args)
+    return _ending(None, lambda: _run(_parse(args), shows_traceback), shows_traceback)
+
+
+def _run(command: Any, shows_traceback: bool) -> int:
+    """Runs a command."""
+
+    def run() -> int:
         if type(command).__name__ != "FitConfig":
             command.run()
             return 0
-        from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
-        from jvarlen.runs.fit import dry_run, fit
+        if command.elastic is not None and not command.dry_run:
+            return _train_elastically(command, shows_traceback)
+        return _train(command)
 
-        if command.dry_run:
-            dry_run(command)
-            return 0
-        if command.devices in (None, 1) and command.parallel is None and not command.has_processes:
-            keep_memory_of_steps()
-        return exit_code_of_interrupt() if fit(command).summary.interrupted else 0
+    return _ending(command, run, shows_traceback)
+
+
+def _ending(command: Any, run: Callable[[], int], shows_traceback: bool) -> int:
+    """The exit code of a command, or of its error, of which it prints one line."""
+    try:
+        return run()
     except Exception as error:
         if shows_traceback or not _is_of_user(error):
             raise
         return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt:
         return _end(command, "interrupted", exit_code_of_interrupt())
+
+
+def _train(config: FitConfig) -> int:
+    from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
+    from jvarlen.runs.fit import dry_run, fit
+
+    if config.dry_run:
+        dry_run(config)
+        return 0
+    if config.devices in (None, 1) and config.parallel is None and not config.has_processes:
+        keep_memory_of_steps()
+    return exit_code_of_interrupt() if fit(config).summary.interrupted else 0
+
+
+def _train_elastically(config: FitConfig, shows_traceback: bool) -> int:
+    """Supervises processes that train on what is left of the layout."""
+    import jvarlen.runs.fit  # noqa: F401  # once, for all processes
+    from jvarlen.distributed.elastic import Start, keep_training
+    from jvarlen.distributed.layout import Layout, surviving_layout
+
+    num_processes, devices = cast(int, config.elastic), config.devices or 1
+    layout = config.layout or Layout(data=num_processes * devices)
+    if layout.num_devices != num_processes * devices:
+        raise UserError(
+            f"the layout {layout} takes {layout.num_devices} devices, and {num_processes} processes of {devices} have "
+            f"{num_processes * devices}"
+        )
+
+    def layout_on(num_devices: int) -> Layout:
+        return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)
+
+    def survivors(alive: int) -> int:
+        """The most processes whose devices a layout takes all."""
+        for size in range(alive, 0, -1):
+            if layout_on(size * devices).num_devices == size * devices:
+                return size
+        raise UserError(f"no part of the layout {layout} takes all devices of at most {alive} processes of {devices}")
+
+    def train(start: Start) -> int:
+        own = dataclasses.replace(
+            config,
+            elastic=None,
+            coordinator=start.coordinator,
+            num_processes=start.num_processes,
+            process_id=start.process_id,
+        )
+        if config.layout is not None:
+            own = dataclasses.replace(own, parallel=str(layout_on(start.num_processes * devices)))
+        if start.is_again:
+            own = dataclasses.replace(own, resume_from="latest")
+        return _run(own, shows_traceback)
+
+    def progress() -> list[str]:
+        checkpoints = cast(Path, config.run_dir or config.resume) / "checkpoints"
+        return sorted(path.name for path in checkpoints.glob("[0-9]*"))
+
+    return keep_training(train, num_processes, progress=progress, survivors=survivors, devices_per_process=devices)
 
 
 def _is_of_user(error: Exception) -> bool:

@@ -205,7 +205,7 @@ def test_survivors_get_the_largest_layout_that_keeps_stages_and_tensor_paralleli
         and num_microbatches % (data * multiple) == 0
     ]
     if not possible:
-        with pytest.raises(ValueError, match="suit no number of shards|devices at least"):
+        with pytest.raises(ValueError, match=r"suit no number of shards|devices at least"):
             surviving_layout(layout, alive, num_microbatches)
         return
     found = surviving_layout(layout, alive, num_microbatches)
