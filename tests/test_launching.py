@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -14,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 from jvarlen.cli import main
 
@@ -38,15 +40,18 @@ AS_ANY_USER = {
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian has it in openmpi-bin")
 
 SRUN = """#!/bin/bash
-# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes.
+# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes. If one is killed, the
+# other is, too.
+[ "$1" = --kill-on-bad-exit=1 ] && shift
 export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2
 for id in 0 1; do
   SLURM_PROCID=$id SLURM_LOCALID=$id "$@" &
 done
 code=0
-for task in $(jobs -p); do
-  wait "$task"
+for task in 0 1; do
+  wait -n
   ended=$?
+  if [ $ended = 137 ]; then kill -KILL $(jobs -pr) 2>/dev/null; fi
   if [ $ended -gt $code ]; then code=$ended; fi
 done
 exit $code
@@ -122,19 +127,36 @@ class Place:
 
     def run_terminated(self, script: str, **env: str) -> int:
         """The same, where all the processes of `jvarlen` get a SIGTERM after their first steps."""
+        return self.run_struck(script, lambda: self._signal_tasks(signal.SIGTERM), **env)
+
+    def run_struck(self, script: str, strike: Callable[[], None], **env: str) -> int:
+        """The same, where something happens after the first steps."""
         with self.started(script, **env) as process:
             deadline = time.monotonic() + SECONDS
             while not self.losses():
                 assert process.poll() is None, self.output
                 assert time.monotonic() < deadline, self.output
                 time.sleep(0.01)
-            self._signal_tasks(signal.SIGTERM)
+            strike()
             return process.wait(SECONDS)
 
+    def pids(self) -> list[int]:
+        """The processes of `jvarlen` that were started."""
+        return [int(pid) for pid in (self.folder / "tasks").read_text().split()]
+
+    def kill_first(self, variable: str) -> None:
+        """Kills process 0, which a variable of the environment tells."""
+        (first,) = (
+            pid
+            for pid in self.pids()
+            if f"{variable}=0".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        )
+        os.kill(first, signal.SIGKILL)
+
     def _signal_tasks(self, signal_number: int) -> None:
-        for pid in (self.folder / "tasks").read_text().split():
+        for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal_number)
+                os.kill(pid, signal_number)
 
     @property
     def output(self) -> str:
@@ -259,6 +281,74 @@ def test_the_batch_script_trains_to_the_end_over_requeues(place, losses_alone):
     assert "Resumed" in place.output
     assert (place.folder / "requeued").read_text() == f"requeue {job}\n"
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_the_batch_script_is_requeued_when_process_0_is_killed(place, losses_alone):
+    place.write_program("srun", SRUN)
+    place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
+    script = block("bash", "#SBATCH")
+    job = {"SLURM_JOB_ID": "77", "JAX_COORDINATOR_PORT": str(free_port(range(20000, 30000)))}
+    kill = functools.partial(place.kill_first, "SLURM_PROCID")
+    assert place.run_struck(script, kill, **job) == 128 + signal.SIGKILL, place.output
+    assert (place.folder / "requeued").read_text() == "requeue 77\n"
+    assert place.run(script, **job) == 0, place.output
+    assert "Resumed" in place.output
+    np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_survivors_finish_the_run_of_a_lost_process(place, losses_alone):
+    def kill_one():
+        (supervisor,) = place.pids()
+        workers = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        os.kill(max(map(int, workers)), signal.SIGKILL)
+
+    command = block("bash", "--elastic 4").replace("--elastic 4", "--elastic 2")
+    assert place.run_struck(command, kill_one) == 0, place.output
+    said = "jvarlen: process 1 was killed by SIGKILL; goes on from the last checkpoint with 1 of 2 processes"
+    assert said in place.output
+    np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@needs_mpirun
+def test_the_loop_around_mpirun_goes_on_without_a_host_that_is_lost(place, losses_alone):
+    """Both are this one. Once process 0 is killed, the second does not answer any more."""
+    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    if "(Open MPI) 4." not in version:
+        pytest.skip("JAX detects Open MPI 4 alone")
+    place.write_program("ssh", '#!/bin/sh\n[ "$4" = first ] || [ ! -e lost ]\n')
+    mpirun = f'#!/bin/sh\nshift 4\nexec {shutil.which("mpirun")} -n "$(wc -l < alive)" "$@"\n'
+    place.write_program("mpirun", mpirun)
+    place.write_program("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (place.folder / "hosts").write_text("first\nsecond\n")
+
+    def lose_host():
+        (place.folder / "lost").touch()
+        place.kill_first("OMPI_COMM_WORLD_RANK")
+
+    assert place.run_struck(block("bash", "survivors="), lose_host, **AS_ANY_USER) == 0, place.output
+    assert len(place.pids()) == 3
+    assert "Resumed" in place.output
+    np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):
+    (service, job) = yaml.safe_load_all(block("yaml", "kind: Job"))
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    command = script.replace("$JOB_COMPLETION_INDEX", "3").removeprefix("exec ")
+    config = parse(command.strip())
+    assert config.num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
+    assert config.process_id == 3
+    assert config.plan.microbatches_per_step % config.num_processes == 0
+    names = {service["metadata"]["name"], job["metadata"]["name"], service["spec"]["selector"]["job-name"]}
+    assert names == {job["spec"]["template"]["spec"]["subdomain"]}
+    assert config.coordinator.partition(":")[0] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
 
 
 def test_the_command_for_supervisors_is_one_that_starts_and_continues_a_run(parse):

@@ -44,6 +44,7 @@ FLAGS_OF_OTHERS = {
     "slurm": {
         "--gpus-per-node",
         "--gpus-per-task",
+        "--kill-on-bad-exit",
         "--nodes",
         "--ntasks",
         "--ntasks-per-node",
