@@ -156,8 +156,8 @@ class Training:
 
         self.wait_for(has_grown)
 
-    def kill(self, moment: str, rng: random.Random) -> float:
-        """Kills a process at a moment; the seconds until training has gone on, with two."""
+    def kill(self, moment: str, rng: random.Random) -> tuple[str, float]:
+        """Kills a process at a moment; what it has struck, and the seconds until training has gone on, with two."""
         workers = self.workers()
         victim = rng.choice(workers[1:])
         time.sleep(rng.random())
@@ -168,8 +168,10 @@ class Training:
             self.wait_for(self.has_part, 0.0005)
         os.kill(victim, signal.SIGKILL)
         begun = time.monotonic()
+        if moment == "in a checkpoint" and not self.has_part():
+            moment = "just after a checkpoint"
         self.wait_for_steps(workers, 2)
-        return time.monotonic() - begun
+        return moment, time.monotonic() - begun
 
     def take_back(self) -> float:
         """Says that the lost process has returned; the seconds until all train."""
@@ -216,8 +218,7 @@ def main() -> None:
         with supervised(folder) as training:
             training.wait_for_steps([], NUM_PROCESSES)
             for number in range(num_kills):
-                moment = MOMENTS[number % len(MOMENTS)]
-                seconds = training.kill(moment, rng)
+                moment, seconds = training.kill(MOMENTS[number % len(MOMENTS)], rng)
                 back = digits(training.take_back()) if number + 1 < num_kills else "–"
                 rows.append([str(number + 1), moment, digits(seconds), back])
         losses = losses_of(folder)

@@ -115,6 +115,12 @@ def _train_elastically(config: FitConfig, shows_traceback: bool) -> int:
     def layout_on(num_devices: int) -> Layout:
         return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)
 
+    if layout_on(layout.num_devices) != layout:
+        raise UserError(
+            f"{config.plan.microbatches_per_step} microbatches a step do not spread over the shards of {layout}: they "
+            "must divide plan.microbatches_per_step"
+        )
+
     def survivors(alive: int) -> int:
         """The most processes whose devices a layout takes all."""
         for size in range(alive, 0, -1):
