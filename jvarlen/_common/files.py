@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import secrets
@@ -16,7 +17,15 @@ from jaxtyping import Shaped
 
 from jvarlen._common.checks import UserError
 
-__all__ = ["check_place", "default_cache_dir", "load_array", "move_into_place", "read_slice", "write_atomically"]
+__all__ = [
+    "check_place",
+    "default_cache_dir",
+    "load_array",
+    "mapped_file",
+    "move_into_place",
+    "read_slice",
+    "write_atomically",
+]
 
 
 def default_cache_dir() -> Path:
@@ -95,6 +104,14 @@ def load_array(path: Path, what: str) -> np.ndarray:
     return array
 
 
+def mapped_file(array: np.ndarray) -> Path | None:
+    """The file whose content a memory-mapped array is; None for other arrays, parts of a map and private copies."""
+    is_whole = isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
+    if not is_whole or array.mode == "c" or array.filename is None:  # type: ignore[attr-defined]
+        return None
+    return Path(array.filename)  # type: ignore[attr-defined]
+
+
 def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> Shaped[np.ndarray, " n *rest"]:
     """`array[start:stop]`; of a memory-mapped file it is read, since pages of the map would stay in memory.
 
@@ -106,10 +123,10 @@ def read_slice(array: Shaped[np.ndarray, " N *rest"], start: int, stop: int) -> 
     Returns:
       The part, a view or a copy.
     """
-    if not isinstance(array, np.memmap) or not isinstance(array.base, mmap.mmap) or not array.flags.c_contiguous:
+    path = mapped_file(array)
+    if path is None:
         return array[start:stop]
-    assert array.filename is not None  # of a map of a file, not of its parts
-    row = array.itemsize * int(np.prod(array.shape[1:], dtype=np.int64))
-    num_values = (stop - start) * row // array.itemsize
-    read = np.fromfile(array.filename, array.dtype, num_values, offset=array.offset + start * row)
+    row = array.itemsize * math.prod(array.shape[1:])
+    num_values = (stop - start) * math.prod(array.shape[1:])
+    read = np.fromfile(path, array.dtype, num_values, offset=array.offset + start * row)  # type: ignore[attr-defined]
     return read.reshape(stop - start, *array.shape[1:])

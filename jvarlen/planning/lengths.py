@@ -24,6 +24,7 @@ __all__ = [
     "apply_overlong",
     "check_counts",
     "check_feature_lengths",
+    "check_kind",
     "check_lengths",
     "check_pair_lengths",
     "ends_to_offsets",
@@ -57,18 +58,23 @@ def check_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, " N"]:
       array([3, 1, 2])
     """
     array = np.asarray(lengths)
-    if array.ndim != 1:
-        raise UserError(f"lengths must be 1-D, one integer a sample, not of shape {array.shape}")
-    if array.size == 0:
-        raise UserError("lengths are empty: at least one sample is needed")
-    if not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"lengths must be integers, not {array.dtype}")
+    check_kind(array)
     if array.min() < 1:
         raise UserError(f"lengths must be at least 1: {list_offenders(*offenders_where(array < 1, array), 1)}")
     if array.max() > np.iinfo(np.int64).max:
         limit = np.iinfo(np.int64).max
         raise UserError(f"lengths must fit int64: {list_offenders(*offenders_where(array > limit, array), limit)}")
     return array.astype(np.int64, copy=False)
+
+
+def check_kind(lengths: np.ndarray) -> None:
+    """Raises ValueError unless lengths are integers of one axis, at least one; their values are not read."""
+    if lengths.ndim != 1:
+        raise UserError(f"lengths must be 1-D, one integer a sample, not of shape {lengths.shape}")
+    if lengths.size == 0:
+        raise UserError("lengths are empty: at least one sample is needed")
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise UserError(f"lengths must be integers, not {lengths.dtype}")
 
 
 class LengthHistogram(NamedTuple):
@@ -95,7 +101,7 @@ def length_histogram(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
     Raises:
       ValueError: as in `check_lengths`.
     """
-    check_lengths(lengths[:1] if lengths.ndim == 1 else lengths)
+    check_kind(lengths)
     table = np.zeros(0, np.int64)  # of lengths below its size; longer ones by value
     long: list[tuple[np.ndarray, np.ndarray]] = []
     for start in range(0, len(lengths), _PIECE):

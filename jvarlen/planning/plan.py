@@ -230,7 +230,15 @@ class Plan(PlannedSteps):
 
     def __reduce__(self) -> Any:
         # Another process opens the same file.
-        return (Plan.load, (self._file.path,)) if self._file is not None else super().__reduce__()
+        return (_open_same, (self._file.path, self.digest)) if self._file is not None else super().__reduce__()
+
+
+def _open_same(path: Path, digest: str) -> Plan:
+    """Opens the plan that another process has opened."""
+    plan = Plan.load(path)
+    if plan.digest != digest:
+        raise UserError(f"{path} was replaced by another plan since it was opened")
+    return plan
 
 
 def _of_file(file: PlanFile) -> Plan:
@@ -306,9 +314,9 @@ def make_plan(
         rows with the other pieces of it, and follows the last of them. Steps come as with an array, except that a step
         waits likewise. Pieces of a sample that are equally long change places. Not with pacing, `shuffle_steps`
         or `onset_spacing`.
-      out: a file to write the plan to, in pieces, for more samples than fit memory: about 60 bytes of memory for each
-        of 16 million samples, whatever their number. Memory-mapped `lengths` are not read at once. To go on after an
-        interruption, repeat the call. For samples of one length and orders by name, without difficulty and pacing.
+      out: a file to write the plan to, in pieces, for more samples than fit memory: it takes some 1.5 GB, and 60 bytes
+        for each step. Memory-mapped `lengths` are not read at once. To go on after an interruption, repeat the call.
+        For samples of one length and orders by name, without difficulty and pacing.
       progress: whether to show a progress bar of each stage, with `out`.
 
     Returns:
@@ -354,14 +362,16 @@ def make_plan(
             cast("tuple[Bucket, ...]", buckets),
             Path(out),
             microbatches_per_step=int(microbatches_per_step),
-            ordering=Ordering(order, None, block_size, int(seed), int(epoch), None),
+            ordering=Ordering(order, None, block_size and int(block_size), int(seed), int(epoch), None),
             shuffle_steps=bool(shuffle_steps),
             longest_first=bool(longest_first),
             onset_spacing=int(onset_spacing),
             overlong=overlong,
             progress=progress,
         )
-        return Plan.load(out)
+        plan = Plan.load(out)
+        vars(plan)["onset_spacing"] = int(onset_spacing)
+        return plan
     if isinstance(lengths, Packing):
         num_tokens = _lengths_of_rows(lengths, buckets, overlong)
         if pieces_in_order and lengths.piece_starts is not None:

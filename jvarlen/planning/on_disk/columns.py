@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Integer, Shaped
+from jaxtyping import Int64, Integer, Shaped
 
 __all__ = ["Column", "Columns", "PartFiles", "write_values"]
 
@@ -44,13 +42,19 @@ class Column:
         """The values from place `start` to `stop`."""
         return np.fromfile(self._path, self.dtype, stop - start, offset=start * self.dtype.itemsize)
 
-    @contextlib.contextmanager
-    def mapped(self) -> Iterator[Shaped[np.ndarray, " n"]]:
-        """All values as a memory map, whose pages leave the memory of this process with the block."""
-        with self._path.open("rb") as file:
-            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        yield np.frombuffer(pages, self.dtype)
-        pages.madvise(mmap.MADV_DONTNEED)  # not closed, since arrays may still refer to it
+    def read_segments(
+        self, starts: Int64[np.ndarray, " T"], sizes: Int64[np.ndarray, " T"]
+    ) -> Shaped[np.ndarray, " m"]:
+        """Joins segments of so many values; a memory map would keep all pages near them in memory."""
+        values = np.empty(int(sizes.sum()), self.dtype)
+        ends = np.cumsum(sizes) * self.dtype.itemsize
+        buffer = memoryview(values.data).cast("B")
+        with self._path.open("rb", buffering=0) as file:
+            descriptor, first = file.fileno(), 0
+            for offset, end in zip((starts * self.dtype.itemsize).tolist(), ends.tolist(), strict=True):
+                os.preadv(descriptor, [buffer[first:end]], offset)
+                first = end
+        return values
 
 
 class PartFiles:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen._common.files import check_place, move_into_place, write_atomically
+from jvarlen._common.files import check_place, mapped_file, move_into_place
 from jvarlen._common.progress import progress_bar
 from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.buckets import Bucket
@@ -30,6 +30,7 @@ from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, em
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
+    check_kind,
     ends_to_offsets,
     length_histogram,
     overlong_counts,
@@ -89,8 +90,12 @@ def plan_out_of_core(
         arguments than those of that call.
       OSError: the disk is full; the message says how many bytes are needed.
     """
+    check_kind(lengths)
     check_choices(order=(ordering.order, Order), overlong=(overlong, Overlong))
     check_place(out)
+    source = mapped_file(lengths)
+    if source is not None and out.exists() and source.samefile(out):
+        raise UserError(f"{out} is the file of the lengths: the plan needs another one")
     settings = {
         "lengths": _identity(lengths),
         "buckets": [list(bucket) for bucket in buckets],
@@ -105,7 +110,7 @@ def plan_out_of_core(
         "overlong": overlong,
         "version": [_VERSION, stages.PIECE],
     }
-    with _kept(out, settings) as kept:
+    with _naming_needed_bytes(8 * len(lengths), out.parent), _kept(out, settings, lengths) as kept:
         histogram = kept.histogram(lengths)
         edges = np.array([bucket.length for bucket in buckets])
         num_samples, num_dropped, num_truncated = _count(lengths, histogram, edges, overlong)
@@ -115,8 +120,7 @@ def plan_out_of_core(
         has_places = ordering.order == "dataset" or ordering.block_size is not None
         grouped = Grouped(kept.directory / "grouped", num_samples, len(lengths), int(edges[-1]), has_places)
         to_group.append(group(ordered, grouped, BucketTable(edges, overlong)))
-        kept_bytes = len(lengths) * sum([stage.files.row_bytes for stage in to_group][-2:])
-        with _naming_needed_bytes(writer.num_bytes + kept_bytes, kept.directory):
+        with _naming_needed_bytes(writer.num_bytes + _bytes_of(to_group, kept, len(lengths)), kept.directory):
             writer.take_space()
             for stage, before in zip(to_group, [None, *to_group], strict=False):
                 _run_stage(stage, kept, progress)
@@ -135,10 +139,22 @@ def plan_out_of_core(
                 num_dropped=num_dropped,
                 num_truncated=num_truncated,
             )
-        if _identity(lengths) != settings["lengths"]:
-            raise UserError("the lengths changed while they were planned: plan them again")
+        kept.check_lengths(lengths)
+        kept.forget()  # before the file is gone that it tells about
         move_into_place(kept.directory / "plan", out)
         shutil.rmtree(kept.directory)
+
+
+def _bytes_of(to_group: list[Stage], kept: _Kept, num_samples: int) -> int:
+    """The most bytes that stages still need at a time: each reads what the one before it wrote."""
+    rows = [0, *(stage.files.row_bytes for stage in to_group)]
+    is_done = [kept.done(stage.name) == kept.num_pieces(stage.name) for stage in to_group]
+    pairs = [a + b for (a, b), done in zip(itertools.pairwise(rows), is_done, strict=True) if not done]
+    return num_samples * max([rows[-1], *pairs])
+
+
+class _DiskFullError(OSError):
+    """A full disk; the message says how many bytes are needed."""
 
 
 class _Kept:
@@ -151,38 +167,65 @@ class _Kept:
     def __init__(self, directory: Path, settings: dict[str, Any]):
         self.directory = directory
         self._path = directory / "state.json"
-        self._state: dict[str, Any] = {"settings": settings, "done": {}, "sizes": {}}
-        if not self._path.exists():
+        self._state: dict[str, Any] = {"settings": settings, "boot": _boot(), "done": {}, "num_pieces": {}, "sizes": {}}
+        state = json.loads(self._path.read_text()) if self._path.exists() else None
+        if state is None or state["boot"] != _boot():  # what was written before a power cut may not be on disk
+            self._write()
             return
-        state = json.loads(self._path.read_text())
         begun = state["settings"]
         if begun["lengths"] != settings["lengths"]:
             raise UserError(f"the lengths changed since planning began; delete {directory} to begin again")
         differing = [
-            f"{name} was {begun.get(name)!r}, not {settings[name]!r}"
-            for name in settings
-            if begun.get(name) != settings[name]
+            f"{name} was {begun.get(name)!r}, not {value!r}"
+            for name, value in settings.items()
+            if begun.get(name) != value
         ]
         if differing:
             raise UserError(
-                f"an interrupted plan has other settings: {'; '.join(differing)}. Repeat its call to go "
-                f"on, or delete {directory} to begin again"
+                f"an interrupted plan has other settings: {'; '.join(differing)}. Repeat its call to go on, or delete "
+                f"{directory} to begin again"
             )
         self._state = state
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether a piece of a stage is done."""
+        return bool(self._state["sizes"])
+
+    def check_lengths(self, lengths: Integer[np.ndarray, " N"], error: Exception | None = None) -> None:
+        """Raises ValueError, because of an error perhaps, if lengths are others than those of the call."""
+        try:
+            changed = _identity(lengths) != self._state["settings"]["lengths"]
+        except OSError:
+            changed = True
+        if changed:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise UserError("the lengths changed while they were planned: plan them again") from error
+
+    def forget(self) -> None:
+        """Forgets what is done."""
+        self._path.unlink()
 
     def done(self, stage: str) -> int:
         """How many pieces are done."""
         return self._state["done"].get(stage, 0)
 
+    def num_pieces(self, stage: str) -> int | None:
+        """How many pieces there are; None before the first one is done."""
+        return self._state["num_pieces"].get(stage)
+
     def sizes(self, stage: str) -> list[int] | int:
         """How many samples each group has so far."""
         return self._state["sizes"].get(stage, 0)
 
-    def commit(self, stage: str, done: int, sizes: Int64[np.ndarray, " groups"] | None = None) -> None:
-        """Keeps that so many pieces are done, and written."""
-        self._state["done"][stage] = done
+    def commit(self, stage: str, done: int, num_pieces: int, sizes: Int64[np.ndarray, " groups"] | None = None) -> None:
+        """Keeps that so many pieces of all are done, and written."""
+        self._state["done"][stage], self._state["num_pieces"][stage] = done, num_pieces
         if sizes is not None:
             self._state["sizes"][stage] = sizes.tolist()
+        self._write()
+
+    def _write(self) -> None:
         part = self._path.with_suffix(".part")
         part.write_text(json.dumps(self._state))
         part.replace(self._path)  # not synchronised with the disk, which would wait for all that is written
@@ -190,36 +233,44 @@ class _Kept:
     def histogram(self, lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
         """The histogram of all lengths, counted once."""
         path = self.directory / "histogram.npy"
-        if not path.exists():
-            counted = length_histogram(lengths)
-            with write_atomically(path) as file:
-                np.save(file, np.stack(counted))
-            return counted
+        if not self.done("histogram"):
+            np.save(path, np.stack(length_histogram(lengths)))
+            self.commit("histogram", 1, 1)
         return LengthHistogram(*np.load(path))
 
 
 @contextlib.contextmanager
-def _kept(out: Path, settings: dict[str, Any]) -> Iterator[_Kept]:
-    """The directory beside the plan, which one process at a time works in; it goes with the first mistake in it."""
+def _kept(out: Path, settings: dict[str, Any], lengths: Integer[np.ndarray, " N"]) -> Iterator[_Kept]:
+    """The directory beside the plan, in which one process at a time works; wrong input leaves none."""
     directory = out.with_name(f".{out.name}.part")
-    is_new = not directory.exists()
     directory.mkdir(exist_ok=True)
     try:
         with FileLock(directory / "lock", timeout=0):
+            kept = _Kept(directory, settings)
             try:
-                yield _Kept(directory, settings)
-            except ValueError:
-                if is_new:
+                yield kept
+            except Exception as error:
+                kept.check_lengths(lengths, error)
+                if isinstance(error, UserError) and not kept.is_begun:
                     shutil.rmtree(directory)
                 raise
     except Timeout:
         raise UserError(f"another process writes {out} at this moment") from None
 
 
+def _boot() -> str:
+    """What tells whether the machine has been started again; empty where that is not known."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 def _identity(lengths: Integer[np.ndarray, " N"]) -> list[Any]:
     """What tells whether lengths are the same: of a memory-mapped file its size and time of change, else a checksum."""
-    if isinstance(lengths, np.memmap) and lengths.filename is not None:
-        found = os.stat(lengths.filename)
+    path = mapped_file(lengths)
+    if path is not None:
+        found = path.stat()
         return [str(lengths.dtype), len(lengths), found.st_size, found.st_mtime_ns]
     checksum = 0
     for start in range(0, len(lengths), stages.PIECE):
@@ -272,7 +323,7 @@ def _run_stage(stage: Stage, kept: _Kept, progress: bool) -> None:
     with _bar(stage.name, starts, first, progress) as bar:
         for piece, grouped in enumerate(run_ahead(stage.work, range(first, len(starts) - 1)), first):
             stage.files.append(*grouped)
-            kept.commit(stage.name, piece + 1, stage.files.sizes)
+            kept.commit(stage.name, piece + 1, len(starts) - 1, stage.files.sizes)
             bar.update(starts[piece + 1] - starts[piece])
 
 
@@ -297,13 +348,13 @@ def _write_ids(
     with _bar("write the steps", starts, first, progress) as bar:
         for piece, ids in enumerate(run_ahead(ids_of, range(first, len(cuts) - 1)), first):
             writer.write("sample_ids", ids, int(starts[piece]))
-            kept.commit("write", piece + 1)
+            kept.commit("write", piece + 1, len(cuts) - 1)
             bar.update(len(ids))
     first = kept.done("hash")
     starts = np.append(np.arange(0, starts[-1], DIGEST_CHUNK), starts[-1])
     with _bar("hash", starts, first, progress) as bar:
         for chunk in writer.write_chunk_digests(first):
-            kept.commit("hash", chunk)
+            kept.commit("hash", chunk, len(starts) - 1)
             bar.update(starts[chunk] - starts[chunk - 1])
 
 
@@ -319,10 +370,10 @@ def _naming_needed_bytes(needed: int, directory: Path) -> Iterator[None]:
 
     def error() -> OSError:
         free = shutil.disk_usage(directory).free
-        return OSError(
+        return _DiskFullError(
             errno.ENOSPC,
-            f"planning needs {needed:,} bytes in {directory.parent}, of which it has {_size(directory):,} and "
-            f"{free:,} are free; make room and repeat the call to go on",
+            f"planning needs {needed:,} bytes in {directory}, of which it has {_size(directory):,} and {free:,} are "
+            "free; make room and repeat the call to go on",
         )
 
     if shutil.disk_usage(directory).free < needed - _size(directory):
@@ -330,7 +381,7 @@ def _naming_needed_bytes(needed: int, directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as full:
-        if full.errno not in _FULL:
+        if isinstance(full, _DiskFullError) or full.errno not in _FULL:
             raise
         raise error() from full
 

@@ -22,7 +22,6 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen._common.files import read_slice
 from jvarlen._common.progress import progress_bar
 from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.on_disk.columns import write_values
@@ -90,8 +89,8 @@ class PlanFileWriter:
 
     def write_chunk_digests(self, first_chunk: int) -> Iterator[int]:
         """Writes the digests of the sample ids, which are there by now, from a chunk on; yields the next one."""
-        ids = _map_arrays(self._path, self._arrays)["sample_ids"]
-        for chunk, digest in enumerate(_chunk_digests(ids, first_chunk), first_chunk):
+        digests = _chunk_digests(self._path, self._arrays["sample_ids"], first_chunk)
+        for chunk, digest in enumerate(digests, first_chunk):
             self.write("chunk_digests", np.frombuffer(digest, np.uint8)[None], chunk)
             yield chunk + 1
 
@@ -102,14 +101,14 @@ class PlanFileWriter:
           values: microbatches_per_step, overlong, num_dropped and num_truncated.
         """
         arrays = _map_arrays(self._path, self._arrays)
-        ids = arrays["sample_ids"]
-        starts = range(0, len(ids), DIGEST_CHUNK)
+        ids = self._arrays["sample_ids"]
+        num_chunks = len(arrays["chunk_digests"])
         digest = _digest(values["microbatches_per_step"], arrays)
         header = values | {
             "format_version": _FORMAT_VERSION,
             "digest": digest,
             "checksum": _checksum(digest, arrays, values),
-            "largest_id": max(int(read_slice(ids, i, min(i + DIGEST_CHUNK, len(ids))).max()) for i in starts),
+            "largest_id": max(int(_read_chunk(self._path, ids, i).max()) for i in range(num_chunks)),
             "num_bytes": self.num_bytes,
             "changed_ns": time.time_ns() // 1000 * 1000,  # not all file systems keep nanoseconds
             "arrays": self._arrays,
@@ -144,11 +143,13 @@ class PlanFile(NamedTuple):
         Raises:
           ValueError: some differ; the message lists the chunks of sample ids and their steps.
         """
+        if _read_header(self.path) != self.header:
+            raise UserError(f"{self.path} was replaced since it was opened")
         ids, offsets = self.arrays["sample_ids"], self.arrays["step_offsets"]
         bar = progress_bar(total=len(ids), desc="verify plan", unit="sample", unit_scale=True, progress=progress)
         damaged = []
         with bar as shown:
-            for chunk, digest in enumerate(_chunk_digests(ids, 0)):
+            for chunk, digest in enumerate(_chunk_digests(self.path, self.header["arrays"]["sample_ids"], 0)):
                 first, end = chunk * DIGEST_CHUNK, min((chunk + 1) * DIGEST_CHUNK, len(ids))
                 if digest != self.arrays["chunk_digests"][chunk].tobytes():
                     steps = np.searchsorted(offsets, [first, end - 1], side="right") - 1
@@ -188,9 +189,18 @@ def open_plan_file(path: Path) -> PlanFile:
     Raises:
       ValueError: it is damaged, incomplete, or of another version; the message says which.
     """
+    header, found = _read_header(path), path.stat()
+    if found.st_size != header["num_bytes"]:
+        raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
+    opened = PlanFile(path.absolute(), header, _map_arrays(path, header["arrays"]))
+    if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
+        opened.verify(progress=False)
+    return opened
+
+
+def _read_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         begin = file.read(_HEADER_BYTES)
-        found = os.fstat(file.fileno())
     text = begin[len(_MAGIC) + _HASH_BYTES :]
     if len(begin) < _HEADER_BYTES or hashlib.sha256(text).digest() != begin[len(_MAGIC) :][:_HASH_BYTES]:
         raise UserError(f"{path} is refused: its header is damaged")
@@ -198,27 +208,29 @@ def open_plan_file(path: Path) -> PlanFile:
     if header["format_version"] != _FORMAT_VERSION:
         version = reprlib.repr(header["format_version"])
         raise UserError(f"{path} is refused: its format_version is {version}, this library reads {_FORMAT_VERSION}")
-    if found.st_size != header["num_bytes"]:
-        raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
-    opened = PlanFile(path, header, _map_arrays(path, header["arrays"]))
-    if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
-        opened.verify(progress=False)
-    return opened
+    return header
 
 
 def _map_arrays(path: Path, arrays: dict[str, dict[str, Any]]) -> Arrays:
-    return {
-        name: np.memmap(path, array["dtype"], "r", array["offset"], tuple(array["shape"]))
-        for name, array in arrays.items()
-    }
+    content = np.memmap(path, np.uint8, "r")  # one map, since each holds a descriptor
+    return {name: _part_of(content, **array) for name, array in arrays.items()}
 
 
-def _chunk_digests(ids: Int64[np.ndarray, " n"], first_chunk: int) -> Iterator[bytes]:
-    def digest(chunk: int) -> bytes:
-        start = chunk * DIGEST_CHUNK
-        return chunk_digest(read_slice(ids, start, min(start + DIGEST_CHUNK, len(ids))))
+def _part_of(content: np.ndarray, dtype: str, shape: list[int], offset: int) -> np.ndarray:
+    num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
+    return content[offset : offset + num_bytes].view(dtype).reshape(shape)
 
-    return run_ahead(digest, range(first_chunk, -(-len(ids) // DIGEST_CHUNK)))
+
+def _read_chunk(path: Path, ids: dict[str, Any], chunk: int) -> Int64[np.ndarray, " c"]:
+    """A chunk of the sample ids; a map would keep them in memory."""
+    start, end = chunk * DIGEST_CHUNK, min((chunk + 1) * DIGEST_CHUNK, ids["shape"][0])
+    dtype = np.dtype(ids["dtype"])
+    return np.fromfile(path, dtype, end - start, offset=ids["offset"] + start * dtype.itemsize)
+
+
+def _chunk_digests(path: Path, ids: dict[str, Any], first_chunk: int) -> Iterator[bytes]:
+    chunks = range(first_chunk, -(-ids["shape"][0] // DIGEST_CHUNK))
+    return run_ahead(lambda chunk: chunk_digest(_read_chunk(path, ids, chunk)), chunks)
 
 
 def _digest(microbatches_per_step: int, arrays: Arrays) -> str:

@@ -15,9 +15,8 @@ import numpy as np
 from jaxtyping import Int64, Integer, Shaped
 
 from jvarlen._common.files import read_slice
-from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.grouping import BucketTable, sum_segments
-from jvarlen.planning.lengths import LengthHistogram, ends_to_offsets
+from jvarlen.planning.lengths import LengthHistogram
 from jvarlen.planning.on_disk.columns import Column, Columns, PartFiles
 from jvarlen.planning.order import random_keys, stable_argsort
 
@@ -275,8 +274,11 @@ class Grouped:
         """The place of the last sample of each step; None where places are not kept."""
         if self._places is None:
             return None
-        with self._places.mapped() as places:
-            return places[offsets[1:] - 1].astype(np.int64)
+        last = np.empty(len(offsets) - 1, np.int64)
+        for first, end in itertools.pairwise(cut_steps(offsets).tolist()):
+            places = self._places.read(offsets[first], offsets[end])
+            last[first:end] = places[offsets[first + 1 : end + 1] - 1 - offsets[first]]
+        return last
 
     def num_tokens(self, offsets: Int64[np.ndarray, " S_plus_1"]) -> Int64[np.ndarray, " S"]:
         """int64[S], the tokens of each step."""
@@ -293,9 +295,7 @@ class Grouped:
         """The sample ids of some steps, one after the other."""
         if (np.diff(taken) == 1).all():
             return self._ids.read(offsets[taken[0]], offsets[taken[-1] + 1]).astype(np.int64)
-        ends = ends_to_offsets(np.cumsum(np.diff(offsets)[taken]))
-        with self._ids.mapped() as ids:
-            return take_segments(ids, offsets, taken, ends).astype(np.int64)
+        return self._ids.read_segments(offsets[taken], np.diff(offsets)[taken]).astype(np.int64)
 
     @property
     def row_bytes(self) -> int:

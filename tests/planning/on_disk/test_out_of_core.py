@@ -41,7 +41,7 @@ def check_equal(on_disk, in_memory):
     assert on_disk.largest_id == in_memory.largest_id
     for name in ("sample_ids", "step_bucket", "step_offsets", "num_tokens"):
         np.testing.assert_array_equal(getattr(on_disk, name), getattr(in_memory, name), err_msg=name)
-    for name in ("microbatches_per_step", "overlong", "num_dropped", "num_truncated"):
+    for name in ("microbatches_per_step", "onset_spacing", "overlong", "num_dropped", "num_truncated"):
         assert getattr(on_disk, name) == getattr(in_memory, name)
 
 
@@ -62,14 +62,19 @@ def test_the_plan_on_disk_is_the_one_in_memory(tmp_path_factory, data):
     arguments = {
         "microbatches_per_step": M,
         "order": data.draw(st.sampled_from(ORDERS)),
-        "block_size": data.draw(st.none() | st.sampled_from([1, 7, 100, 1000])),
+        "block_size": data.draw(st.none() | st.sampled_from([1, np.int64(7), 100, 1000])),
         "seed": data.draw(st.integers(0, 5)),
         "shuffle_steps": data.draw(st.booleans()),
         "longest_first": data.draw(st.booleans()),
         "onset_spacing": data.draw(st.integers(0, 2)),
         "overlong": overlong,
     }
-    out = tmp_path_factory.mktemp("plans") / "plan"
+    directory = tmp_path_factory.mktemp("plans")
+    out = directory / "plan"
+    if data.draw(st.booleans()):
+        source = tmp_path_factory.mktemp("lengths") / "lengths.npy"
+        np.save(source, lengths)
+        lengths = np.load(source, mmap_mode="r")
     if overlong == "drop" and (lengths > buckets[-1].length).all():
         with pytest.raises(ValueError, match="leaves no sample"):
             make_plan(lengths, buckets, out=out, progress=False, **arguments)
@@ -87,9 +92,13 @@ def test_an_interrupted_plan_goes_on_where_it_was(order, block_size, lengths_fil
     arguments = {"order": order, "block_size": block_size, "seed": 3}
     commit, done = out_of_core._Kept.commit, []
 
-    def interrupted(self, stage, piece, *sizes):
+    def interrupted(self, stage, piece, *others):
         done.append((stage, piece))
-        commit(self, stage, piece, *sizes)
+        if len(done) % 7 == 0:  # what the piece wrote is there, but does not count
+            done.pop()
+            done.append((stage, None))
+            raise KeyboardInterrupt
+        commit(self, stage, piece, *others)
         if len(done) % 5 == 0:
             raise KeyboardInterrupt
 
@@ -101,8 +110,51 @@ def test_an_interrupted_plan_goes_on_where_it_was(order, block_size, lengths_fil
         except KeyboardInterrupt:
             assert not (tmp_path / "plan").exists()
     assert len(done) > 20
-    assert len(set(done)) == len(done)  # nothing was done twice
+    counted = [each for each in done if each[1] is not None]
+    assert len(set(counted)) == len(counted)  # nothing was done twice
     check_equal(plan, make_plan(np.asarray(lengths_file), buckets, **arguments))
+
+
+def test_a_call_that_dies_when_the_plan_has_its_name_leaves_the_plan_whole(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200)
+
+    delete = shutil.rmtree
+
+    def dying(directory):
+        if directory.name == ".plan.part":
+            raise KeyboardInterrupt
+        delete(directory)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(out_of_core.shutil, "rmtree", dying)
+        with pytest.raises(KeyboardInterrupt):
+            make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    expected = make_plan(np.asarray(lengths_file), buckets)
+    check_equal(Plan.load(tmp_path / "plan"), expected)
+    check_equal(make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False), expected)
+
+
+def test_what_was_written_before_the_machine_was_started_again_does_not_count(lengths_file, tmp_path, monkeypatch):
+    buckets = make_buckets(lengths_file, 200)
+    interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch)
+    ids = tmp_path / ".plan.part" / "grouped" / "ids"
+    ids.write_bytes(bytes(ids.stat().st_size))
+    monkeypatch.setattr(out_of_core, "_boot", lambda: "another")
+    plan = make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+    check_equal(plan, make_plan(np.asarray(lengths_file), buckets))
+
+
+def test_other_maps_than_of_a_whole_file_are_read_as_arrays(lengths_file, tmp_path, monkeypatch):
+    private = np.load(lengths_file.filename, mmap_mode="c")
+    private[:] = np.minimum(private, 20)
+    for lengths in (private, lengths_file[100:], lengths_file[::2], lengths_file.astype(">u2")):
+        buckets = make_buckets(lengths, 200)
+        assert buckets == make_buckets(np.array(lengths), 200)
+        plan = make_plan(lengths, buckets, out=tmp_path / "plan", progress=False)
+        check_equal(plan, make_plan(np.array(lengths), buckets))
+    interrupt(lengths_file[:250], buckets, tmp_path / "plan", monkeypatch)
+    with pytest.raises(ValueError, match="the lengths changed since planning began"):
+        make_plan(lengths_file[250:], buckets, out=tmp_path / "plan", progress=False)
 
 
 def interrupt(lengths, buckets, out, monkeypatch, **arguments):
@@ -133,10 +185,15 @@ def test_a_lengths_file_that_changed_is_named(lengths_file, tmp_path, monkeypatc
         os.utime(lengths_file.filename)
         write(*arguments)
 
-    monkeypatch.setattr(out_of_core, "_write_ids", changing)
-    with pytest.raises(ValueError, match="the lengths changed while they were planned"):
-        make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
-    assert not (tmp_path / "plan").exists()
+    def shortening(*arguments):
+        os.truncate(lengths_file.filename, 200)
+        raise IndexError("as from a file that has become too short")
+
+    for change in (changing, shortening):
+        monkeypatch.setattr(out_of_core, "_write_ids", change)
+        with pytest.raises(ValueError, match="the lengths changed while they were planned"):
+            make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False)
+        assert os.listdir(tmp_path) == ["lengths.npy"]
 
 
 def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(lengths_file, tmp_path, monkeypatch):
@@ -184,6 +241,9 @@ def test_only_one_process_writes_a_plan(lengths_file, tmp_path, monkeypatch):
         ({"order": np.array([1, 0, 2])}, "out is for samples of one length, in an order by name"),
         ({"difficulty": [3, 2, 1]}, "out is for samples of one length"),
         ({"block_size": 0}, "block_size"),
+        ({"lengths": 5}, "1-D"),
+        ({"lengths": []}, "empty"),
+        ({"lengths": [1.5]}, "integers"),
     ],
 )
 def test_wrong_input_is_listed_and_leaves_nothing(change, message, tmp_path):
@@ -209,7 +269,7 @@ def test_what_is_kept_of_a_finished_stage_is_deleted(lengths_file, tmp_path, mon
     interrupt(lengths_file, make_buckets(lengths_file, 200), tmp_path / "plan", monkeypatch, order="shuffle")
     kept = tmp_path / ".plan.part"
     assert not (kept / "by_key").exists()
-    assert json.loads((kept / "state.json").read_text())["done"].keys() == {"shuffle", "group by bucket"}
+    assert json.loads((kept / "state.json").read_text())["done"].keys() == {"histogram", "shuffle", "group by bucket"}
 
 
 def test_long_lengths_are_counted():

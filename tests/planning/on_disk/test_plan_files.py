@@ -83,10 +83,8 @@ def test_what_is_no_whole_file_is_refused(path, tmp_path):
     ):
         (tmp_path / "other").write_bytes(content)
         for read in (Plan.load, torch_ref.Plan.load):
-            with pytest.raises(ValueError, match=r"other|header"):
+            with pytest.raises(ValueError, match=message if read == Plan.load else "damaged|cut"):
                 read(tmp_path / "other")
-        with pytest.raises(ValueError, match=message):
-            Plan.load(tmp_path / "other")
 
 
 def test_the_reference_reads_the_same_plan(path):
@@ -106,6 +104,11 @@ def test_another_process_opens_the_file_instead_of_copying_the_arrays(path):
     pickled = pickle.dumps(Plan.load(path))
     assert len(pickled) < 500
     assert pickle.loads(pickled).digest == Plan.load(path).digest
+    plan = Plan.load(path)
+    make_plan(LENGTHS, BUCKETS, out=path, progress=False)  # in its place
+    for use in (lambda: pickle.loads(pickled), lambda: plan.verify(progress=False)):
+        with pytest.raises(ValueError, match=r"was replaced .*since it was opened"):
+            use()
     in_memory = make_plan(LENGTHS, BUCKETS)
     assert pickle.loads(pickle.dumps(in_memory)).digest == in_memory.digest
 
