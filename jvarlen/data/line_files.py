@@ -17,6 +17,7 @@ from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.planning._kernels import in_parts
 
 
 def _json_loads(line: bytes | memoryview) -> Any:
@@ -71,7 +72,7 @@ class LineDataset:
         if not self._num_bytes:
             raise UserError(f"{path} is empty: at least one line is needed")
         self._bytes = _map(path)
-        self._starts, self._ends = _find_lines(self._bytes)
+        self._starts, self._ends = _find_lines(path, self._num_bytes)
         if field is None:
             self._ends -= self._bytes[self._ends - 1] == _RETURN
             self._ends = np.maximum(self._ends, self._starts)
@@ -162,13 +163,26 @@ def _map(path: Path) -> UInt8[np.ndarray, " total"]:
     return np.memmap(path, np.uint8, "r").view(np.ndarray)  # slices of a memmap are slow
 
 
-def _find_lines(data: UInt8[np.ndarray, " total"]) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
+def _find_lines(path: Path, num_bytes: int) -> tuple[Int64[np.ndarray, " N"], Int64[np.ndarray, " N"]]:
     """Where every line starts, and where its newline is; the last line needs none."""
-    newlines = []
-    for start in range(0, len(data), _CHUNK_BYTES):
-        raise_if_interrupted()
-        newlines.append(np.flatnonzero(data[start : start + _CHUNK_BYTES] == _NEWLINE) + start)
-    ends = np.concatenate(newlines if data[-1] == _NEWLINE else [*newlines, [len(data)]])
+    found: dict[int, Int64[np.ndarray, " n"]] = {}  # by where they were looked for
+
+    def look(start: int, end: int) -> None:
+        buffer = np.empty(_CHUNK_BYTES, np.uint8)
+        with path.open("rb", buffering=0) as file:  # read: mapping pages takes longer
+            file.seek(start)
+            while start < end:
+                raise_if_interrupted()
+                num_read = file.readinto(memoryview(buffer.data)[: end - start])
+                if not num_read:
+                    raise UserError(f"{path} has changed: it had {num_bytes:,} bytes")
+                found[start] = np.flatnonzero(buffer[:num_read] == _NEWLINE) + start
+                start += num_read
+
+    in_parts(look, num_bytes)
+    ends = np.concatenate([found[start] for start in sorted(found)])
+    if not len(ends) or ends[-1] != num_bytes - 1:
+        ends = np.append(ends, num_bytes)
     return np.concatenate([[0], ends[:-1] + 1]), ends
 
 
