@@ -236,7 +236,7 @@ class _Kept:
         if not self.done("histogram"):
             np.save(path, np.stack(length_histogram(lengths)))
             self.commit("histogram", 1, 1)
-        return LengthHistogram(*np.load(path))
+        return LengthHistogram(*np.load(path, allow_pickle=False))
 
 
 @contextlib.contextmanager
