@@ -70,7 +70,8 @@ def small_settings(data: Path) -> list[str]:
     return [
         "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
         "--no-progress", "--compile.cache-dir", str(data.parent / "compiled"),
-        "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
+        "--plan.max-tokens", "64", "--plan.max-shapes", "2", "--plan.max-length", "16",
+        "--plan.order", "length_descending",
         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
     ]  # fmt: skip
 

@@ -70,8 +70,8 @@ def compile_buckets(
     Args:
       step_fn: `step_fn(state, batch) -> (state, metrics)`: plain, not jitted. The state keeps its structure and shapes.
       state: a pytree of arrays, or of `jax.ShapeDtypeStruct`.
-      buckets: (rows, length) pairs, lengths strictly ascending (with `when="behind"` in any order); or (rows, source
-        length, target length); or a plan, whose padding is then shown in the ledger.
+      buckets: (rows, length) pairs of different lengths; or (rows, source length, target length); or a plan, whose
+        padding is then shown in the ledger.
       microbatches_per_step: M; None for the plan's, or 1.
       mesh: batches are sharded over its axis "data"; state that is not placed on a mesh is replicated. None: one
         device. If its devices belong to several processes, these must be all processes, and all of them compile.
@@ -141,9 +141,9 @@ def _order(
     """Buckets in the order of compilation: the largest first, or, behind the steps, second."""
     if plan is None and start_step:
         raise UserError(f"start_step ({start_step}) is a step of a plan, and buckets were given instead of one")
-    if not options.is_behind:
-        return largest_first(check_buckets(shapes))
     ascending = check_buckets(sorted(shapes, key=lambda shape: tuple(shape)[1:]))
+    if not options.is_behind:
+        return largest_first(ascending)
     if plan is None:
         by_shape = {tuple(bucket): bucket for bucket in ascending}
         ordered = [by_shape[tuple(shape)] for shape in shapes]

@@ -1,6 +1,7 @@
 """Compilation: everything before the first step, nothing afterwards; batches that were not planned are rejected."""
 
 import gc
+import itertools
 import json
 import os
 import subprocess
@@ -81,6 +82,11 @@ def test_the_largest_is_compiled_first(num_threads):
     ledger = compile_count(num_threads=num_threads).ledger
     assert [row.bucket for row in ledger] == LARGEST_FIRST
     assert all(row.lower_s > 0 and row.compile_s > 0 and not row.cache_hit for row in ledger)
+
+
+def test_the_largest_is_compiled_first_in_whatever_order_shapes_come():
+    for shapes in itertools.permutations(BUCKETS):
+        assert [row.bucket for row in compile_count(shapes).ledger] == LARGEST_FIRST
 
 
 def test_several_threads_compile_at_once_and_lowering_stays_in_the_callers(monkeypatch):
