@@ -40,9 +40,8 @@ AS_ANY_USER = {
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun: Debian has it in openmpi-bin")
 
 SRUN = """#!/bin/bash
-# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes. If one is killed, the
-# other is, too.
-[ "$1" = --kill-on-bad-exit=1 ] && shift
+# Two tasks on this host, with what Slurm tells them; exits with the highest of their exit codes.
+[ "$1" = --wait=60 ] && shift
 export SLURM_STEP_NODELIST=localhost SLURM_NTASKS=2
 for id in 0 1; do
   SLURM_PROCID=$id SLURM_LOCALID=$id "$@" &
@@ -51,7 +50,6 @@ code=0
 for task in 0 1; do
   wait -n
   ended=$?
-  if [ $ended = 137 ]; then kill -KILL $(jobs -pr) 2>/dev/null; fi
   if [ $ended -gt $code ]; then code=$ended; fi
 done
 exit $code
