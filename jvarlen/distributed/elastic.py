@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import signal
 import socket
@@ -26,18 +27,22 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
+from jvarlen._common.interrupts import exit_code_of_interrupt
 
 __all__ = ["Start", "keep_training"]
 
-_USER_ERROR = 2  # of the command; also of a process that misses another one
+_ERROR = 2  # of the command; also of a process that misses another one
 _INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 # How processes end that are not lost themselves. JAX aborts those that miss another one.
-_NOT_LOST = (0, _USER_ERROR, *_INTERRUPTED, -signal.SIGABRT)
+_NOT_LOST = (0, _ERROR, *_INTERRUPTED, -signal.SIGABRT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _INTERVAL_S = 0.05
 _AT_ONCE_S = 0.2  # within which several are lost together
 _OTHERS_S = 30.0  # for the others to end by themselves after one did: two heartbeat timeouts and some
+_KILLED_S = 10.0  # for killed ones to end; one that waits for a disk may never do
 _RETURN_S = 60.0  # until a lost place is tried again; twice as long each time that it is lost
 _MOST_VAIN_STARTS = 5
+_DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
 _SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
@@ -67,116 +72,126 @@ def keep_training(
 ) -> int:
     """Runs a training of several processes on this host to its end, with those that survive.
 
-    A process is lost if a signal kills it, if it crashes, or if it stands still when the others have ended. The others
-    then start again without it. It comes back after a minute, and after twice as long each further time, or after
-    SIGUSR1 to this process: after the next checkpoint the training is interrupted, with all steps saved, and all start
-    again. Ctrl-C and SIGTERM are passed on. Call it in the main thread.
+    A process is lost if a signal kills it, if it crashes, if it was the first to end where others were then aborted, or
+    if it stands still: 30 s after the first has ended, all must have. The others then start again without it. It comes
+    back after a minute, and after twice as long each further time, or after SIGUSR1 to this process: once something
+    new is saved, the training is interrupted, with all steps saved, and all start again. Ctrl-C and SIGTERM are passed
+    on once; a second one kills the processes. Call it in the main thread.
 
     Args:
       run: trains, and returns an exit code. It runs in every process, a fork of this one, which may not have used a
-        device. It resumes what an earlier start has begun, and returns, as `jvarlen train` does, 143 after SIGTERM,
-        with all saved, and 2 for an error that starting again does not mend.
+        device. It resumes what an earlier start has begun. As `jvarlen train` does, it returns 143 after SIGTERM, with
+        all saved, and 2 for an error. If all processes return 2, they start again if this start has saved something.
       num_processes: to start with.
       progress: returns something that is new once more is saved, such as the names of the checkpoints.
       survivors: how many processes train when so many are alive, such as those of a `surviving_layout`. It raises
         ValueError if too few are. None: all.
-      devices_per_process: GPUs of each process, which `JAX_LOCAL_DEVICE_IDS` tells JAX unless it is set already.
+      devices_per_process: GPUs of each process, from `JAX_LOCAL_DEVICE_IDS` if it is set.
 
     Returns:
       The exit code of the training: 0; 130 or 143 after an interrupt; 2 for an error of all processes.
 
     Raises:
-      ValueError: fewer processes are alive than any layout can use, or several starts in a row saved nothing new.
+      ValueError: fewer processes are alive than any layout can use; several starts in a row saved nothing new;
+        `survivors` returned more than are alive, or none; or `JAX_LOCAL_DEVICE_IDS` has too few devices.
     """
     check_at_least_one(num_processes=num_processes, devices_per_process=devices_per_process)
-    places, num_vain, is_again = _Places(num_processes), 0, False
-    num_for = survivors or (lambda alive: alive)
-    with _remembered_signals() as signals:
-        while True:
+    devices = _devices_of_places(num_processes, devices_per_process)
+    places, num_vain, cause = _Places(num_processes), 0, ""
+
+    def num_for(alive: int) -> int:
+        size = alive if survivors is None else survivors(alive)
+        if not 1 <= size <= alive:
+            raise UserError(f"survivors({alive}) must be from 1 to {alive}, not {size}")
+        return size
+
+    with _remembered_signals(places) as interrupts:
+        while not interrupts:
             alive, saved = places.alive(), progress()
-            size = num_for(len(alive))
-
-            def has_more(alive: Sequence[int] = alive, saved: object = saved, size: int = size) -> bool:
-                if signals.take(signal.SIGUSR1):
-                    places.return_now()
-                num_returned = len(places.returned())
-                # Not before something is saved: what returns may be lost again.
-                return num_returned > 0 and num_for(len(alive) + num_returned) > size and progress() != saved
-
-            with _started(run, alive[:size], devices_per_process, is_again) as group:
-                ended = _watch(group, signals, has_more)
-            is_again = True
-            if ended.code is not None:
-                return ended.code
-            if not ended.lost:
-                places.take_back()
-                _say(f"trains on {num_for(len(places.alive()))} of {num_processes} processes again")
-                continue
-            num_vain = num_vain + 1 if progress() == saved else 0
-            lost = list_first([f"process {each} {_how(code)}" for each, code in ended.lost.items()], "; ")
-            if num_vain == _MOST_VAIN_STARTS:
-                raise UserError(f"{num_vain} starts in a row have saved nothing new; the last: {lost}")
-            if len(ended.lost) < size:  # where all are, it was no fault of a place
-                places.lose([alive[each] for each in ended.lost])
             try:
-                size = num_for(len(places.alive()))
-            except UserError as error:
-                raise UserError(f"{lost}: {error}") from error
-            _say(f"{lost}; goes on from the last checkpoint with {size} of {num_processes} processes")
+                size = num_for(len(alive))
+            except ValueError as error:
+                raise UserError(f"{cause}: {error}" if cause else str(error)) from error
+            if cause:
+                _say(f"{cause}; goes on from the last checkpoint with {size} of {num_processes} processes")
+
+            def has_more(num_before: int = len(alive), size: int = size, saved: object = saved) -> bool:
+                num_alive = len(places.alive())
+                # Not before something is saved: what returns may be lost again.
+                return num_alive > num_before and num_for(num_alive) > size and progress() != saved
+
+            used = sorted(alive[:size])
+            with _started(run, [devices[place] for place in used], is_again=cause != "") as group:
+                ended = _watch(group, interrupts, has_more)
+            if ended.is_done:
+                return 0
+            if interrupts:
+                if ended.code not in _INTERRUPTED:
+                    _say("interrupted; steps since the last checkpoint are not saved")
+                break
+            has_saved = progress() != saved
+            if ended.lost:
+                # Where all are lost, it was no fault of a place.
+                places.lose([used[each] for each in ended.lost], stays_away=len(ended.lost) < size)
+            elif not ended.makes_room and not (ended.code == _ERROR and has_saved):
+                return ended.code
+            cause, num_vain = str(ended), 0 if has_saved else num_vain + 1
+            if num_vain == _MOST_VAIN_STARTS:
+                raise UserError(f"{num_vain} starts in a row have saved nothing new; the last: {cause}")
+    return 128 + interrupts[0]
 
 
 class _Places:
-    """Which places are lost, and until when."""
+    """What processes are started on, and which of it is lost until when."""
 
     def __init__(self, number: int):
-        self._returns_at: list[float | None] = [None] * number
+        self._returns_at = [0.0] * number
         self._num_losses = [0] * number
 
     def alive(self) -> list[int]:
-        return [place for place, at in enumerate(self._returns_at) if at is None]
+        """Those that are not lost or have returned; what was lost last comes last."""
+        now = time.monotonic()
+        alive = [place for place, at in enumerate(self._returns_at) if at <= now]
+        return sorted(alive, key=self._returns_at.__getitem__)
 
-    def lose(self, places: Sequence[int]) -> None:
+    def lose(self, places: Sequence[int], *, stays_away: bool) -> None:
         for place in places:
-            self._returns_at[place] = time.monotonic() + _RETURN_S * 2 ** self._num_losses[place]
-            self._num_losses[place] += 1
+            wait_s = _RETURN_S * 2 ** self._num_losses[place] if stays_away else 0.0
+            self._returns_at[place] = time.monotonic() + wait_s
+            self._num_losses[place] += stays_away
 
     def return_now(self) -> None:
-        self._returns_at = [None if at is None else 0.0 for at in self._returns_at]
-
-    def returned(self) -> list[int]:
-        """Lost ones that are to be tried again."""
         now = time.monotonic()
-        return [place for place, at in enumerate(self._returns_at) if at is not None and at <= now]
-
-    def take_back(self) -> None:
-        for place in self.returned():
-            self._returns_at[place] = None
+        self._returns_at = [min(at, now) for at in self._returns_at]
 
 
-class _Signals:
-    """Signals that came and are not yet dealt with."""
-
-    def __init__(self) -> None:
-        self._came: list[int] = []
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._came.append(number)
-
-    def take(self, *numbers: int) -> list[int]:
-        """Those of these numbers, each time that they came."""
-        taken = [number for number in self._came if number in numbers]
-        for number in taken:
-            self._came.remove(number)
-        return taken
+def _devices_of_places(num_processes: int, devices_per_process: int) -> list[str]:
+    """The numbers of the GPUs of each place, as `JAX_LOCAL_DEVICE_IDS` has them."""
+    num_devices = num_processes * devices_per_process
+    given = os.environ.get(_DEVICE_IDS)
+    ids = given.split(",") if given else list(map(str, range(num_devices)))
+    if len(ids) < num_devices:
+        raise UserError(
+            f"{_DEVICE_IDS} ({given}) has {len(ids)} devices, and {num_processes} processes of {devices_per_process} "
+            f"take {num_devices}"
+        )
+    return [",".join(ids[first : first + devices_per_process]) for first in range(0, num_devices, devices_per_process)]
 
 
 @contextlib.contextmanager
-def _remembered_signals() -> Iterator[_Signals]:
-    signals = _Signals()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, signals) for number in numbers}
+def _remembered_signals(places: _Places) -> Iterator[list[int]]:
+    """A block in which each SIGINT and SIGTERM is appended to a list, and SIGUSR1 brings all places back."""
+    interrupts: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            places.return_now()
+        else:
+            interrupts.append(number)
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
-        yield signals
+        yield interrupts
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -185,131 +200,172 @@ def _remembered_signals() -> Iterator[_Signals]:
 class _Process:
     """A fork of this process that calls a function, whose result is its exit code."""
 
-    def __init__(self, run: Callable[[], int], local_device_ids: str):
+    def __init__(self, run: Callable[[], int], device_ids: str):
         self._code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _be(run, local_device_ids)
+        supervisor = os.getpid()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until the fork has handlers of its own
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _be(run, device_ids, supervisor)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def poll(self) -> int | None:
         """Its exit code, or the negative number of the signal that ended it; None while it runs."""
-        return self._wait(os.WNOHANG)
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._kill_group()  # at once: later its number may be another one's
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kills it, with the processes that read for it."""
+        if self.poll() is None:
+            self._kill_group()
+            self.send_signal(signal.SIGKILL)  # if it has no group of its own yet
+
+    def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.send_signal(signal.SIGKILL)  # if it has no group of its own yet
-        self._wait(0)
-
-    def _wait(self, options: int) -> int | None:
-        if self._code is None:
-            pid, status = os.waitpid(self.pid, options)
-            self._code = os.waitstatus_to_exitcode(status) if pid else None
-        return self._code
 
 
-def _be(run: Callable[[], int], local_device_ids: str) -> NoReturn:
+def _be(run: Callable[[], int], device_ids: str, supervisor: int) -> NoReturn:
     """What a fork does, until it ends as a program does."""
     code = 1
     try:
         os.setpgid(0, 0)  # a terminal's Ctrl-C is for the supervisor, which passes it on
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)  # it saves and ends if the supervisor is killed
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGTERM)  # it saves and ends if the supervisor is killed
+            if os.getppid() != supervisor:  # before that
+                os.kill(os.getpid(), signal.SIGTERM)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.setdefault("JAX_LOCAL_DEVICE_IDS", local_device_ids)
-        code = run()
+        os.environ[_DEVICE_IDS] = device_ids
+        returned = run()
+        if not isinstance(returned, int):
+            raise TypeError(f"run must return an exit code, not {returned!r}")
+        code = returned
+    except KeyboardInterrupt:
+        code = exit_code_of_interrupt()
+    except SystemExit as exited:
+        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     except BaseException as error:
         traceback.print_exc()
         sys.last_value = error  # as at the end of a program: what bounds its wait for others reads it
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it
-            stream.flush()
-    os._exit(code)
+    finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # closed, or nobody reads it
+                stream.flush()
+        os._exit(code)
 
 
 @contextlib.contextmanager
-def _started(
-    run: Callable[[Start], int], places: Sequence[int], devices_per_process: int, is_again: bool
-) -> Iterator[list[_Process]]:
+def _started(run: Callable[[Start], int], device_ids: Sequence[str], *, is_again: bool) -> Iterator[list[_Process]]:
     """A block in which processes run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
     group: list[_Process] = []
-    try:
-        for process_id, place in enumerate(places):
-            first = place * devices_per_process
-            devices = ",".join(map(str, range(first, first + devices_per_process)))
-            start = Start(coordinator, len(places), process_id, is_again)
-            group.append(_Process(functools.partial(run, start), devices))
-        yield group
-    finally:
-        for process in group:
-            process.end()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # process 0 shares the port, and nobody else
+        held.bind(("127.0.0.1", 0))
+        coordinator = f"127.0.0.1:{held.getsockname()[1]}"
+        try:
+            for process_id, ids in enumerate(device_ids):
+                start = Start(coordinator, len(device_ids), process_id, is_again)
+                group.append(_Process(functools.partial(run, start), ids))
+            yield group
+        finally:
+            _end(group)
+
+
+def _end(group: Sequence[_Process]) -> None:
+    """Kills all, and waits for them, but not for ever."""
+    for process in group:
+        process.kill()
+    deadline = time.monotonic() + _KILLED_S
+    while running := [process.pid for process in group if process.poll() is None]:
+        if time.monotonic() > deadline:
+            _say(f"killed processes do not end, as while they wait for a disk: {list_first(running)}")
+            break
+        time.sleep(0.01)
 
 
 class _Ended(NamedTuple):
     """How processes have ended.
 
     Attributes:
-      code: the exit code of the training; None if it is to go on.
-      lost: exit codes of lost processes by number, None for one that stood still; empty if lost ones are to come back.
+      size: how many there were.
+      codes: exit codes of those that have ended by themselves, by number, in the order in which they have.
+      was_stopped: whether they were told to stop because more can train.
     """
 
-    code: int | None
-    lost: Mapping[int, int | None]
+    size: int
+    codes: Mapping[int, int]
+    was_stopped: bool
+
+    @property
+    def code(self) -> int:
+        """The exit code of the training, if no process is lost."""
+        return max(self.codes.values(), default=0)
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.codes) == self.size and not any(self.codes.values())
+
+    @property
+    def makes_room(self) -> bool:
+        return self.was_stopped and self.code in _INTERRUPTED
+
+    @property
+    def lost(self) -> dict[int, int | None]:
+        """Exit codes of lost processes by number, None for one that stands still."""
+        codes = self.codes
+        lost: dict[int, int | None] = {each: code for each, code in sorted(codes.items()) if code not in _NOT_LOST}
+        lost = lost or {each: None for each in range(self.size) if each not in codes}
+        if not lost and -signal.SIGABRT in codes.values() and self.code not in _INTERRUPTED:
+            # All have ended, some because they missed another: the first one.
+            first = next(each for each, code in codes.items() if code)
+            lost = {first: codes[first]}
+        return lost
+
+    def __str__(self) -> str:
+        if self.makes_room:
+            return "takes lost processes back"
+        lost = [f"process {each} {_how(code)}" for each, code in self.lost.items()]
+        return list_first(lost or [f"all processes {_how(self.code)}"], "; ")
 
 
-def _watch(group: Sequence[_Process], signals: _Signals, has_more: Callable[[], bool]) -> _Ended:
-    """Waits until processes have ended or one is lost."""
-    is_interrupted = makes_room = False
-    first_end: float | None = None
-    while len(codes := _codes(group)) < len(group) and not _lost_in(codes):
-        for number in signals.take(signal.SIGINT, signal.SIGTERM):
-            is_interrupted = True
-            for process in group:
-                process.send_signal(number)
-        if codes and not is_interrupted:
-            first_end = first_end or time.monotonic()
-            if time.monotonic() - first_end > _OTHERS_S:
-                break
-        if not (codes or is_interrupted or makes_room) and has_more():
-            makes_room = True
-            group[0].send_signal(signal.SIGTERM)  # all stop together
+def _watch(group: Sequence[_Process], interrupts: Sequence[int], has_more: Callable[[], bool]) -> _Ended:
+    """Waits until all have ended, or those that have not will not by themselves."""
+    codes: dict[int, int] = {}
+    deadline, was_told, was_stopped = math.inf, False, False
+    while True:
+        for number, process in enumerate(group):
+            if number not in codes and (code := process.poll()) is not None:
+                codes[number] = code
+                deadline = min(deadline, time.monotonic() + (_OTHERS_S if code in _NOT_LOST else _AT_ONCE_S))
+        if len(codes) == len(group) or time.monotonic() > deadline or len(interrupts) > 1:
+            return _Ended(len(group), codes, was_stopped)
+        if not was_told and (interrupts or (not codes and has_more())):
+            was_told, was_stopped = True, not interrupts
+            if was_stopped:
+                _say("lost processes can return: saves, and starts again by itself")
+                group[0].send_signal(signal.SIGTERM)  # all stop together
+            else:
+                for process in group:
+                    process.send_signal(interrupts[0])
         time.sleep(_INTERVAL_S)
-    if _lost_in(codes):
-        time.sleep(_AT_ONCE_S)
-        codes = _codes(group)
-    lost: dict[int, int | None] = _lost_in(codes)
-    if not lost:  # some miss others: those that stand still, or else those that ended in a way of their own
-        lost = {each: None for each in range(len(group)) if each not in codes}
-        lost = lost or {each: code for each, code in codes.items() if code == -signal.SIGABRT}
-    if lost and not is_interrupted:
-        return _Ended(None, lost)
-    if makes_room and not is_interrupted and any(code in _INTERRUPTED for code in codes.values()):
-        return _Ended(None, {})
-    return _Ended(max(map(abs, codes.values())), {})
-
-
-def _codes(group: Sequence[_Process]) -> dict[int, int]:
-    """Exit codes of the processes that have ended, by number."""
-    return {each: code for each, process in enumerate(group) if (code := process.poll()) is not None}
-
-
-def _lost_in(codes: Mapping[int, int]) -> dict[int, int | None]:
-    return {each: code for each, code in codes.items() if code not in _NOT_LOST}
 
 
 def _how(code: int | None) -> str:

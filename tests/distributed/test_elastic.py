@@ -3,9 +3,12 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jvarlen.distributed import elastic
+from jvarlen.distributed.elastic import keep_training
 from tests import forks
 
 PROGRAM = Path(__file__).parents[1] / "run_elastic.py"
@@ -27,13 +30,24 @@ pytestmark = pytest.mark.multiprocess
     ("case", "code", "places"),
     [
         ("ends", 0, [[0, 1, 2, 3]]),
+        ("is given GPUs", 0, [[9, 7, 5, 3]]),
         ("is wrong", 2, [[0, 1, 2, 3]]),
+        ("exits", 0, [[0, 1, 2, 3]]),
         ("loses one", 0, [[0, 1, 2, 3], [0, 1]]),
         ("loses process 0", 0, [[0, 1, 2, 3], [1, 2]]),
         ("is aborted", 0, [[0, 1, 2, 3], [0, 2]]),
+        ("fails alone", 0, [[0, 1, 2, 3], [0, 2]]),
+        ("stalls", 0, [[0, 1, 2, 3], [0, 1, 2, 3]]),
         ("stands still", 0, [[0, 1, 2, 3], [0, 2]]),
-        ("is stopped", 143, [[0, 1, 2, 3]]),
+        ("loses the only one", 0, [[0], [1]]),
+        ("loses one after others have returned", 0, [[0, 1, 2, 3], [0, 1], [0, 2]]),
         ("comes back", 0, [[0, 1, 2, 3], [0, 1], [0, 1, 2, 3]]),
+        ("is stopped as it comes back", 143, [[0, 1, 2, 3], [0, 1]]),
+        ("is stopped", 143, [[0, 1, 2, 3]]),
+        ("is stopped as it starts", 130, [[0, 1, 2, 3]]),
+        ("is stopped while one stands still", 143, [[0, 1, 2, 3]]),
+        ("is stopped twice", 143, [[0, 1, 2, 3]]),
+        ("is killed", "killed", [[0, 1, 2, 3]]),
     ],
 )
 def test_a_training_goes_on_with_those_that_survive(outcomes, case, code, places):
@@ -47,6 +61,9 @@ def test_starts_that_save_nothing_come_to_an_end(outcomes):
     assert len(outcomes["crashes"]["places"]) == 5
     assert not outcomes["crashes"]["running"]
     assert "LookupError: of the test" in outcomes["said"]
+    assert outcomes["returns nothing"]["code"].startswith("5 starts in a row have saved nothing new")
+    assert not outcomes["returns nothing"]["running"]
+    assert "TypeError: run must return an exit code, not None" in outcomes["said"]
 
 
 def test_too_few_survivors_are_named_and_nothing_runs_on(outcomes):
@@ -61,4 +78,26 @@ def test_each_loss_is_said_with_how_many_go_on(outcomes):
     said = outcomes["said"]
     assert "jvarlen: process 2 was killed by SIGKILL; goes on from the last checkpoint with 2 of 4 processes" in said
     assert "jvarlen: process 1 stands still; goes on" in said
-    assert "jvarlen: trains on 4 of 4 processes again" in said
+    returned = "takes lost processes back; goes on from the last checkpoint with 4 of 4 processes"
+    assert f"jvarlen: {returned}" in said
+
+
+def test_no_process_is_told_twice_to_stop(outcomes):
+    assert "was told" not in outcomes["said"]
+
+
+def test_survivors_are_some_of_those_alive():
+    with pytest.raises(ValueError, match=r"survivors\(2\) must be from 1 to 2, not 3"):
+        keep_training(lambda start: 0, 2, progress=list, survivors=lambda alive: alive + 1)
+
+
+def test_too_few_gpus_for_all_processes_are_named(monkeypatch):
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1,2")
+    with pytest.raises(ValueError, match=r"\(0,1,2\) has 3 devices, and 2 processes of 2 take 4"):
+        keep_training(lambda start: 0, 2, progress=list, devices_per_process=2)
+
+
+def test_a_killed_process_that_does_not_end_is_not_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(elastic, "_KILLED_S", 0.0)
+    elastic._end([SimpleNamespace(pid=7, kill=lambda: None, poll=lambda: None)])
+    assert "killed processes do not end, as while they wait for a disk: 7" in capsys.readouterr().err
