@@ -103,8 +103,15 @@ def _train_elastically(config: FitConfig, shows_traceback: bool) -> int:
     import jvarlen.runs.fit  # noqa: F401  # once, for all processes
     from jvarlen.distributed.elastic import Start, keep_training
     from jvarlen.distributed.layout import Layout, surviving_layout
+    from jvarlen.runs.config import AUTO
 
+    if config.parallel == AUTO:
+        raise UserError(
+            f"parallel auto would choose anew for the survivors: name a layout with elastic ({config.elastic}); "
+            "`jvarlen plan --cluster --model` shows the choice"
+        )
     num_processes, devices = cast(int, config.elastic), config.devices or 1
+    run_dir = cast(Path, config.run_dir or config.resume).resolve()  # once: the link `latest` may come to mean another
     layout = config.layout or Layout(data=num_processes * devices)
     if layout.num_devices != num_processes * devices:
         raise UserError(
@@ -132,21 +139,34 @@ def _train_elastically(config: FitConfig, shows_traceback: bool) -> int:
         own = dataclasses.replace(
             config,
             elastic=None,
+            run_dir=config.run_dir and run_dir,
+            resume=config.resume and run_dir,
+            # The latest, once a process has gone back to the best, which removes later ones, or has gone on from there.
+            resume_from="latest" if checkpoints() != found else config.resume_from,
             coordinator=start.coordinator,
             num_processes=start.num_processes,
             process_id=start.process_id,
         )
         if config.layout is not None:
             own = dataclasses.replace(own, parallel=str(layout_on(start.num_processes * devices)))
-        if start.is_again:
-            own = dataclasses.replace(own, resume_from="latest")
         return _run(own, shows_traceback)
 
-    def progress() -> list[str]:
-        checkpoints = cast(Path, config.run_dir or config.resume) / "checkpoints"
-        return sorted(path.name for path in checkpoints.glob("[0-9]*"))
+    def checkpoints() -> dict[str, float]:
+        """Their times, by name."""
+        times = {}
+        for path in (run_dir / "checkpoints").glob("[0-9]*"):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                times[path.name] = path.stat().st_mtime
+        return times
 
-    return keep_training(train, num_processes, progress=progress, survivors=survivors, devices_per_process=devices)
+    found = checkpoints()
+    return keep_training(
+        train,
+        num_processes,
+        progress=lambda: sorted(checkpoints()),
+        survivors=survivors,
+        devices_per_process=devices,
+    )
 
 
 def _is_of_user(error: Exception) -> bool:

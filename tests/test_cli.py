@@ -236,6 +236,10 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
             ["train", "--elastic", "2", "--run-dir", "runs", "--parallel", "data4"],
             "the layout data4 takes 4 devices, and 2 processes of 1 have 2",
         ),
+        (
+            ["train", "--elastic", "2", "--run-dir", "runs", "--parallel", "auto"],
+            "parallel auto would choose anew for the survivors: name a layout",
+        ),
         (["train", "--optimizer.schedule-unit", "epochs"], "schedule-unit"),
         (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),

@@ -23,7 +23,10 @@ import numpy as np
 import pytest
 import yaml
 
+from jvarlen import FitConfig
 from jvarlen.cli import main
+from jvarlen.distributed.elastic import Start
+from jvarlen.runs.config import PlanConfig, save_config
 
 from .processes import COMPILE_FAST, ROOT
 
@@ -212,8 +215,8 @@ def place(tmp_path: Path, data: Path) -> Place:
 
 
 @pytest.fixture
-def parse(monkeypatch):
-    """Gives the settings that a command would train with."""
+def configs(monkeypatch):
+    """The settings of each call of `fit`, which trains nothing."""
     configs = []
 
     def fit(config):
@@ -221,6 +224,12 @@ def parse(monkeypatch):
         return SimpleNamespace(summary=SimpleNamespace(interrupted=False))
 
     monkeypatch.setattr(importlib.import_module("jvarlen.runs.fit"), "fit", fit)
+    return configs
+
+
+@pytest.fixture
+def parse(configs):
+    """Gives the settings that a command would train with."""
 
     def parsed(command):
         assert main(shlex.split(command)[1:]) == 0
@@ -295,6 +304,28 @@ def test_the_batch_script_is_requeued_when_process_0_is_killed(place, losses_alo
     assert place.run(script, **job) == 0, place.output
     assert "Resumed" in place.output
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_gone_back_to_it(
+    configs, monkeypatch, tmp_path
+):
+    def keep_training(run, num_processes, **options):
+        start = Start("localhost:1", num_processes, 0)
+        assert run(start) == run(start._replace(is_again=True)) == 0
+        newest.rmdir()
+        latest.unlink()
+        latest.symlink_to("another")
+        return run(start._replace(is_again=True))
+
+    monkeypatch.setattr(importlib.import_module("jvarlen.distributed.elastic"), "keep_training", keep_training)
+    own, latest = tmp_path / "own", tmp_path / "latest"
+    newest = own / "checkpoints" / "200"
+    newest.mkdir(parents=True)
+    save_config(FitConfig(plan=PlanConfig(microbatches_per_step=2)), own / "config.json")
+    latest.symlink_to("own")
+    assert main(["train", "--elastic", "2", "--resume", str(latest), "--from", "best"]) == 0
+    assert [config.resume_from for config in configs] == ["best", "best", "latest"]
+    assert {config.resume for config in configs} == {own}
 
 
 @pytest.mark.slow
