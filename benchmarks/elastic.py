@@ -123,7 +123,7 @@ class Training:
     def workers(self) -> list[int]:
         """The processes that train, process 0 first."""
         pid = self._process.pid
-        return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))  # as they were started
 
     def log_bytes(self) -> int:
         """The size of the log; it is cut when the run is resumed."""

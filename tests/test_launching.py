@@ -353,11 +353,11 @@ def test_the_loop_around_mpirun_goes_on_without_a_host_that_is_lost(place, losse
     version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
     if "(Open MPI) 4." not in version:
         pytest.skip("JAX detects Open MPI 4 alone")
-    place.write_program("ssh", '#!/bin/sh\n[ "$4" = first ] || [ ! -e lost ]\n')
+    place.write_program("ssh", '#!/bin/sh\n[ "$6" = first ] || [ ! -e lost ]\n')
     mpirun = f'#!/bin/sh\nshift 4\nexec {shutil.which("mpirun")} -n "$(wc -l < alive)" "$@"\n'
     place.write_program("mpirun", mpirun)
     place.write_program("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
-    (place.folder / "hosts").write_text("first\nsecond\n")
+    (place.folder / "hosts").write_text("# all\nfirst slots=8\nsecond slots=8")
 
     def lose_host():
         (place.folder / "lost").touch()
@@ -367,6 +367,28 @@ def test_the_loop_around_mpirun_goes_on_without_a_host_that_is_lost(place, losse
     assert len(place.pids()) == 3
     assert "Resumed" in place.output
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("saves", ["runs/mine/checkpoints/0", ""])
+def test_the_loop_around_mpirun_starts_again_after_an_error_only_where_something_was_saved(place, saves):
+    for program in ("ssh", "python"):
+        place.write_program(program, "#!/bin/sh\necho 2\n")
+    place.write_program("mpirun", f'#!/bin/sh\necho start "$@" >> starts\nmkdir -p runs {saves}\nexit 2\n')
+    (place.folder / "hosts").write_text("first\nsecond\n")
+    assert place.run(block("bash", "survivors=")) == 2
+    starts = (place.folder / "starts").read_text().splitlines()
+    assert len(starts) == (2 if saves else 1)
+    assert starts[0].startswith("start -n 2 --hostfile alive --bind-to none jvarlen train --distributed ")
+
+
+@pytest.mark.parametrize("saves", ["runs/7/checkpoints/0", ""])
+def test_the_batch_script_is_requeued_after_an_error_only_where_something_was_saved(place, saves):
+    place.write_program("srun", f"#!/bin/sh\nmkdir -p runs {saves}\nexit 2\n")
+    place.write_program("scontrol", '#!/bin/sh\necho "$@" >> requeued\n')
+    for _ in range(2):
+        assert place.run(block("bash", "#SBATCH"), SLURM_JOB_ID="7") == 2
+    requeued = place.folder / "requeued"
+    assert (requeued.read_text() if requeued.exists() else "") == ("requeue 7\n" if saves else "")
 
 
 def test_the_job_of_kubernetes_starts_as_many_processes_as_it_has_pods(parse):

@@ -256,13 +256,15 @@ def _be(run: Callable[[], int], device_ids: str, supervisor: int) -> NoReturn:
         if not isinstance(returned, int):
             raise TypeError(f"run must return an exit code, not {returned!r}")
         code = returned
-    except KeyboardInterrupt:
-        code = exit_code_of_interrupt()
-    except SystemExit as exited:
-        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     except BaseException as error:
-        traceback.print_exc()
-        sys.last_value = error  # as at the end of a program: what bounds its wait for others reads it
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        elif isinstance(error, KeyboardInterrupt):
+            code = exit_code_of_interrupt()
+        else:
+            traceback.print_exc()
+        if code:
+            sys.last_value = error  # as at the end of a program: what bounds its wait for others reads it
     finally:
         with contextlib.suppress(BaseException):
             atexit._run_exitfuncs()
@@ -325,7 +327,7 @@ class _Ended(NamedTuple):
 
     @property
     def makes_room(self) -> bool:
-        return self.was_stopped and self.code in _INTERRUPTED
+        return self.was_stopped and self.code in _INTERRUPTED and not self.lost
 
     @property
     def lost(self) -> dict[int, int | None]:
