@@ -53,6 +53,7 @@ FLAGS_OF_OTHERS = {
         "--requeue",
         "--signal",
         "--time",
+        "--wait",
     },
     "torchrun": {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"},
 }
