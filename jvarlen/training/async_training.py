@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ import jax
 import numpy as np
 import optax
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_first
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
+from jvarlen._common.interrupts import is_interrupted, remembered_interrupts
 from jvarlen.planning.plan import Plan
 from jvarlen.training.arrival_log import ArrivalLog, digest_of_state
 from jvarlen.training.async_worker import Worker, WorkerDied
@@ -27,6 +29,8 @@ from jvarlen.training.train_state import Metrics, TrainState
 
 __all__ = ["AsyncRun", "replay", "train_async"]
 
+_WAIT_S = 0.2  # for the workers, between two looks at whether the run was interrupted
+
 
 class AsyncRun(NamedTuple):
     """What an asynchronous run, or its replay, came to.
@@ -36,11 +40,14 @@ class AsyncRun(NamedTuple):
       metrics: of each update, in their order, as NumPy arrays. The losses of an update are those of its gradients, on
         the parameters that these were computed on.
       log: what `replay` repeats.
+      interrupted: whether Ctrl-C or SIGTERM ended the run before the last step of the plan. The steps of the log are
+        then the first ones; the others are left.
     """
 
     state: TrainState
     metrics: list[Metrics]
     log: ArrivalLog
+    interrupted: bool
 
 
 def train_async(
@@ -53,6 +60,7 @@ def train_async(
     num_workers: int,
     staleness_bound: int | None = None,
     start_step: int = 0,
+    worker_timeout_s: float | None = 600.0,
     least_seconds: Sequence[float] = (),
 ) -> AsyncRun:
     """Trains with worker processes that don't wait for each other.
@@ -64,13 +72,19 @@ def train_async(
     applied between the parameters that it was computed on and its own update.
 
     The workers are started here, on this machine, and end with the call. They get compiled programs and arrays, so
-    nothing of the caller's is pickled. If one dies, the others compute its microbatches.
+    nothing of the caller's is pickled. If one dies, or stops, a warning names it, and the others compute its
+    microbatches.
+
+    After Ctrl-C or SIGTERM no further step is begun, and the call returns when those that are have been applied. So
+    the log has the first steps of the plan, and the same call goes on with the state, `start_step` and batches after
+    them. A second one ends the call at once, as it would have without it, and nothing is kept.
 
     Args:
       loss_fn: as for `make_train_step`. Keys are those of the step's number in the plan. `extra` is as old as the
         parameters; its changes are added to the newest.
       optimizer: as for `make_train_step`, without those that evaluate the loss themselves, such as line searches.
-      state: before the first update, on one device; `init_train_state` makes it.
+      state: before the first update, of `init_train_state`. It is updated where it lies, on one device or replicated
+        over a mesh.
       plan: its steps from `start_step` on are trained once each.
       batches: of these steps, in the order of the plan: `load(plan, dataset, start_step=start_step)`. Every process
         reads from this one, so the data is read once.
@@ -78,6 +92,8 @@ def train_async(
       staleness_bound: no gradient is applied more than so many updates after its parameters. At 0, steps are
         bulk-synchronous: all gradients of a step are computed on the same parameters, the newest. None: unbounded.
       start_step: the first step; the state is that after the steps before it.
+      worker_timeout_s: seconds without a sign of a worker that is starting or has a gradient to compute, after which it
+        is killed and counts as dead. None waits for ever.
       least_seconds: the seconds that a gradient takes at least in each worker, which sleeps for the rest, to try
         uneven workers on one machine. Empty: no sleep.
 
@@ -87,7 +103,7 @@ def train_async(
     Raises:
       ValueError: arguments out of range; fewer batches than steps, or with another M than the plan; a loss that calls
         Python while it runs.
-      RuntimeError: all workers died.
+      RuntimeError: all workers died; it tells how each did.
       Exception: what computing a gradient raised in a worker.
     """
     check_at_least_one(num_workers=num_workers)
@@ -97,6 +113,8 @@ def train_async(
         raise UserError(f"start_step must be between 0 and {plan.num_steps}, not {start_step}")
     if len(least_seconds) not in (0, num_workers) or any(not 0 <= seconds < math.inf for seconds in least_seconds):
         raise UserError(f"least_seconds must be {num_workers} finite numbers of at least 0, not {list(least_seconds)}")
+    if worker_timeout_s is not None and not (is_number(worker_timeout_s) and worker_timeout_s > 0):
+        raise UserError(f"worker_timeout_s must be seconds above 0, or None, not {worker_timeout_s!r}")
     steps = range(start_step, plan.num_steps)
     server = _Server(
         StepPrograms(loss_fn, optimizer, state),
@@ -108,9 +126,10 @@ def train_async(
     initial = digest_of_state(state)
     workers: list[Worker] = []
     try:
-        for number in range(num_workers):
-            workers.append(Worker(number, least_seconds[number] if least_seconds else 0.0))
-        server.run(workers)
+        with remembered_interrupts():
+            for number in range(num_workers):
+                workers.append(Worker(number, least_seconds[number] if least_seconds else 0.0, worker_timeout_s))
+            server.run(workers)
     finally:
         for worker in workers:
             worker.close()
@@ -129,7 +148,7 @@ def train_async(
         applied_s=np.array(server.applied_s, np.float64),
         losses=np.array([each.loss for each in metrics], np.float64),
     )
-    return AsyncRun(server.state, metrics, log)
+    return AsyncRun(server.state, metrics, log, len(log.steps) < len(steps))
 
 
 def replay(
@@ -149,7 +168,7 @@ def replay(
       log: of the run.
       loss_fn: of the run.
       optimizer: of the run.
-      state: with which the run began.
+      state: with which the run began, on as many devices as there.
       plan: of the run.
       batches: as in the run: `load(plan, dataset, start_step=log.first_step)`.
 
@@ -169,13 +188,14 @@ def replay(
         )
         if there != here
     ]
-    num_steps = plan.num_steps - log.first_step
-    if log.plan_digest == plan.digest and log.versions.shape != (num_steps, plan.microbatches_per_step):
-        differing.append(f"steps × microbatches: {list(log.versions.shape)} in the log, of {num_steps} steps here")
+    steps = range(log.first_step, log.first_step + len(log.steps))
+    shape = (plan.num_steps - steps.start, plan.microbatches_per_step)
+    if log.plan_digest == plan.digest and (len(steps) > shape[0] or log.versions.shape[1] != shape[1]):
+        differing.append(f"steps × microbatches: {list(log.versions.shape)} in the log, {list(shape)} here")
     if differing:
         raise UserError(f"this log is of another run: {'; '.join(differing)}")
     programs = StepPrograms(loss_fn, optimizer, state)
-    read = _host_batches(batches, range(log.first_step, plan.num_steps), plan.microbatches_per_step)
+    read = _host_batches(batches, steps, plan.microbatches_per_step)
     waiting: dict[int, Any] = {}
     # The least version that this update or a later one takes.
     needed = np.minimum.accumulate(log.versions.min(axis=1, initial=len(log.steps))[::-1])[::-1]
@@ -203,7 +223,7 @@ def replay(
             )
     if digest_of_state(state) != log.final_digest:
         raise UserError(f"the last state, {_DIFFERS}")
-    return AsyncRun(state, metrics, log)
+    return AsyncRun(state, metrics, log, steps.stop < plan.num_steps)
 
 
 _DIFFERS = (
@@ -249,21 +269,30 @@ class _Server:
         self._begun = 0.0
 
     def run(self, workers: Sequence[Worker]) -> None:
-        """All steps. Raises RuntimeError where every worker died, and what a worker raised."""
+        """All steps, or the open ones once it is interrupted.
+
+        Raises RuntimeError where every worker died, and what a worker raised.
+        """
         busy: dict[Worker, Part | None] = dict.fromkeys(workers)
         idle: list[Worker] = []
         died: list[WorkerDied] = []
         if not self._schedule.is_done:  # while they start
             self._read(self._start_step)
             self._programs.compile(self.state, self._open[self._start_step][0])
-        while None in busy.values():  # a worker that is still starting would hold up what is sent to it
+        # A worker that is still starting would hold up what is sent to it.
+        while None in busy.values() and not is_interrupted():
             self._receive(busy, idle, died)
         self._begun = time.perf_counter()
-        while not self._schedule.is_done:
+        while True:
+            if is_interrupted():
+                self._schedule.open_no_more()
+            if self._schedule.is_done:
+                return
             self._hand_out(busy, idle, died)
             if not busy:
                 raise RuntimeError(f"no worker is left after {len(self.steps)} updates: {list_first(died, '; ')}")
-            self._read_ahead()
+            if not is_interrupted():
+                self._read_ahead()
             self._receive(busy, idle, died)
 
     def _hand_out(self, busy: dict[Worker, Part | None], idle: list[Worker], died: list[WorkerDied]) -> None:
@@ -281,8 +310,13 @@ class _Server:
                 worker.compute(program, version, self._programs.arguments(self._newest[1], place, microbatch))
                 busy[worker] = part
             except WorkerDied as error:
-                died.append(error)
-                self._schedule.lose(part)
+                self._lose(part, error, died)
+
+    def _lose(self, part: Part | None, error: WorkerDied, died: list[WorkerDied]) -> None:
+        warnings.warn(f"{error}, after {len(self.steps)} updates", stacklevel=2)
+        died.append(error)
+        if part is not None:
+            self._schedule.lose(part)
 
     def _read_ahead(self) -> None:
         """Reads the batch of the next step to be opened, while workers compute."""
@@ -299,16 +333,18 @@ class _Server:
 
     def _receive(self, busy: dict[Worker, Part | None], idle: list[Worker], died: list[WorkerDied]) -> None:
         """Waits for workers, takes what they send, and applies what can be applied."""
+        begun = time.monotonic()
         of_connection = {worker.connection: worker for worker in busy}
-        for connection in wait(list(of_connection)):
-            worker = of_connection[connection]  # type: ignore[index]
+        ready = [of_connection[connection] for connection in wait(list(of_connection), _WAIT_S)]  # type: ignore[index]
+        for worker in busy.keys() - ready:
+            # A pause of this process itself, which its workers may share, counts as little.
+            worker.count_silence(min(time.monotonic() - begun, _WAIT_S))
+        for worker in ready:
             part = busy.pop(worker)
             try:
                 sums = worker.receive()
             except WorkerDied as error:
-                died.append(error)
-                if part is not None:
-                    self._schedule.lose(part)
+                self._lose(part, error, died)
                 continue
             except Exception as error:
                 error.add_note(f"while worker {worker.number} computed {part}")

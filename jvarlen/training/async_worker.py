@@ -6,8 +6,10 @@ data. It ends when its owner does.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -25,7 +27,7 @@ __all__ = ["Worker", "WorkerDied"]
 
 
 class WorkerDied(Exception):
-    """The process of a worker ended; nothing of what it was handed will come."""
+    """The process of a worker ended, or was given up; nothing of what it was handed will come."""
 
 
 class Worker:
@@ -34,15 +36,23 @@ class Worker:
     Args:
       number: of the worker.
       least_s: seconds that each gradient takes at least; the worker sleeps for the rest.
+      timeout_s: seconds without a sign of a worker that is waited for, after which it is killed; None: any number.
 
     Attributes:
       number: of the worker.
       connection: has something to receive when the worker is ready, has a gradient, or died.
     """
 
-    def __init__(self, number: int, least_s: float = 0.0):
+    def __init__(self, number: int, least_s: float = 0.0, timeout_s: float | None = None):
         self.number = number
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._silent_s = 0.0
+        self._given_up = ""
         here, there = socket.socketpair()
+        if timeout_s is not None:  # for a worker that stops in the middle of a message
+            timeval = struct.pack("@ll", int(timeout_s), max(1, int(timeout_s % 1 * 1e6)))  # zeros would be no limit
+            for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+                here.setsockopt(socket.SOL_SOCKET, option, timeval)
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         settings = {
             "PYTHONPATH": path,
@@ -75,10 +85,11 @@ class Worker:
         parameters, *rest = arguments
         sent = None if self._version == version else parameters
         message = (program.number, None if is_known else program.serialized(), sent, rest)
+        self._silent_s = 0.0
         try:
             self.connection.send(message)
-        except OSError:
-            raise WorkerDied(self._how_it_ended()) from None
+        except OSError as error:
+            raise WorkerDied(self._how_it_ended(error)) from None
         self._programs.add(program.number)
         self._version = version
 
@@ -91,14 +102,28 @@ class Worker:
         """
         try:
             received = self.connection.recv()
-        except (EOFError, OSError):
-            raise WorkerDied(self._how_it_ended()) from None
+        except (EOFError, OSError) as error:
+            raise WorkerDied(self._how_it_ended(error)) from None
         if isinstance(received, BaseException):
             raise received
         return received
 
-    def _how_it_ended(self) -> str:
+    def count_silence(self, seconds: float) -> None:
+        """Its owner has waited for it for so long; past the limit it is killed, and will be found to have died."""
+        self._silent_s += seconds
+        if self._silent_s >= self._timeout_s:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        self._given_up = f"worker {self.number} gave no sign for worker_timeout_s={self._timeout_s:g}, and was killed"
+        self._process.kill()
+
+    def _how_it_ended(self, error: Exception) -> str:
+        if isinstance(error, BlockingIOError):
+            self._give_up()
         code = self._process.wait()
+        if self._given_up:
+            return self._given_up
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"worker {self.number} {how}"
 

@@ -52,18 +52,23 @@ class StalenessSchedule:
         self._next = next(self._parts, None)
         self._lost: list[Part] = []
         self._open: dict[int, _OpenStep] = {}
+        self._opens_steps = True
         self._complete: list[int] = []  # open steps without missing gradients, in the order of completion
 
     @property
     def is_done(self) -> bool:
-        """Whether every step was applied."""
-        return self._next is None and not self._open
+        """Whether every step was applied, or every open one after `open_no_more`."""
+        return not self._open and (self._next is None or not self._opens_steps)
+
+    def open_no_more(self) -> None:
+        """The run is to end after the steps that are open, which are the first ones of the plan not yet applied."""
+        self._opens_steps = False
 
     def next_part(self) -> Part | None:
         """The microbatch to hand out now, on the version of now; None: nothing, until an update or at the end."""
         if self._lost:
             part = self._lost.pop(0)
-        elif self._next is None or (self._next.step not in self._open and len(self._open) > self._bound):
+        elif self._next is None or not (self._next.step in self._open or self._may_open()):
             return None
         else:
             part, self._next = self._next, next(self._parts, None)
@@ -93,6 +98,9 @@ class StalenessSchedule:
                 self.version += 1
                 return step, tuple(version for version in self._open.pop(step).versions if version is not None)
         return None
+
+    def _may_open(self) -> bool:
+        return self._opens_steps and len(self._open) <= self._bound
 
     def _deadline(self, step: _OpenStep) -> float:
         """The last version at which the step can be applied."""

@@ -3,13 +3,16 @@
 import dataclasses
 import os
 import pickle
+import re
 import signal
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen import (
     ArrivalLog,
@@ -24,7 +27,7 @@ from jvarlen import (
     train_async,
 )
 from jvarlen.training import async_training
-from jvarlen.training.async_worker import Worker
+from jvarlen.training.async_worker import Worker, WorkerDied
 from jvarlen.training.step_programs import GradientProgram, StepPrograms
 from tests.conftest import random_dataset
 
@@ -76,6 +79,10 @@ class Staying:
     def kill(self, number):
         os.kill(self.workers[number]._process.pid, signal.SIGKILL)
 
+    def stop(self, number):
+        os.kill(self.workers[number]._process.pid, signal.SIGSTOP)
+        self.workers[number]._timeout_s = 0.4  # from now on: starting takes longer
+
 
 @pytest.fixture
 def staying(monkeypatch):
@@ -84,43 +91,66 @@ def staying(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_bound_0_is_the_ordinary_step_bit_for_bit_in_any_number_of_workers():
-    plan = make_small_plan(1)
-    step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER)), first_state()
+@pytest.mark.parametrize("num_devices", [None, 4])
+def test_bound_0_is_the_ordinary_step_bit_for_bit_though_interrupted(num_devices):
+    """On one device, one microbatch a step; on a mesh, one for each of its devices. Resumed after Ctrl-C."""
+    plan, initial, mesh = make_small_plan(num_devices or 1), first_state(), None
+    if num_devices is not None:
+        mesh = jax.make_mesh((num_devices,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        initial = jax.device_put(initial, NamedSharding(mesh, PartitionSpec()))
+    step, state = jax.jit(make_train_step(noisy_loss_fn, OPTIMIZER, mesh=mesh)), initial
     losses = []
-    for batch in load(plan, DATASET):
+    for batch in load(plan, DATASET, mesh=mesh):
         state, metrics = step(state, batch)
         losses.append(float(metrics.loss))
-    run = train_async(
-        noisy_loss_fn, OPTIMIZER, first_state(), plan, load(plan, DATASET), num_workers=2, staleness_bound=0
+
+    def batches(start_step=0, interrupted_at=None):
+        for number, batch in enumerate(load(plan, DATASET, start_step=start_step)):
+            if number == interrupted_at:
+                signal.raise_signal(signal.SIGINT)
+            yield batch
+
+    options = {"num_workers": 2, "staleness_bound": 0}
+    first = train_async(noisy_loss_fn, OPTIMIZER, initial, plan, batches(0, 3), **options)
+    num_done = len(first.log.steps)
+    assert first.interrupted
+    assert 2 <= num_done < plan.num_steps
+    rest = train_async(
+        noisy_loss_fn, OPTIMIZER, first.state, plan, batches(num_done), start_step=num_done, **options
     )
-    assert_same_bits(run.state, state)
-    assert run.log.losses.tolist() == losses
-    assert run.log.steps.tolist() == list(range(plan.num_steps))
-    assert not run.log.staleness.any()
+    assert not rest.interrupted
+    assert_same_bits(rest.state, state)
+    assert [*first.log.losses, *rest.log.losses] == losses
+    assert [*first.log.steps, *rest.log.steps] == list(range(plan.num_steps))
+    assert not rest.log.staleness.any()
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_run_that_loses_a_worker_keeps_its_bound_and_is_repeated_bit_for_bit(tmp_path, staying):
+def test_a_run_that_loses_workers_keeps_its_bound_and_is_repeated_bit_for_bit(tmp_path, staying):
     plan = make_small_plan(3)
 
     def batches():
         for step, batch in enumerate(load(plan, DATASET)):
             if step == plan.num_steps // 2:
                 staying.kill(0)
+                staying.stop(1)
             yield batch
 
-    run = train_async(
-        noisy_loss_fn,
-        OPTIMIZER,
-        first_state(),
-        plan,
-        batches(),
-        num_workers=3,
-        staleness_bound=2,
-        least_seconds=(0.005, 0.005, 0.03),
-    )
+    with pytest.warns(UserWarning) as warned:
+        run = train_async(
+            noisy_loss_fn,
+            OPTIMIZER,
+            first_state(),
+            plan,
+            batches(),
+            num_workers=3,
+            staleness_bound=2,
+            least_seconds=(0.005, 0.005, 0.03),
+        )
+    said = sorted(str(warning.message) for warning in warned)
+    assert re.match(r"worker 0 was killed by signal 9, after \d+ updates", said[0])
+    assert re.match(r"worker 1 gave no sign for worker_timeout_s=0.4, and was killed, after \d+ updates", said[1])
     assert sorted(run.log.steps.tolist()) == list(range(plan.num_steps))
     assert 0 < run.log.staleness.max() <= 2
     assert {0, 1, 2} == {*run.log.workers.ravel().tolist()}
@@ -135,8 +165,19 @@ def test_a_run_that_loses_a_worker_keeps_its_bound_and_is_repeated_bit_for_bit(t
     assert_same_bits(replayed.metrics, run.metrics)
 
 
+@pytest.mark.multiprocess
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_given_up():
+    worker = Worker(3, timeout_s=0.2)
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    program = SimpleNamespace(number=0, serialized=lambda: None)
+    with pytest.raises(WorkerDied, match="worker 3 gave no sign for worker_timeout_s=0.2, and was killed"):
+        worker.compute(program, 0, (np.zeros(2_000_000),))
+    worker.close()
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.filterwarnings("ignore:worker . was killed")
 def test_a_run_without_workers_ends_with_an_error_that_names_them(staying, monkeypatch):
     plan = make_small_plan(2)
 
@@ -219,11 +260,12 @@ def test_logs_of_other_runs_are_named():
         replay_with(plan=make_small_plan(2, random_dataset(90, 8)))
     with pytest.raises(UserError, match="this log is of another run: the digest of the initial state"):
         replay_with(state=other_state)
-    cut = {
-        name: getattr(log, name)[:-3] for name in ("steps", "versions", "workers", "arrived_s", "applied_s", "losses")
+    longer = {
+        name: np.append(getattr(log, name), getattr(log, name)[-1:], axis=0)
+        for name in ("versions", "workers", "arrived_s", "applied_s", "losses")
     }
-    with pytest.raises(UserError, match=r"another run: steps × microbatches: \[\d+, 2\] in the log, of \d+ steps here"):
-        replay_with(log=dataclasses.replace(log, **cut))
+    with pytest.raises(UserError, match=r"another run: steps × microbatches: \[\d+, 2\] in the log, \[\d+, 2\] here"):
+        replay_with(log=dataclasses.replace(log, steps=np.append(log.steps, plan.num_steps), **longer))
     with pytest.raises(UserError, match="update 0, replayed, is not that of the run"):
         replay_with(loss_fn=lambda params, microbatch: loss_fn({**params, "w": params["w"] * 2}, microbatch))
     with pytest.raises(UserError, match="update 1, replayed, is not that of the run"):
@@ -243,6 +285,7 @@ def test_logs_of_other_runs_are_named():
         ({"num_workers": 1, "staleness_bound": -1}, "staleness_bound"),
         ({"num_workers": 1, "start_step": 10_000}, "start_step must be between 0 and"),
         ({"num_workers": 2, "least_seconds": [0.1]}, "least_seconds must be 2 finite numbers"),
+        ({"num_workers": 1, "worker_timeout_s": 0}, "worker_timeout_s must be seconds above 0, or None, not 0"),
         ({"num_workers": 1, "least_seconds": [np.inf]}, "least_seconds must be 1 finite numbers"),
     ],
 )

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from jvarlen.training.staleness import Part, StalenessSchedule
 
 
-def simulate(schedule, seconds, deaths=()):
+def simulate(schedule, seconds, deaths=(), last_opening=None):
     """Workers that take so many seconds a microbatch; the n-th microbatches handed out in `deaths` are lost.
+
+    After `last_opening` updates no step is opened.
 
     Returns the updates, (step, versions), and the microbatches whose gradients came.
     """
@@ -30,6 +32,8 @@ def simulate(schedule, seconds, deaths=()):
         schedule.arrive(part)
         while (applied := schedule.next_update()) is not None:
             updates.append(applied)
+        if last_opening is not None and len(updates) >= last_opening:
+            schedule.open_no_more()
     return updates, arrived
 
 
@@ -48,6 +52,21 @@ def test_no_gradient_is_staler_than_the_bound_and_every_microbatch_comes_once(st
     for update, (_, versions) in enumerate(updates):
         assert len(versions) == m
         assert all(0 <= update - version <= (steps if bound is None else bound) for version in versions)
+
+
+@given(
+    st.integers(0, 6),
+    st.integers(1, 4),
+    st.none() | st.integers(0, 5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    st.sets(st.integers(0, 30), max_size=5),
+)
+def test_a_run_that_opens_no_more_steps_ends_with_the_first_ones(last_opening, m, bound, seconds, deaths):
+    schedule = StalenessSchedule(range(3, 15), m, bound)
+    updates, arrived = simulate(schedule, seconds, deaths, last_opening)
+    assert sorted(step for step, _ in updates) == list(range(3, 3 + len(updates)))
+    assert len(arrived) == m * len(updates)
+    assert last_opening <= len(updates) <= last_opening + m * len(seconds)  # beside updates that come at once
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.lists(st.integers(1, 20), min_size=1, max_size=5))
