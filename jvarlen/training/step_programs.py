@@ -5,6 +5,7 @@ So the gradients of a step can be computed anywhere, and on older parameters. Le
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +55,7 @@ class GradientProgram(NamedTuple):
 
 
 class StepPrograms:
-    """Compiles and runs the parts of the steps of one run, on the default device.
+    """Compiles and runs the parts of the steps of one run: gradients on the default device, updates where the state is.
 
     Args:
       loss_fn: as for `make_train_step`.
@@ -113,10 +114,7 @@ class StepPrograms:
         Returns:
           The state and the metrics after the update.
         """
-        first, *others = (self._sums_of(leaves) for leaves in sums_of_microbatches)
-        sums = self._add(jax.tree.map(np.zeros_like, first), first) if others else first
-        for other in others:
-            sums = self._add(sums, other)
+        sums = functools.reduce(self._add, map(self._sums_of, sums_of_microbatches))
         counts = {name: field_of(batch, name) for name in ("num_sequences", "num_tokens")}
         scalars = {name: count for name, count in counts.items() if count is not None and np.ndim(count) == 0}
         return self._update(state, scalars, sums)
