@@ -102,7 +102,7 @@ def train_async(
 
     Raises:
       ValueError: arguments out of range; fewer batches than steps, or with another M than the plan; a loss that calls
-        Python while it runs.
+        Python while it runs; an optimizer that evaluates the loss itself.
       RuntimeError: all workers died; it tells how each did.
       Exception: what computing a gradient raised in a worker.
     """

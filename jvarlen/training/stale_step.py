@@ -18,6 +18,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, make_train_step, update_state, with_extra_args
+from jvarlen.training.step_programs import no_value_fn
 from jvarlen.training.step_sums import StepSums, accumulate, split_step, sum_microbatch
 from jvarlen.training.train_state import Metrics, TrainState
 
@@ -64,8 +65,8 @@ def make_stale_train_step(
       `keep_versions`. If all delays are 0, it is the function that `make_train_step` returns.
 
     Raises:
-      ValueError: delays of another form; when it is traced, a table for another M, or a state that keeps other
-        versions.
+      ValueError: delays of another form; when it is traced, a table for another M, a state that keeps other versions,
+        or an optimizer that evaluates the loss itself.
     """
     table = _delay_table(delays)
     depth = int(table.max())
@@ -98,7 +99,9 @@ def make_stale_train_step(
             return sum_microbatch(loss_fn, state._replace(params=params, extra=extra), microbatch, key)
 
         sums = accumulate(one, ((microbatches, keys), delays_M))
-        inner, metrics = update_state(extended, state._replace(opt_state=kept.opt_state), batch, sums)
+        inner, metrics = update_state(
+            extended, state._replace(opt_state=kept.opt_state), batch, sums, value_fn=no_value_fn
+        )
         past = jax.tree.map(
             lambda past, now: past.at[kept.version % depth].set(now), kept.past, (state.params, state.extra)
         )

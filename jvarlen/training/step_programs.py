@@ -23,7 +23,7 @@ from jvarlen.training.step import update_state, with_extra_args
 from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, step_key, sum_microbatch
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["GradientProgram", "StepPrograms", "Version", "host_arrays", "split_microbatches"]
+__all__ = ["GradientProgram", "StepPrograms", "Version", "host_arrays", "no_value_fn", "split_microbatches"]
 
 Version = list[np.ndarray]  # what a gradient depends on besides its microbatch: parameters, extra and the key
 
@@ -71,7 +71,7 @@ class StepPrograms:
         self._sums_shapes: Any = None
         extended = with_extra_args(optimizer)
         self._add = jax.jit(lambda sums, others: jax.tree.map(jnp.add, sums, others))
-        self._update = jax.jit(lambda state, counts, sums: update_state(extended, state, counts, sums))
+        self._update = jax.jit(lambda *args: update_state(extended, *args, value_fn=no_value_fn))
 
     def version_of(self, state: TrainState) -> Version:
         """A copy on the host; waits for the state."""
@@ -137,6 +137,14 @@ class StepPrograms:
 
     def _sums_of(self, leaves: Version) -> StepSums:
         return jax.tree.unflatten(jax.tree.structure(self._sums_shapes), leaves)
+
+
+def no_value_fn(params: Any, batch_size: Any = None, num_tokens: Any = None, grad_fn: Any = None) -> jax.Array:
+    """Takes the place of the loss that an optimizer may evaluate, with the arguments that Optax looks for."""
+    raise UserError(
+        "this optimizer evaluates the loss itself, as line searches do, which stale gradients do not allow: it needs "
+        "make_train_step"
+    )
 
 
 def split_microbatches(batch: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from jvarlen import (
     make_train_step,
     no_recompiles,
 )
+from jvarlen.training.step_programs import StepPrograms
 from jvarlen.training.step_sums import sum_microbatch
 from tests.conftest import random_dataset
 
@@ -118,6 +119,17 @@ def test_one_program_takes_all_delays():
 def test_delays_of_another_form_are_rejected(delays):
     with pytest.raises(UserError, match="delays must be integers of at least 0"):
         make_stale_train_step(loss_fn, OPTIMIZER, delays=delays)
+
+
+def test_optimizers_that_evaluate_the_loss_are_rejected():
+    _, batches = plan_and_batches(num_steps=1)
+    optimizer = optax.lbfgs(0.1)
+    extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
+    state = init_train_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, optimizer, extra=extra, seed=0)
+    with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
+        StepPrograms(loss_fn, optimizer, state).compile(state, jax.tree.map(np.asarray, batches[0]))
+    with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
+        make_stale_train_step(loss_fn, optimizer, delays=1)(keep_versions(state, delays=1), batches[0])
 
 
 def test_states_and_steps_must_be_of_the_same_delays():
