@@ -113,8 +113,8 @@ def train_async(
         raise UserError(f"start_step must be between 0 and {plan.num_steps}, not {start_step}")
     if len(least_seconds) not in (0, num_workers) or any(not 0 <= seconds < math.inf for seconds in least_seconds):
         raise UserError(f"least_seconds must be {num_workers} finite numbers of at least 0, not {list(least_seconds)}")
-    if worker_timeout_s is not None and not (is_number(worker_timeout_s) and worker_timeout_s > 0):
-        raise UserError(f"worker_timeout_s must be seconds above 0, or None, not {worker_timeout_s!r}")
+    if worker_timeout_s is not None and not (is_number(worker_timeout_s) and 0 < worker_timeout_s < math.inf):
+        raise UserError(f"worker_timeout_s must be finite seconds above 0, or None, not {worker_timeout_s!r}")
     steps = range(start_step, plan.num_steps)
     server = _Server(
         StepPrograms(loss_fn, optimizer, state),

@@ -293,7 +293,7 @@ def test_logs_of_other_runs_are_named():
         ({"num_workers": 1, "staleness_bound": -1}, "staleness_bound"),
         ({"num_workers": 1, "start_step": 10_000}, "start_step must be between 0 and"),
         ({"num_workers": 2, "least_seconds": [0.1]}, "least_seconds must be 2 finite numbers"),
-        ({"num_workers": 1, "worker_timeout_s": 0}, "worker_timeout_s must be seconds above 0, or None, not 0"),
+        ({"num_workers": 1, "worker_timeout_s": np.inf}, "worker_timeout_s must be finite seconds above 0, or None"),
         ({"num_workers": 1, "least_seconds": [np.inf]}, "least_seconds must be 1 finite numbers"),
     ],
 )
