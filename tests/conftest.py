@@ -19,7 +19,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # own passes stay as they are. What depends on rounding compiles as users do, by the fixture `optimized`.
 if os.environ.get("JVARLEN_TEST_PLATFORM") != "gpu":
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "true"
-# Two processes of tests have all cores: a second thread of PyTorch's takes many times as long, waiting for its turn.
+# The processes of tests have all cores: a second thread of PyTorch's takes many times as long, waiting for its turn.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of threads themselves
 # Where in the source an operation comes from takes a while to write down, and nobody reads it.
@@ -33,6 +33,7 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
+gc.disable()  # until all tests are collected: nothing of them is garbage
 KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
 
@@ -58,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: looking for garbage among them again and again takes a twelfth of the time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
