@@ -5,6 +5,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 from tests.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
+# Hundreds of processes import the same modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
