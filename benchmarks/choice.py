@@ -67,7 +67,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3, {})
-QUICK = Form(4, 4, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1})
+QUICK = Form(4, 4, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1, "zero": 0})
 
 
 class Case(NamedTuple):
@@ -273,7 +273,7 @@ def main() -> None:
     cluster = measure_cluster(repeats=1 if quick else 5, progress=False)
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
-    searched = search(1, 1, {"stage": 1, "sequence": 1, "tensor": 1}) if quick else search(128, 16, {})
+    searched = search(1, 1, {"stage": 1, "sequence": 1, "tensor": 1, "zero": 3}) if quick else search(128, 16, {})
     loads.append(os.getloadavg()[0])
     lines = [
         f"# Layouts that are chosen and measured, {datetime.date.today()}",
