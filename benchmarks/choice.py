@@ -63,10 +63,11 @@ class Form(NamedTuple):
     wait_ms: float
     num_layouts: int
     num_timed: int
+    fixed: dict[str, int]
 
 
-FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3)
-QUICK = Form(4, 4, (Bucket(2, 16),), 4, 2, 1)
+FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3, {})
+QUICK = Form(4, 4, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1, "zero": 0})
 
 
 class Case(NamedTuple):
@@ -209,7 +210,7 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
 def compare(case: Case, form: Form) -> list[str]:
     """The table of one case, and what it comes to."""
     plan = plan_of(form.buckets)
-    choice = choose_layout(plan, case.model, optax.sgd(1e-4), case.cluster, params=case.params)
+    choice = choose_layout(plan, case.model, optax.sgd(1e-4), case.cluster, params=case.params, fixed=form.fixed)
     found = [
         (layout, predicted, seconds_on(layout, case, plan, form.num_timed))
         for layout, predicted in apart(choice, form.num_layouts)
@@ -272,7 +273,7 @@ def main() -> None:
     cluster = measure_cluster(repeats=1 if quick else 5, progress=False)
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
-    searched = search(1, 2, {"stage": 1, "sequence": 1, "tensor": 1}) if quick else search(128, 16, {})
+    searched = search(1, 1, {"stage": 1, "sequence": 1, "tensor": 1, "zero": 3}) if quick else search(128, 16, {})
     loads.append(os.getloadavg()[0])
     lines = [
         f"# Layouts that are chosen and measured, {datetime.date.today()}",

@@ -103,8 +103,11 @@ def is_installed(way: str) -> bool:
     return all(importlib.util.find_spec(package) is not None for package in packages)
 
 
-def figures_of(runs: list[tuple[Settings, Path]]) -> list[dict[str, Any]]:
-    """Figures of runs of one framework, in one process; those that a file has of the same settings are read there."""
+def figures_of(runs: list[tuple[Settings, Path]], *, cold: bool = True) -> list[dict[str, Any]]:
+    """Figures of runs of one framework, in one process; those that a file has of the same settings are read there.
+
+    Planning counts with what numba compiles for it, unless it need not be cold.
+    """
     missing = [(dataclasses.asdict(settings), str(path)) for settings, path in runs if not is_done(settings, path)]
     if missing:
         program = "end_to_end_jax.py" if WAYS[runs[0][0].way].is_jax else "end_to_end_torch.py"
@@ -114,8 +117,8 @@ def figures_of(runs: list[tuple[Settings, Path]]) -> list[dict[str, Any]]:
             environment = os.environ | {
                 "PYTHONPATH": os.pathsep.join([str(FOLDER.parent), str(FOLDER)]),
                 "JAX_ENABLE_COMPILATION_CACHE": "false",
-                "NUMBA_CACHE_DIR": empty,
             }
+            environment |= {"NUMBA_CACHE_DIR": empty} if cold else {}
             subprocess.run(command, check=True, timeout=DEADLINE_S, env=environment)
     return [json.loads(path.read_text()) for _, path in runs]
 
@@ -169,7 +172,7 @@ def compare(folder: Path, sizes: dict[str, Any], choices: dict[str, Any], *, qui
         given = [
             (settings_of(folder, sizes | choices[way], way, seed), folder / f"{way}-{seed}.json") for seed, way in turn
         ]
-        for (_, way), figures in zip(turn, figures_of(given), strict=True):
+        for (_, way), figures in zip(turn, figures_of(given, cold=not quick), strict=True):
             runs[way].append(figures)
     return runs, corpus
 

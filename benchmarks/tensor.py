@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
+from support import ranks
 from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 from support.zero_jax import medians_in_turn
 
@@ -145,23 +146,9 @@ def by_torch(form: Form) -> dict[str, Any]:
     environment = os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
     given = json.dumps([form._asdict(), form.num_timed])
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, str(BY_TORCH), given, f"{folder}/meeting", f"{NUM_DEVICES}", f"{rank}"],
-                env=environment,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(NUM_DEVICES)
-        ]
-        try:
-            printed = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit("a process of PyTorch failed")
-    return json.loads(printed[0].splitlines()[-1])
+        command = ranks.command(BY_TORCH, given, f"{folder}/meeting", num_processes=NUM_DEVICES)
+        told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=DEADLINE_S)
+    return json.loads(told.stdout.splitlines()[-1])
 
 
 def tables(form: Form) -> list[str]:

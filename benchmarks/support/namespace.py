@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from support import ranks
 
 __all__ = ["is_available", "run"]
 
@@ -31,13 +34,12 @@ def run(program: Path, given: object, num_processes: int, **environment: str) ->
     Args:
       program: its arguments are what is given, as JSON, the number of processes and the rank. All ports are free.
       given: for JSON.
-      num_processes: each starts the program.
+      num_processes: each runs the program.
       **environment: variables.
     """
-    command = f"{sys.executable} {program.resolve()} '{json.dumps(given)}' {num_processes}"
-    others = " ".join(f"{command} {rank} &" for rank in range(1, num_processes))
+    command = shlex.join(ranks.command(program, json.dumps(given), num_processes=num_processes))
     told = subprocess.run(
-        _in_namespace(f"{others} exec {command} 0"),
+        _in_namespace(f"exec {command}"),
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         check=True,

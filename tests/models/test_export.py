@@ -1,5 +1,6 @@
 """Exported parameters: all tensors and what they are of, in one file that is there whole or not at all."""
 
+import functools
 import json
 import sys
 
@@ -9,17 +10,21 @@ import pytest
 from jvarlen.models import TransformerConfig, flat_params, init_params, save_params
 
 CONFIG = TransformerConfig(num_layers=1, width=16, compute_dtype="bfloat16", vocab_size=7)
-PARAMS = init_params(CONFIG, seed=0)
+
+
+@functools.cache
+def initial_params():
+    return init_params(CONFIG, seed=0)
 
 
 def test_the_file_holds_all_parameters_and_the_settings_of_the_model(tmp_path):
     safetensors = pytest.importorskip("safetensors")
     path = tmp_path / "model.safetensors"
-    save_params(path, PARAMS, CONFIG, metadata={"tokenizer": "{}"})
+    save_params(path, initial_params(), CONFIG, metadata={"tokenizer": "{}"})
     with safetensors.safe_open(path, "numpy") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
-    flat = flat_params(PARAMS)
+    flat = flat_params(initial_params())
     assert tensors.keys() == flat.keys()
     for name, array in flat.items():
         np.testing.assert_array_equal(tensors[name], array, strict=True)
@@ -31,9 +36,9 @@ def test_the_file_holds_all_parameters_and_the_settings_of_the_model(tmp_path):
 def test_nothing_is_written_where_it_cannot_be(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     with pytest.raises(FileNotFoundError, match=r"there is no directory .*nowhere"):
-        save_params(tmp_path / "nowhere" / "model.safetensors", PARAMS, CONFIG)
+        save_params(tmp_path / "nowhere" / "model.safetensors", initial_params(), CONFIG)
     for module in ("safetensors", "safetensors.numpy"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=r"only be written with safetensors: pip install 'jvarlen\[export\]'"):
-        save_params(path, PARAMS, CONFIG)
+        save_params(path, initial_params(), CONFIG)
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """The demo model: causal, blind to padding and dummy rows, the same for the same seed and with every form of mask."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,14 @@ from jvarlen.batches.batches import Batch
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
-PARAMS = init_params(CONFIG, seed=0)
 LOSS_FN = jax.jit(make_loss_fn(CONFIG))
 LOSS_AND_GRAD = jax.jit(jax.value_and_grad(make_loss_fn(CONFIG), has_aux=True))
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return init_params(CONFIG, seed=0)
 
 
 def microbatch(tokens, lengths, length):
@@ -45,19 +51,20 @@ def test_a_byte_is_predicted_from_those_before_it_only():
             only_t = np.zeros((1, 4), np.float32)
             only_t[0, t] = 1
             assert (
-                LOSS_FN(PARAMS, one._replace(weights=only_t))[0] == LOSS_FN(PARAMS, other._replace(weights=only_t))[0]
+                LOSS_FN(initial_params(), one._replace(weights=only_t))[0]
+                == LOSS_FN(initial_params(), other._replace(weights=only_t))[0]
             )
 
 
 def test_padding_and_dummy_rows_change_nothing():
-    alone, weight = LOSS_FN(PARAMS, microbatch([[5, 6, 7]], [3], 3))
-    padded, padded_weight = LOSS_FN(PARAMS, microbatch([[5, 6, 7], []], [3, 0], 8))
+    alone, weight = LOSS_FN(initial_params(), microbatch([[5, 6, 7]], [3], 3))
+    padded, padded_weight = LOSS_FN(initial_params(), microbatch([[5, 6, 7], []], [3, 0], 8))
     np.testing.assert_allclose(padded, alone, rtol=1e-6)
     assert weight == padded_weight == 3
 
 
 def test_gradients_of_dummy_rows_are_zero_and_finite():
-    grads = jax.grad(lambda params: LOSS_FN(params, microbatch([[], []], [0, 0], 8))[0])(PARAMS)
+    grads = jax.grad(lambda params: LOSS_FN(params, microbatch([[], []], [0, 0], 8))[0])(initial_params())
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(grads))
 
 
@@ -70,7 +77,7 @@ def told_lengths():
 def loss_and_grad_in_float64(config):
     rows = microbatch([[1, 2, 3, 4, 5, 6], [], [7], [8, 9, 10]], [6, 0, 1, 3], 6)
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), initial_params())
         return jax.jit(jax.value_and_grad(make_loss_fn(config), has_aux=True))(params, rows)
 
 
@@ -122,7 +129,7 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
     else:
         plan, collate = make_plan(lengths, [(3, 12), (2, 24)]), pad_to_bucket
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), PARAMS)
+        params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), initial_params())
 
         def sums(microbatches):
             (loss, weight), grads = LOSS_AND_GRAD(params, next(microbatches))
@@ -146,14 +153,16 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
 
 
 def test_an_untrained_model_knows_nothing():
-    loss, weight = LOSS_FN(PARAMS, microbatch([list(range(200))], [200], 200))
+    loss, weight = LOSS_FN(initial_params(), microbatch([list(range(200))], [200], 200))
     assert abs(float(loss / weight) / np.log(2) - 8) < 0.5
 
 
 def test_the_seed_decides_the_weights():
     same, other = init_params(CONFIG, seed=0), init_params(CONFIG, seed=1)
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(same), strict=True))
-    assert not all((a == b).all() for a, b in zip(jax.tree.leaves(PARAMS), jax.tree.leaves(other), strict=True))
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(initial_params()), jax.tree.leaves(same), strict=True))
+    assert not all(
+        (a == b).all() for a, b in zip(jax.tree.leaves(initial_params()), jax.tree.leaves(other), strict=True)
+    )
 
 
 def test_an_equal_model_is_initialized_without_compiling_again():
@@ -163,7 +172,9 @@ def test_an_equal_model_is_initialized_without_compiling_again():
 
 
 def test_flat_params_have_dotted_names():
-    flat = flat_params(PARAMS)
+    flat = flat_params(initial_params())
     assert flat["blocks.1.qkv.kernel"].shape == (16, 48)
     assert flat["embed.embedding"].shape == (257, 16)
-    assert sum(value.size for value in flat.values()) == sum(jnp.size(leaf) for leaf in jax.tree.leaves(PARAMS))
+    assert sum(value.size for value in flat.values()) == sum(
+        jnp.size(leaf) for leaf in jax.tree.leaves(initial_params())
+    )

@@ -1,5 +1,7 @@
 """Models by layers: the numbers of the whole model, a random key for every layer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +15,18 @@ from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_l
 from tests.conftest import random_dataset
 
 MODEL = TransformerConfig(num_layers=3, width=16, num_heads=2)
-PARAMS = jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 
 SIMPLE = LayeredModel(
     lambda ends, microbatch, axes: microbatch @ ends["in"],
     lambda own, x, microbatch, axes: x + jnp.tanh(x @ own["k"]),
     lambda ends, x, microbatch, axes: (jnp.sum(jnp.sin(x @ ends["in"].T)), jnp.float32(x.shape[0])),
 )
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 
 
 def simple_params(num_layers=2):
@@ -43,7 +50,7 @@ def microbatch_of(packed):
 def test_the_transformer_by_layers_is_the_transformer(packed):
     microbatch = microbatch_of(packed)
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, PARAMS)
+        params = jax.tree.map(np.float64, initial_params())
 
         def gradients(loss_fn):
             return jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
@@ -59,11 +66,11 @@ def test_the_transformer_by_layers_is_the_transformer(packed):
 
 
 def test_layers_are_unstacked_to_what_was_stacked():
-    stacked = stack_layers(PARAMS)
+    stacked = stack_layers(initial_params())
     assert all(leaf.shape[0] == 3 for leaf in jax.tree.leaves(stacked.layers))
     merged = unstack_layers(stacked)
-    assert jax.tree.structure(merged) == jax.tree.structure(PARAMS)
-    for leaf, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(PARAMS), strict=True):
+    assert jax.tree.structure(merged) == jax.tree.structure(initial_params())
+    for leaf, expected in zip(jax.tree.leaves(merged), jax.tree.leaves(initial_params()), strict=True):
         np.testing.assert_array_equal(leaf, expected)
 
 

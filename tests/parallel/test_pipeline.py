@@ -1,5 +1,6 @@
 """Pipelined steps: the numbers of the unsplit model, every stage on its own devices, nothing done in idle ticks."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -38,8 +39,13 @@ from jvarlen.parallel.pipeline import (
 from tests.conftest import random_dataset
 
 MODEL = TransformerConfig(num_layers=4, width=16, num_heads=2)
-PARAMS = jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 MODEL_GRADIENTS = jax.jit(jax.value_and_grad(make_loss_fn(MODEL), has_aux=True))
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 
 
 class Rows(NamedTuple):
@@ -169,7 +175,7 @@ def test_the_transformer_in_stages_is_the_transformer(num_stages, num_microbatch
     batch = batches_of_model(bucket, num_microbatches, packed=packed)
     mesh = mesh_of(1, num_stages)
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, PARAMS)
+        params = jax.tree.map(np.float64, initial_params())
         staged = place_stages(split_stages(params, num_stages), mesh)
         loss_fn = make_pipeline_loss_fn(make_stages(MODEL), mesh=mesh)
         sums, grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(staged, batch)
@@ -178,11 +184,11 @@ def test_the_transformer_in_stages_is_the_transformer(num_stages, num_microbatch
 
 
 def test_stages_are_merged_to_what_was_split():
-    merged = merge_stages(split_stages(PARAMS, 2))
-    assert jax.tree.structure(merged) == jax.tree.structure(PARAMS)
-    assert_equal_trees(merged, PARAMS, 0)
+    merged = merge_stages(split_stages(initial_params(), 2))
+    assert jax.tree.structure(merged) == jax.tree.structure(initial_params())
+    assert_equal_trees(merged, initial_params(), 0)
     with pytest.raises(ValueError, match="must divide the 4 blocks, and 3 does not"):
-        split_stages(PARAMS, 3)
+        split_stages(initial_params(), 3)
 
 
 @pytest.mark.slow

@@ -36,8 +36,13 @@ from jvarlen.training.step_sums import sum_step
 from tests.conftest import random_dataset
 
 TRANSFORMER = TransformerConfig(num_layers=4, width=16, num_heads=2)
-PARAMS = stack_layers(jax.tree.map(np.asarray, init_params(TRANSFORMER, seed=0)))
 BUCKET = Bucket(2, 8)
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return stack_layers(jax.tree.map(np.asarray, init_params(TRANSFORMER, seed=0)))
 
 
 def noisy_embed(ends, microbatch, axes):
@@ -159,7 +164,7 @@ def take_steps(step, state, packed):
 @functools.cache
 def trained_whole(packed):
     with jax.enable_x64(True):
-        params, optimizer = jax.tree.map(np.float64, PARAMS), clipped_adamw()
+        params, optimizer = jax.tree.map(np.float64, initial_params()), clipped_adamw()
         step = jax.jit(make_train_step(layered_loss_fn(layered(TRANSFORMER)), optimizer))
         state, losses = take_steps(step, init_train_state(params, optimizer), packed)
         return losses, jax.tree.map(np.asarray, state.params)
@@ -171,7 +176,6 @@ def trained_whole(packed):
         ("data2.stage4.zero1", True, "inputs"),
         ("data2.stage2.zero1.interleaved.chunks2", False, "inputs"),
         ("data4.stage2.zero_bubble", True, "residuals"),
-        ("data2.stage2.tensor2.zero1", False, "inputs"),
         ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
         ("data2.stage2.sequence2.zero3", False, "residuals"),
         ("data2.tensor2.zero3.keep_inputs", False, None),
@@ -183,7 +187,7 @@ def test_the_transformer_trains_as_one_device(text, packed, keeps):
     expected_losses, expected = trained_whole(packed)
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     with jax.enable_x64(True):
-        state = init_state(jax.tree.map(np.float64, PARAMS), optimizer, model=model, **on)
+        state = init_state(jax.tree.map(np.float64, initial_params()), optimizer, model=model, **on)
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
         step = jax.jit(make_layout_step(model, optimizer, keeps=keeps, **on), donate_argnums=0)
         state, losses = take_steps(step, state, packed)
@@ -212,7 +216,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
-    state = init_state(PARAMS, optimizer, model=model, **on)
+    state = init_state(initial_params(), optimizer, model=model, **on)
     step = compile_buckets(make_layout_step(model, optimizer, **on), state, plan, progress=False, **on)
     losses = []
     for batch in load(plan, dataset, **on):
@@ -373,7 +377,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
 
 
 def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
-    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), PARAMS
+    model, optimizer, params = layered(TRANSFORMER), optax.sgd(0.1), initial_params()
 
     def init(text, params=params, model=model):
         return init_state(params, optimizer, model=model, **on_layout(text))

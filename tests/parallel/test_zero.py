@@ -41,7 +41,6 @@ from tests import processes, run_zero
 from tests.conftest import random_dataset
 
 MODEL = TransformerConfig(num_layers=2, width=24, num_heads=2)  # 24, so that 3 shards divide it
-PARAMS = jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 LAYERED, LOSS_FN = layered(MODEL), make_loss_fn(MODEL)
 BUCKET = Bucket(2, 8)
 
@@ -51,6 +50,12 @@ SIMPLE = LayeredModel(
     lambda own, x, microbatch, axes: x + jnp.tanh(x @ own["k"] + own["b"]),
     lambda ends, x, microbatch, axes: (jnp.sum(jnp.square(x @ ends["out"] - microbatch)), jnp.float32(x.shape[0])),
 )
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return jax.tree.map(np.asarray, init_params(MODEL, seed=0))
 
 
 def simple_params(dtype=np.float64):
@@ -122,7 +127,7 @@ def batches_of(num_microbatches, packed):
 def trained_whole(num_microbatches, packed, by_layers):
     """Losses and parameters of 20 steps without a mesh."""
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, PARAMS)
+        params = jax.tree.map(np.float64, initial_params())
         params, loss_fn = (stack_layers(params), layered_loss_fn(LAYERED)) if by_layers else (params, LOSS_FN)
         optimizer = clipped_adamw()
         step = jax.jit(make_train_step(loss_fn, optimizer))
@@ -133,20 +138,14 @@ def trained_whole(num_microbatches, packed, by_layers):
 @pytest.mark.parametrize(
     ("text", "num_microbatches", "packed", "by_layers"),
     [
-        ("data3", 6, True, True),
         ("data8", 8, False, False),
-        ("data2.zero1", 8, True, False),
-        ("data3.zero1", 6, False, True),
-        ("data4.zero1", 4, False, False),
-        ("data8.zero1", 8, True, True),
-        ("data2.zero2", 8, False, True),
-        ("data3.zero2", 6, True, True),
-        ("data4.zero2", 8, True, False),
+        ("data3.zero1", 6, True, True),
+        ("data8.zero1", 8, False, False),
+        ("data2.zero2", 6, True, True),
         ("data8.zero2", 8, False, False),
-        ("data2.zero3", 8, True, True),
-        ("data2.zero3 whole", 8, True, True),
-        ("data3.zero3", 6, False, True),
-        ("data4.zero3", 4, False, True),
+        ("data2.zero3 whole", 6, True, True),
+        ("data3.zero3", 6, True, True),
+        ("data4.zero3", 8, False, True),
         ("data8.zero3", 8, False, True),
     ],
 )
@@ -154,7 +153,7 @@ def test_every_level_trains_as_one_device(text, num_microbatches, packed, by_lay
     """20 steps of AdamW, clipped by the norm of the whole gradient."""
     expected_losses, expected = trained_whole(num_microbatches, packed, by_layers)
     with jax.enable_x64(True):
-        params = jax.tree.map(np.float64, PARAMS)
+        params = jax.tree.map(np.float64, initial_params())
         params, model = (stack_layers(params), LAYERED) if by_layers else (params, LOSS_FN)
         step, state, on = on_layout(model, params, clipped_adamw(), text)
         placed = shardings_of(state)
@@ -314,7 +313,7 @@ def test_state_takes_its_share_of_bytes():
 
 @pytest.mark.parametrize("zero", range(4))
 def test_parameters_are_gathered_as_they_were_given(zero):
-    stacked = stack_layers(PARAMS)
+    stacked = stack_layers(initial_params())
     kept = jax.tree.map(np.array, stacked)
     layout = Layout(data=4, zero=zero) if zero else Layout(data=4)
     on = {"mesh": layout_mesh(layout), "layout": layout}
@@ -380,14 +379,14 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer = clipped_adamw()
-    whole, expected = init_train_state(PARAMS, optimizer), []
+    whole, expected = init_train_state(initial_params(), optimizer), []
     whole_step = compile_buckets(make_train_step(LOSS_FN, optimizer), whole, plan, progress=False)
     for batch in load(plan, dataset):
         whole, metrics = whole_step(whole, batch)
         expected.append(float(metrics.loss))
     assert len(expected) > 3
     for zero in (1, 2, 3):
-        step, state, on = on_layout(LAYERED, stack_layers(PARAMS), optimizer, f"data4.zero{zero}")
+        step, state, on = on_layout(LAYERED, stack_layers(initial_params()), optimizer, f"data4.zero{zero}")
         placed, losses = shardings_of(state), []
         compiled = compile_buckets(step, state, plan, mesh=on["mesh"], progress=False)
         for batch in load(plan, dataset, mesh=on["mesh"]):

@@ -1,6 +1,7 @@
 """A model that `jvarlen` writes and `torch_ref` reads: the same logits and the same tokens; others are refused."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -18,13 +19,18 @@ safetensors_numpy = pytest.importorskip("safetensors.numpy")
 
 CONFIG = TransformerConfig(num_layers=2, width=32, num_heads=2, vocab_size=300)
 # Larger than at the start of a training, so that what is attended to decides.
-PARAMS = jax.tree.map(lambda leaf: leaf * 2, init_params(CONFIG, seed=1))
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 17))
+
+
+@functools.cache
+def initial_params():
+    with jax.enable_x64(False):
+        return jax.tree.map(lambda leaf: leaf * 2, init_params(CONFIG, seed=1))
 
 
 @pytest.fixture
 def path(tmp_path):
-    save_params(tmp_path / "model.safetensors", PARAMS, CONFIG)
+    save_params(tmp_path / "model.safetensors", initial_params(), CONFIG)
     return tmp_path / "model.safetensors"
 
 
@@ -38,9 +44,9 @@ def logits_of(params, tokens_BxT):
 def test_the_logits_are_those_of_the_model_that_was_written(path):
     model = torch_ref.load_model(path)
     logits_BxTxV = model(torch.from_numpy(TOKENS)).detach().numpy()
-    np.testing.assert_allclose(logits_BxTxV, logits_of(PARAMS, TOKENS), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits_BxTxV, logits_of(initial_params(), TOKENS), rtol=1e-5, atol=1e-5)
     with jax.enable_x64(True):
-        params = jax.tree.map(lambda leaf: leaf.astype(np.float64), PARAMS)
+        params = jax.tree.map(lambda leaf: leaf.astype(np.float64), initial_params())
         expected_BxTxV = logits_of(params, TOKENS)
     logits_BxTxV = model.double()(torch.from_numpy(TOKENS)).detach().numpy()
     np.testing.assert_allclose(logits_BxTxV, expected_BxTxV, rtol=1e-12, atol=1e-12)
@@ -50,7 +56,9 @@ def test_greedy_tokens_of_a_hundred_prompts_are_the_same_and_only_buckets_are_co
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 300, length) for length in rng.integers(0, 50, 100)]
     with no_recompiles("count") as count:
-        tokens = generate(PARAMS, CONFIG, prompts, max_new_tokens=8, max_tokens=2048, max_shapes=2, progress=False)
+        tokens = generate(
+            initial_params(), CONFIG, prompts, max_new_tokens=8, max_tokens=2048, max_shapes=2, progress=False
+        )
     assert count.functions == ["generate_step"] * 2
     expected = torch_ref.generate(torch_ref.load_model(path), prompts, 8)
     assert [new.tolist() for new in tokens] == [new.tolist() for new in expected]
@@ -64,7 +72,7 @@ def test_greedy_tokens_of_a_hundred_prompts_are_the_same_and_only_buckets_are_co
 
 def test_how_the_trained_model_computes_is_no_obstacle(tmp_path):
     config = dataclasses.replace(CONFIG, attention="chunked", packed_attention="xla", compute_dtype="bfloat16")
-    save_params(tmp_path / "model.safetensors", PARAMS, config)
+    save_params(tmp_path / "model.safetensors", initial_params(), config)
     assert torch_ref.load_model(tmp_path / "model.safetensors").embed.weight.dtype == torch.float32
 
 
@@ -87,7 +95,7 @@ SIZES = {"num_layers": 2, "width": 32, "vocab_size": 300, "num_heads": 2}
 def test_files_of_other_models_are_refused_with_the_names_of_what_differs(tmp_path, config, message):
     path = tmp_path / "model.safetensors"
     metadata = {} if config is None else {"config": json.dumps(config)}
-    safetensors_numpy.save_file(flat_params(PARAMS), path, metadata)
+    safetensors_numpy.save_file(flat_params(initial_params()), path, metadata)
     with pytest.raises(ValueError, match=r"model\.safetensors") as raised:
         torch_ref.load_model(path)
     assert message in str(raised.value)

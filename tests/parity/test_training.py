@@ -67,7 +67,7 @@ class Setting:
 
     num_steps: int
     num_layers: int = 2
-    max_shapes: int = 3
+    max_shapes: int = 2
     dtype: str = "float32"
     packed: bool = False
     max_norm: float | None = None

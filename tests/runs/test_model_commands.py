@@ -1,5 +1,6 @@
 """`jvarlen sample` and `jvarlen export`: runs of the built-in model, of bytes or of a tokenizer, and on no others."""
 
+import functools
 import json
 
 import jax
@@ -15,13 +16,17 @@ from jvarlen.runs.config import PlanConfig, save_config
 from jvarlen.training.checkpoint import Place, open_checkpoints
 
 MODEL = TransformerConfig(num_layers=1, width=16, num_heads=1)
-PARAMS = jax.tree.map(lambda leaf: leaf * 5, init_params(MODEL, seed=0))
 BEST, LATEST = 1, 2
 SAMPLED = ["--max-new-tokens", "6", "--no-progress", "--max-shapes", "1"]
 
 
+@functools.cache
+def initial_params():
+    return jax.tree.map(lambda leaf: leaf * 5, init_params(MODEL, seed=0))
+
+
 def scaled(step):
-    return jax.tree.map(lambda leaf: leaf * step, PARAMS)
+    return jax.tree.map(lambda leaf: leaf * step, initial_params())
 
 
 def make_run(folder, params_of_step=scaled, **settings):
@@ -137,7 +142,7 @@ def test_export_writes_the_model_of_the_checkpoint(run, tmp_path, capsys, flags,
     safetensors = pytest.importorskip("safetensors")
     path = tmp_path / "model.safetensors"
     assert main(["export", str(run), str(path), *flags]) == 0
-    size = sum(array.size for array in flat_params(PARAMS).values())
+    size = sum(array.size for array in flat_params(initial_params()).values())
     assert capsys.readouterr().out == f"{path}: {size:,} parameters after {step} steps\n"
     with safetensors.safe_open(path, "numpy") as file:
         np.testing.assert_array_equal(file.get_tensor("head.kernel"), flat_params(scaled(step))["head.kernel"])
