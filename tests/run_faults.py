@@ -195,7 +195,7 @@ def main():
         runs_dir=folder / "whole",
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
+        plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, microbatches_per_step=2),
         model=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
 
