@@ -13,7 +13,9 @@ from typing import Any
 from tests.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
+# Hundreds of processes import the same modules.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
@@ -34,7 +36,6 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
-sys.dont_write_bytecode = False
 gc.disable()  # until all tests are collected: nothing of them is garbage
 KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
@@ -96,44 +97,31 @@ def compilation_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def programs_of_all(pytestconfig):
-    """A directory of the programs that this and earlier sessions compiled; None without pytest's cache.
+def programs_of_before(tmp_path_factory, pytestconfig):
+    """A directory of the programs that earlier sessions compiled; the new ones are kept for later sessions.
 
-    They lie in that cache: `--cache-clear` forgets them.
+    They lie in pytest's cache: `--cache-clear` forgets them. Each process of tests has a directory of its own, because
+    JAX doesn't write files at once.
     """
+    own = tmp_path_factory.mktemp("programs")
     if (cache := getattr(pytestconfig, "cache", None)) is None:
-        yield None
+        yield own
         return
     # A program is of the instructions of one processor.
     told = Path("/proc/cpuinfo").read_bytes() if Path("/proc/cpuinfo").exists() else b""
     instructions = hashlib.sha256(told.partition(b"flags")[2].partition(b"\n")[0]).hexdigest()
     kept = cache.mkdir(f"programs-{instructions[:8]}")
-    yield kept
-    with contextlib.suppress(FileNotFoundError):  # another process of tests forgets them as well
+    for path in kept.glob("*-cache"):
+        (own / path.name).symlink_to(path)
+    yield own
+    for path in own.glob("*-cache"):
+        if not path.is_symlink():
+            with tempfile.NamedTemporaryFile(dir=kept, delete=False) as file:
+                file.write(path.read_bytes())
+            os.replace(file.name, kept / path.name)  # whole or not at all
+    with contextlib.suppress(FileNotFoundError):  # the other process of tests forgets them as well
         for path in sorted(kept.glob("*-cache"), key=lambda path: path.stat().st_mtime)[:-MOST_PROGRAMS]:
             path.unlink()
-
-
-@pytest.fixture(scope="session")
-def programs_of_before(tmp_path_factory, programs_of_all):
-    """This process of tests has a directory of its own, because JAX doesn't write files at once."""
-    own = tmp_path_factory.mktemp("programs")
-    exchange_programs(own, programs_of_all)
-    yield own
-    exchange_programs(own, programs_of_all)
-
-
-def exchange_programs(own: Path, kept: Path | None) -> None:
-    """Keeps the programs of one process of tests for all, and gives it theirs."""
-    if kept is None:
-        return
-    ours, theirs = ({path.name: path.is_symlink() for path in folder.glob("*-cache")} for folder in (own, kept))
-    for name in (name for name, is_theirs in ours.items() if not is_theirs and name not in theirs):
-        with tempfile.NamedTemporaryFile(dir=kept, delete=False) as file:
-            file.write((own / name).read_bytes())
-        os.replace(file.name, kept / name)  # whole or not at all
-    for name in theirs.keys() - ours:
-        (own / name).symlink_to(kept / name)
 
 
 def keeping_programs(directory: Path) -> dict[str, Any]:
@@ -149,13 +137,11 @@ def keeping_programs(directory: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request):
-    """Modules of some folders take programs that others compiled; the rest have their own caches, or look at them."""
+    """Modules of some folders take programs from earlier sessions; others have caches of their own, or look at them."""
     if request.path.parent.name not in KEEPING_PROGRAMS:
         yield
         return
-    own = request.getfixturevalue("programs_of_before")
-    exchange_programs(own, request.getfixturevalue("programs_of_all"))
-    settings = keeping_programs(own)
+    settings = keeping_programs(request.getfixturevalue("programs_of_before"))
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
