@@ -1,11 +1,13 @@
 """Sample workers: every sample once, in ranges of suitable size, and errors that name the sample, from any process."""
 
+import copyreg
 import multiprocessing
 import pickle
 import sys
 import time
 import types
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -237,9 +239,11 @@ def fail_there(sample):
 
 
 def test_an_error_whose_type_is_not_importable_here_tells_its_sample():
-    pytest.importorskip("tblib.pickling_support").install()  # as Dask does: errors pickle with their causes
-    with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
-        list(measure_ranges(Work([7], fail_there, to_words), [range(1)], 1, OfOtherMachine()))
+    pickling = pytest.importorskip("tblib.pickling_support")
+    with mock.patch.dict(copyreg.dispatch_table):
+        pickling.install()  # as Dask does: errors pickle with their causes
+        with pytest.raises(RuntimeError, match=r"sample 0 could not be measured: OnlyThereError\(7\)") as told:
+            list(measure_ranges(Work([7], fail_there, to_words), [range(1)], 1, OfOtherMachine()))
     assert type(told.value.__cause__) is RuntimeError
     assert "fail_there" in told.value.__cause__.__notes__[-1]
 
