@@ -20,7 +20,7 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.sorting.balance import exchange_volume
+from jvarlen.sorting.balance import digest_volume, exchange_volume
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)
 QUICK_SIZES = (10_000, 30_000)
@@ -108,7 +108,7 @@ def on_paper(of_part: dict[str, tuple[float, float]]) -> list[str]:
         ["`make_buckets` from the counts of all samples", "measured", digits(buckets_s), "", ""],
         ["`plan_distributed`: sort, places, hash", "extrapolated", digits(made[0]), gigabytes(made[1]), ""],
         ["the exchange of the sort", "computed", "", "", gigabytes(sent)],
-        ["ids and places for the digest", "computed", "", "", gigabytes(16 * TOTAL)],
+        ["the exchange for the digest", "computed", "", "", gigabytes(digest_volume(TOTAL, HOSTS).num_bytes)],
         [f"the steps of all, about {digits(num_steps)}", "computed", "", gigabytes(20 * num_steps), ""],
     ]
     return [
@@ -116,8 +116,7 @@ def on_paper(of_part: dict[str, tuple[float, float]]) -> list[str]:
         "",
         f"Of one host, with {own:,} samples and one device. Extrapolated: the seconds of the largest size by the "
         "fitted exponent, at least 1, and its bytes a sample. Computed: from the formulas of what is held and sent. "
-        "The digest sends each id and its place, 16 bytes, to all hosts; the sort sends keys and ids, here without the "
-        "lengths that go along.",
+        "The sort sends keys and ids, here without the lengths that go along.",
         "",
         *table("part|how|seconds|GB held|GB sent or received", rows),
     ]

@@ -82,8 +82,8 @@ def _ending(command: Any, run: Callable[[], int], shows_traceback: bool) -> int:
         if shows_traceback or not _is_of_user(error):
             raise
         return _end(command, error, _USER_ERROR)
-    except KeyboardInterrupt:
-        return _end(command, "interrupted", exit_code_of_interrupt())
+    except KeyboardInterrupt as error:
+        return _end(command, error, exit_code_of_interrupt())
 
 
 def _train(config: FitConfig) -> int:
@@ -188,7 +188,8 @@ def _end(command: Any, error: object, code: int) -> int:
         end_without_others(code)
     # Notes of one line tell the sample and the step; longer ones are tracebacks of worker processes.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    print(f"jvarlen: {' '.join('; '.join([str(error), *notes]).split())}", file=sys.stderr)
+    told = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+    print(f"jvarlen: {' '.join('; '.join([told, *notes]).split())}", file=sys.stderr)
     return code
 
 

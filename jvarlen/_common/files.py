@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import mmap
 import os
@@ -24,6 +25,7 @@ __all__ = [
     "mapped_file",
     "move_into_place",
     "read_slice",
+    "take_space",
     "write_atomically",
 ]
 
@@ -77,6 +79,26 @@ def move_into_place(part: Path, path: Path) -> None:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def take_space(file: IO[bytes], num_bytes: int) -> None:
+    """Makes an open file at least so long, its space taken on the disk, so that a full disk shows before the work.
+
+    A system or a disk that takes no space before it is written only gets the length.
+
+    Args:
+      file: open for writing.
+      num_bytes: of the whole file.
+
+    Raises:
+      OSError: there is not so much.
+    """
+    try:
+        os.posix_fallocate(file.fileno(), 0, num_bytes)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        file.truncate(num_bytes)
 
 
 def load_array(path: Path, what: str) -> np.ndarray:

@@ -73,7 +73,8 @@ def measure_lengths(
         listed when all samples are measured (their shards are not kept); `shards` that are damaged or of another
         measurement; arguments out of range; with workers, a dataset or function that does not pickle.
       RuntimeError: `dataset` or `length_fn` failed on a sample, whose id is given; the original error is the cause. Or
-        a worker process or the executor died; the samples that it had are given.
+        a worker process or the executor died, or the executor could not hand `dataset` over; the samples that it had
+        are given.
 
     The directory identifies a measurement by the number of samples, `shard_size` and the name of `length_fn`. If the
     samples or the body of the function change, use a new directory.
@@ -280,9 +281,13 @@ def _measure(
     shard_size: int,
     read_values: Callable[[range], list[int] | None] | None = None,
 ) -> Any:
-    num_workers, _, timeout_s = where
+    num_workers, executor, timeout_s = where
     if not is_integer(num_workers) or num_workers < 0:
         raise UserError(f"num_workers must be an integer of at least 0, not {num_workers!r}")
+    if executor is not None and not isinstance(executor, Executor):
+        raise UserError(
+            f"executor must be a concurrent.futures.Executor, such as client.get_executor() of Dask, not {executor!r}"
+        )
     if timeout_s is not None and not (is_number(timeout_s) and timeout_s > 0):
         raise UserError(f"executor_timeout_s must be seconds above 0, or None, not {timeout_s!r}")
     check_at_least_one(shard_size=shard_size)

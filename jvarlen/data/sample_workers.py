@@ -11,20 +11,13 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    BrokenExecutor,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    wait,
-)
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ProcessPoolExecutor
 from multiprocessing.queues import Queue
 from typing import Any, NamedTuple
 
@@ -33,7 +26,7 @@ from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import without_interrupts
-from jvarlen._common.worker_errors import portable_error
+from jvarlen._common.worker_errors import PackedError, pack_error
 from jvarlen.planning.lengths import DataSource
 
 __all__ = ["IsFloat", "Part", "Words", "Work", "measure_ranges"]
@@ -88,7 +81,7 @@ class Part(NamedTuple):
     seconds: float
 
 
-_Answer = Part | tuple[Exception, BaseException | None] | None  # None: the process has yet to be handed the work
+_Answer = Part | tuple[Exception, PackedError | None] | None  # None: the process has yet to be handed the work
 
 
 def measure_ranges(
@@ -118,8 +111,8 @@ def measure_ranges(
     Raises:
       ValueError: values that `work.to_words` rejects; or, with workers, `work` does not pickle.
       RuntimeError: the dataset or the function failed on a sample, whose id is given; the cause is the original error,
-        with its traceback as a note if it comes from a worker. Or a worker or the executor died; its samples are
-        given.
+        with its traceback as a note if it comes from a worker. Or a worker or the executor died, or the executor could
+        not hand `work` over; its samples are given.
     """
     ranges = _Ranges(missing)
     num_workers = min(num_workers, sum(map(len, missing)))
@@ -176,8 +169,14 @@ def _measure_range(work: Work, samples: range) -> Part:
     """The values of a range; of its first samples alone, where they take long."""
     start = time.perf_counter()
     dataset, function, careful = work.dataset, work.function, work.careful_function or work.function
-    if work.read_values is not None and (known := work.read_values(samples)) is not None:
-        return Part(samples, *work.to_words(known, samples), time.perf_counter() - start)
+    if work.read_values is not None:
+        try:
+            known = work.read_values(samples)
+        except Exception as error:
+            told = f"samples {samples.start} to {samples.stop - 1} could not be measured: {error!r}"
+            raise RuntimeError(told) from error
+        if known is not None:
+            return Part(samples, *work.to_words(known, samples), time.perf_counter() - start)
     values: list[Any] = []
     size = -(-len(samples) // _PIECES)
     try:
@@ -198,32 +197,49 @@ def _measure_in(
 ) -> Generator[Part, None, None]:
     """The parts, as an engine that has so many ranges at a time is done with them."""
     pending: dict[Future[_Answer], range] = {}
+    done: queue.SimpleQueue[Future[_Answer]] = queue.SimpleQueue()
+
+    def submit(samples: range, asked_for_work: bool = False) -> None:
+        future = engine.submit_range(samples, asked_for_work)
+        pending[future] = samples
+        future.add_done_callback(done.put)  # `wait` would not see what a shutdown cancels
+
     try:
         while True:
             with _told(engine, ranges, pending):
                 for samples in itertools.islice(ranges, num_ranges - len(pending)):
-                    pending[engine.submit_range(samples)] = samples
-                done = wait(pending, timeout_s, FIRST_COMPLETED).done
-                if pending and not done:
-                    raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}")
-            if not pending:
-                return
-            for future in sorted(done, key=_has_failed):
+                    submit(samples)
+                if not pending:
+                    return
+                finished = _take(done, timeout_s)
+            for future in sorted(finished, key=_has_failed):
                 with _told(engine, ranges, pending, future):
                     answer = future.result()
                 samples = pending.pop(future)
                 if answer is None:
                     with _told(engine, ranges, pending):
-                        pending[engine.submit_range(samples, asked_for_work=True)] = samples
+                        submit(samples, asked_for_work=True)
                     continue
                 if not isinstance(answer, Part):
                     error, cause = answer
-                    raise error from cause
+                    raise error from cause and cause.unpack()
                 ranges.adapt(answer, samples)
                 yield answer
     finally:
         for future in pending:
             future.cancel()
+
+
+def _take(done: queue.SimpleQueue[Future[_Answer]], timeout_s: float | None) -> list[Future[_Answer]]:
+    """All futures that are done, at least one."""
+    try:
+        finished = [done.get(timeout=timeout_s and min(timeout_s, threading.TIMEOUT_MAX))]
+    except queue.Empty:
+        raise TimeoutError(f"no task was done within executor_timeout_s={timeout_s:g}") from None
+    with contextlib.suppress(queue.Empty):
+        while True:
+            finished.append(done.get_nowait())
+    return finished
 
 
 def _has_failed(future: Future) -> bool:
@@ -241,9 +257,10 @@ def _told(
         is_of_all = future is None or isinstance(error, BrokenExecutor | CancelledError)
         had = [samples for of, samples in pending.items() if is_of_all or of is future]
         listed = list_first((f"{samples.start} to {samples.stop - 1}" for samples in had), " or ")
+        it_had = f"it had {f'samples {listed}' if had else 'no samples'}"
         raise RuntimeError(
-            f"{engine.end(error)}; it had samples {listed}. {engine.advice}. Shards that were finished are kept; "
-            f"{ranges.num_left:,} samples are left"
+            f"{engine.end(error)}; {it_had}. {engine.advice}. Shards that were finished are kept; {ranges.num_left:,} "
+            "samples are left"
         ) from error
 
 
@@ -251,7 +268,9 @@ class _Engine:
     """An executor of any kind, whose processes are handed the work with their first range, and keep it."""
 
     errors = Exception  # those of samples come as answers
-    advice = "To resume, repeat the call with one that works"
+    advice = (
+        "To resume, repeat the call with one that works; the dataset and the function must pickle for its processes"
+    )
 
     def __init__(self, executor: Executor, work: Work, num_ranges: int):
         self._executor = executor
@@ -352,4 +371,6 @@ def _answer(find_work: Callable[[], Work], samples: range) -> _Answer:
     try:
         return _measure_range(find_work(), samples)
     except Exception as error:
-        return error, error.__cause__ and portable_error(error.__cause__)
+        cause = pack_error(error.__cause__) if error.__cause__ else None
+        error.__cause__ = error.__context__ = None  # Dask's pickling would take them along
+        return error, cause

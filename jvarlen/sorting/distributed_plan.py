@@ -25,8 +25,9 @@ from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import Overlong, apply_overlong, check_lengths, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import check_seed, random_keys
-from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks
+from jvarlen.planning.plan_file import digest_of_chunks
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.sorting.chunk_digests import chunk_digests
 from jvarlen.sorting.plan_places import Places, make_places, sort_to_places
 from jvarlen.sorting.sharded_rows import spread_local_rows
 
@@ -196,12 +197,16 @@ def plan_distributed(
         keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
     )
 
+    del keys, payload
+
     step_offsets = ends_to_offsets(np.cumsum(np.diff(steps.offsets)[emitted]))
     microbatches = own_microbatches(mesh, num_microbatches, axis_name)
     offset_of_step = np.empty(len(emitted), np.int64)
     offset_of_step[emitted] = step_offsets[:-1]
     positions = _positions_of_rows(places, offset_of_step, rows[steps.bucket], microbatches)
-    chunk_digests = _chunk_digests(positions[row_ids >= 0], row_ids[row_ids >= 0], int(step_offsets[-1]))
+    is_real = row_ids >= 0
+    positions = positions[is_real]  # only these stay in memory
+    chunks = chunk_digests(positions, row_ids[is_real], int(step_offsets[-1]), int(sizes.sum()), mesh, axis_name)
     step_bucket = steps.bucket[emitted]
     return DistributedPlan(
         buckets=checked,
@@ -213,7 +218,7 @@ def plan_distributed(
         num_dropped=num_overlong if overlong == "drop" else 0,
         num_truncated=num_overlong if overlong == "truncate" else 0,
         onset_spacing=int(onset_spacing),
-        digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunk_digests),
+        digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunks),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
         own_num_tokens=own_num_tokens[emitted],
@@ -284,28 +289,3 @@ def _positions_of_rows(
     num_microbatches = places.num_microbatches
     first_of_row = np.repeat(offset_of_step - places.first_rows * num_microbatches, rows_of_step)
     return (first_of_row + np.arange(places.num_rows) * num_microbatches)[:, None] + microbatches
-
-
-def _chunk_digests(
-    positions: Int64[np.ndarray, " n"], sample_ids: Int64[np.ndarray, " n"], num_samples: int
-) -> list[bytes]:
-    """The digests of all chunks of the plan's sample ids, of which each process has some, at their positions.
-
-    Processes take turns: a chunk is put together and hashed by one of them, while all pass it on.
-    """
-    order = np.argsort(positions, kind="stable")
-    positions, sample_ids = positions[order], sample_ids[order]
-    starts = np.arange(0, num_samples, DIGEST_CHUNK)
-    cuts = np.searchsorted(positions, np.append(starts, num_samples))
-    largest = max(1, int(gather_arrays(np.diff(cuts).max(keepdims=True)).max()))
-    digests = np.zeros((len(starts), 32), np.uint8)
-    for c, start in enumerate(starts.tolist()):
-        own = slice(cuts[c], cuts[c + 1])
-        piece = np.full((2, largest), -1, np.int64)
-        piece[:, : own.stop - own.start] = positions[own] - start, sample_ids[own]
-        place, ids = gather_arrays(piece).swapaxes(0, 1).reshape(2, -1)
-        if c % jax.process_count() == jax.process_index():
-            chunk = np.empty(min(DIGEST_CHUNK, num_samples - start), np.int64)
-            chunk[place[place >= 0]] = ids[place >= 0]
-            digests[c] = np.frombuffer(chunk_digest(chunk), np.uint8)
-    return [digest.tobytes() for digest in gather_arrays(digests).sum(axis=0, dtype=np.uint8)]

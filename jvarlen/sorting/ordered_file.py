@@ -10,7 +10,6 @@ other. Either way the file gets its name only when all of it is on disk.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import io
 import os
@@ -29,7 +28,7 @@ from jaxtyping import Array, Shaped, UInt
 from tqdm import tqdm
 
 from jvarlen._common.checks import UserError, check_choices, is_integer, list_offenders
-from jvarlen._common.files import check_place, move_into_place
+from jvarlen._common.files import check_place, move_into_place, take_space
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen._common.progress import progress_bar
 from jvarlen.distributed.processes import agree, gather_texts, together
@@ -178,12 +177,7 @@ class _Part(NamedTuple):
         size = len(self.header) + self.num_samples * self.dtype.itemsize
         with self.path.open("x+b", buffering=0) as file:
             file.write(self.header)
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except (AttributeError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                file.truncate(size)  # this system or this disk takes no space before it is written
+            take_space(file, size)
             os.fsync(file.fileno())
 
     def write(self, first_rank: int, values: Shaped[np.ndarray, " m"]) -> None:

@@ -26,7 +26,7 @@ from jvarlen.distributed.mesh import NO_MESH, num_shards_of
 from jvarlen.planning.grouping import CanonicalSteps
 from jvarlen.planning.lengths import ends_to_offsets
 from jvarlen.sorting.shard_sort import Shards, deal_ranks, has_ragged, sort_blocks, words_of_shard
-from jvarlen.sorting.sharded_rows import shard_local_rows
+from jvarlen.sorting.sharded_rows import own_parts, shard_local_rows
 from jvarlen.sorting.sortable_words import from_words, index_dtype
 
 __all__ = ["Places", "make_places", "sort_to_places"]
@@ -128,15 +128,9 @@ def sort_to_places(
         program = _program(mesh, shards, places.block, places.num_microbatches, num_steps, longest, lengths_of)
         of_buckets = places.place_of_bucket, places.rank_of_bucket, places.num_samples
         ids, shard_tokens, num_tokens = program(*columns, sizes, places.starts, *of_buckets, step_of_row)
-        own_ids = np.concatenate(_own_parts(ids), axis=1)
-        own_tokens = np.sum(_own_parts(shard_tokens), axis=0)
+        own_ids = np.concatenate(own_parts(ids), axis=1)
+        own_tokens = np.sum(own_parts(shard_tokens), axis=0)
         return own_ids[: places.num_rows].astype(np.int64), own_tokens, np.asarray(num_tokens.addressable_data(0))
-
-
-def _own_parts(array: jax.Array) -> list[np.ndarray]:
-    """The part of an array, sharded along its leading axis, that this process holds, in order."""
-    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}  # other axes may repeat them
-    return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
 @functools.lru_cache(maxsize=32)

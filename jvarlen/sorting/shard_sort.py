@@ -47,6 +47,7 @@ __all__ = [
     "has_ragged",
     "num_rounds",
     "send_capacity",
+    "send_to_ranks",
     "sort_blocks",
     "words_of_shard",
 ]
@@ -104,11 +105,34 @@ def sort_blocks(
     """
     words, columns = _sort_rows(words, columns)
     if shards.num_shards > 1:
-        cuts_pxp1 = lax.all_gather(_cut(words, starts, shards), shards.axis_name)
-        exchange = _exchange_ragged if shards.ragged else _exchange_dense
-        words, columns = exchange(words, columns, cuts_pxp1, block, shards)
-        words, columns = _sort_rows(words, columns)
+        words, columns = _sort_rows(*_exchange(words, columns, _cut(words, starts, shards), block, shards))
     return jax.tree.map(functools.partial(_resized, size=block), (words, columns))
+
+
+def send_to_ranks(ranks: jax.Array, columns: Any, starts: Int[Array, " p_plus_1"], block: int, shards: Shards) -> Any:
+    """Brings rows whose global ranks are known to their blocks, as `sort_blocks` does, in a single exchange.
+
+    Args:
+      ranks: unsigned[n], of this shard's rows; each rank is on one shard. The largest value is a place without a row.
+      columns: a pytree of arrays whose leading axis is n; they follow their rows.
+      starts: as in `sort_blocks`.
+      block: b.
+      shards: the shards; their oversampling does not matter.
+
+    Returns:
+      The columns, of leading axis b; the row of rank `starts[d]` + i lies at place i, and zeros where there is none.
+    """
+    if shards.num_shards > 1:
+        (ranks,), columns = _sort_rows((ranks,), columns)
+        cuts = jnp.searchsorted(ranks, starts.astype(ranks.dtype)).astype(starts.dtype)
+        (ranks,), columns = _exchange((ranks,), columns, cuts, block, shards)
+    place = ranks.astype(starts.dtype) - starts[lax.axis_index(shards.axis_name)]
+    place = jnp.where(ranks == gap(ranks), block, place)
+
+    def put(column: jax.Array) -> jax.Array:
+        return jnp.zeros((block, *column.shape[1:]), column.dtype).at[place].set(column, mode="drop")
+
+    return jax.tree.map(put, columns)
 
 
 def deal_ranks(blocks: Any, shards: Shards) -> Any:
@@ -197,6 +221,15 @@ def _is_less(rows: Words, others: Words) -> Bool[Array, "*shape"]:
     for row, other in zip(reversed(rows[:-1]), reversed(others[:-1]), strict=True):
         is_less = (row < other) | ((row == other) & is_less)
     return is_less
+
+
+def _exchange(
+    words: Words, columns: Any, cuts: Int[Array, " p_plus_1"], block: int, shards: Shards
+) -> tuple[Words, Any]:
+    """Sends the rows of a sorted run to their blocks; block d begins at row `cuts[d]` of this shard's run."""
+    cuts_pxp1 = lax.all_gather(cuts, shards.axis_name)
+    exchange = _exchange_ragged if shards.ragged else _exchange_dense
+    return exchange(words, columns, cuts_pxp1, block, shards)
 
 
 def _exchange_dense(

@@ -19,7 +19,7 @@ from jvarlen._common.checks import UserError, list_offenders, offenders_where
 from jvarlen.distributed.mesh import NO_MESH, num_shards_of, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 
-__all__ = ["ShardedRows", "shard_local_rows", "shard_rows", "spread_local_rows"]
+__all__ = ["ShardedRows", "own_parts", "shard_local_rows", "shard_rows", "spread_local_rows"]
 
 
 class ShardedRows(NamedTuple):
@@ -129,6 +129,12 @@ def shard_local_rows(columns: Any, mesh: Mesh, *, axis_name: str = "data") -> tu
         return jax.make_array_from_callback((len(sizes) * per_shard, *column.shape[1:]), sharding, shard)
 
     return jax.tree.map(place, columns), sizes
+
+
+def own_parts(array: jax.Array) -> list[np.ndarray]:
+    """The part of an array, sharded along its leading axis, that this process holds, in order."""
+    parts = {shard.index[0].start or 0: shard.data for shard in array.addressable_shards}  # other axes may repeat them
+    return [np.asarray(parts[start]) for start in sorted(parts)]
 
 
 def _leading_axis(columns: Any) -> int:

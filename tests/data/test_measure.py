@@ -364,7 +364,9 @@ def test_an_executor_that_does_nothing_is_told(tmp_path):
         measure_lengths(["a"] * 7, executor=Silent(), executor_timeout_s=0.1, progress=False)
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
-    with pytest.raises(RuntimeError, match=r"ThreadPoolExecutor failed: .*after shutdown.*; 7 samples are left"):
+    with pytest.raises(
+        RuntimeError, match=r"ThreadPoolExecutor failed: .*after shutdown.*had no samples.*; 7 samples are left"
+    ):
         measure_difficulty([1] * 7, identity, executor=executor, progress=False)
     for timeout in (0, -1.0, "5", True):
         with pytest.raises(ValueError, match="executor_timeout_s"):
@@ -376,6 +378,14 @@ class ReadAtOnce(Samples):
 
     def lengths_of(self, samples):
         return None if 3 in samples else [10 * len(self.samples[i]) for i in samples]
+
+
+def test_what_is_no_executor_is_named():
+    client = types.SimpleNamespace(submit=lambda function, *args: None)  # as of Dask, whose futures are of another kind
+    with pytest.raises(
+        ValueError, match=r"concurrent\.futures\.Executor, such as client\.get_executor\(\) .*namespace"
+    ):
+        measure_lengths(["a"], executor=client, progress=False)
 
 
 def test_lengths_that_a_dataset_reads_at_once_are_taken_where_all_are_there():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jvarlen import count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
 from jvarlen.planning.plan_file import plan_digest
-from jvarlen.sorting import distributed_plan as module
+from jvarlen.sorting import chunk_digests as module
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 
 
@@ -58,16 +58,20 @@ def test_any_buckets_and_options(
     assert (plan.num_dropped, plan.num_truncated) == (whole.num_dropped, whole.num_truncated)
 
 
-def test_chunks_combine_to_one_digest(monkeypatch):
-    lengths = np.random.default_rng(0).integers(1, 50, 1000)
-    buckets = make_buckets(lengths, 200, max_shapes=4, microbatches_per_step=4)
-    whole = make_plan(lengths, buckets, microbatches_per_step=4, order="shuffle")
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_samples", [1, 128, 129, 512, 513, 1000])
+def test_chunks_combine_to_one_digest(monkeypatch, num_samples, num_shards):
+    lengths = np.random.default_rng(0).integers(1, 50, num_samples)
+    options = {"microbatches_per_step": 12, "order": "shuffle"}
+    buckets = make_buckets(lengths, 200, max_shapes=4, microbatches_per_step=12)
+    whole = make_plan(lengths, buckets, **options)
     in_one_chunk = whole.digest
     monkeypatch.setattr(module, "DIGEST_CHUNK", 128)
     monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", 128)
-    plan = plan_distributed(lengths, buckets, data_mesh(4), microbatches_per_step=4, order="shuffle")
+    plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
     parts = (whole.buckets, whole.step_bucket, whole.step_offsets, whole.sample_ids)
-    assert plan.digest == plan_digest(4, *parts) != in_one_chunk
+    assert plan.digest == plan_digest(12, *parts)
+    assert (plan.digest == in_one_chunk) == (num_samples <= 128)
 
 
 def test_buckets_from_a_histogram_are_those_from_all_lengths():

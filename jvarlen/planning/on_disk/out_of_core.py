@@ -254,6 +254,9 @@ def _kept(out: Path, settings: dict[str, Any], lengths: Integer[np.ndarray, " N"
                 if isinstance(error, UserError) and not kept.is_begun:
                     shutil.rmtree(directory)
                 raise
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(f"what is done of the plan is kept in {directory}; repeat the call to go on")
+                raise
     except Timeout:
         raise UserError(f"another process writes {out} at this moment") from None
 

@@ -7,7 +7,6 @@ shape and the place. Letters: M microbatches a step, K buckets, S steps, n sampl
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import math
@@ -22,6 +21,7 @@ import numpy as np
 from jaxtyping import Int64, Shaped
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.files import take_space
 from jvarlen._common.progress import progress_bar
 from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.on_disk.columns import write_values
@@ -73,12 +73,7 @@ class PlanFileWriter:
           OSError: there is not so much.
         """
         with self._path.open("ab") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, self.num_bytes)
-            except (AttributeError, OSError) as error:
-                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                file.truncate(self.num_bytes)  # this system or this disk takes no space before it is written
+            take_space(file, self.num_bytes)
 
     def write(self, name: str, values: Shaped[np.ndarray, " m *rest"], start: int = 0) -> None:
         """Writes values of an array from its place `start` on."""

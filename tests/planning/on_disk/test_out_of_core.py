@@ -161,8 +161,11 @@ def interrupt(lengths, buckets, out, monkeypatch, **arguments):
     """Makes a plan up to its first write of steps."""
     with monkeypatch.context() as patched:
         patched.setattr(out_of_core, "_write_ids", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as told:
             make_plan(lengths, buckets, out=out, progress=False, **arguments)
+    assert told.value.__notes__ == [
+        f"what is done of the plan is kept in {out.parent}/.plan.part; repeat the call to go on"
+    ]
 
 
 def test_other_settings_than_those_of_the_interrupted_call_are_named(lengths_file, tmp_path, monkeypatch):
