@@ -13,9 +13,7 @@ from typing import Any
 from tests.processes import COMPILE_FAST
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {COMPILE_FAST}"
-# Hundreds of processes import the same modules.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same modules
 # The user's cache is left alone, by processes that tests start as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 # Tests compile often and run what they compiled for some steps: LLVM's optimizations take longer than they save. XLA's
@@ -36,6 +34,7 @@ from jax.experimental.compilation_cache import compilation_cache as compilation_
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
 
+sys.dont_write_bytecode = False  # what that variable has set
 gc.disable()  # until all tests are collected: nothing of them is garbage
 KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
