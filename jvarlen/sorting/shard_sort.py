@@ -238,7 +238,15 @@ def _exchange_dense(
     """Deals the runs out, then sends each dealt row to its block: two all-to-alls whose shapes no key changes."""
     p = shards.num_shards
     per_run = -(-len(words[0]) // p)
-    dealt = jax.tree.map(lambda x: _deal(_resized(x, per_run * p), shards), (words, columns))
+    # What is beyond the last cut goes nowhere. To leave it out makes this exchange wait for the cuts: XLA's CPU backend
+    # (JAX 0.10) reorders a collective and a loop of collectives in programs that it loads, and then devices deadlock.
+    is_sent = jnp.arange(len(words[0])) < cuts_pxp1[lax.axis_index(shards.axis_name), -1]
+
+    def deal(rows: jax.Array) -> jax.Array:
+        sent = jnp.where(is_sent.reshape(-1, *[1] * (rows.ndim - 1)), rows, jnp.zeros((), rows.dtype))
+        return _deal(_resized(sent, per_run * p), shards)
+
+    dealt = jax.tree.map(deal, (words, columns))
     # Row q of what was dealt from a run was its row q·p + d.
     first_rxp1 = (cuts_pxp1 - lax.axis_index(shards.axis_name) + p - 1) // p
     count_pxr = jnp.diff(first_rxp1).T
