@@ -23,7 +23,14 @@ from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_mic
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
 from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps
-from jvarlen.planning.lengths import Overlong, apply_overlong, check_lengths, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import (
+    Overlong,
+    apply_overlong,
+    check_lengths,
+    ends_to_offsets,
+    fit_lengths,
+    length_histogram,
+)
 from jvarlen.planning.order import check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
 from jvarlen.planning.steps import PlannedSteps
@@ -95,7 +102,8 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
       ([1, 3], [1, 2])
     """
     with together("count the lengths"):
-        values, counts = np.unique(_checked_or_empty(lengths), return_counts=True)
+        own_lengths = _checked_or_empty(lengths)
+        values, counts = length_histogram(own_lengths) if len(own_lengths) else (own_lengths, own_lengths)
     most = int(gather_arrays(np.array([len(values)])).max())
     if most == 0:
         raise UserError("lengths are empty: at least one sample is needed")
