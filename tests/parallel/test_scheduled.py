@@ -176,6 +176,7 @@ def trained_whole(packed):
         ("data2.stage4.zero1", True, "inputs"),
         ("data2.stage2.zero1.interleaved.chunks2", False, "inputs"),
         ("data4.stage2.zero_bubble", True, "residuals"),
+        ("data2.stage2.tensor2.zero1", False, "inputs"),
         ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
         ("data2.stage2.sequence2.zero3", False, "residuals"),
         ("data2.tensor2.zero3.keep_inputs", False, None),

@@ -139,6 +139,7 @@ def trained_whole(num_microbatches, packed, by_layers):
     ("text", "num_microbatches", "packed", "by_layers"),
     [
         ("data8", 8, False, False),
+        ("data2.zero1", 8, True, False),
         ("data3.zero1", 6, True, True),
         ("data8.zero1", 8, False, False),
         ("data2.zero2", 6, True, True),
