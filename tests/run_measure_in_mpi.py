@@ -3,14 +3,14 @@
 import sys
 from pathlib import Path
 
-from mpi4py.futures import MPIPoolExecutor
-
 import jvarlen
 from tests.logged_samples import LoggedSamples
 
 NUM_SAMPLES = 500
 
 if __name__ == "__main__":
+    from mpi4py.futures import MPIPoolExecutor  # where no MPI is installed, this fails
+
     with MPIPoolExecutor() as executor:
         dataset = LoggedSamples(Path(sys.argv[1]), NUM_SAMPLES, 0.001)
         workers = executor.num_workers
