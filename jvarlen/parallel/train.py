@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.layout import Keeps, Layout
+from jvarlen.distributed.layout import Keeps, Layout, Schedule
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
 from jvarlen.parallel.scheduled import check_chunks, make_schedule, sum_scheduled
@@ -313,7 +313,13 @@ def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step:
     if layout.sequence_parallel and length % layout.tensor:
         raise UserError(f"sequence_parallel of {layout} takes a multiple of {layout.tensor} positions, not {length}")
     if layout.stage > 1:
-        make_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.chunks)
+        _check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.chunks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_schedule(name: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+    """Raises ValueError if there is no such schedule. Many layouts and buckets share one."""
+    make_schedule(name, num_stages, num_microbatches, num_chunks)
 
 
 def other_specs_of(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -> Any:
