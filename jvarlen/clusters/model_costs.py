@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -208,6 +209,7 @@ class _Traced:
         self._model, self.params = stacked_shapes(model, params)
         self._batch_spec, self._extra = batch_spec, extra
         self.num_layers = num_layers_of(self.params) if isinstance(model, LayeredModel) else 0
+        self.passes = functools.cache(self._passes)
 
     def takes_tensor(self, size: int) -> bool:
         """Whether "tensor" of this size divides the model."""
@@ -221,7 +223,7 @@ class _Traced:
             return False
         return True
 
-    def passes(self, bucket: Bucket, text: str) -> tuple[Passes, Passes]:
+    def _passes(self, bucket: Bucket, text: str) -> tuple[Passes, Passes]:
         """Counts of one layer and of the ends, on a layout."""
         layout = Layout.parse(text)
         if not self.num_layers:
