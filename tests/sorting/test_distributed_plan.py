@@ -19,9 +19,18 @@ def assert_same(plan, whole, num_samples):
     assert plan.report() == whole.report()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("order", ["length", "length_descending", "shuffle"])
-@pytest.mark.parametrize("num_samples", [1, 5, 700])
+ORDERS = ["length", "length_descending", "shuffle"]
+
+
+# Every pair of an order, a number of samples and a number of shards is in a case.
+@pytest.mark.parametrize(
+    ("num_samples", "order", "num_shards"),
+    [
+        (num_samples, ORDERS[(k + num_shards) % 3], num_shards)
+        for k, num_samples in enumerate([1, 5, 700])
+        for num_shards in (1, 2, 3, 4)
+    ],
+)
 def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     rng = np.random.default_rng(num_samples)
     lengths = rng.integers(1, 90, num_samples)
@@ -35,7 +44,7 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     rows=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     accumulation=st.integers(1, 3),
-    order=st.sampled_from(["length", "length_descending", "shuffle"]),
+    order=st.sampled_from(ORDERS),
     shuffle_steps=st.booleans(),
     longest_first=st.booleans(),
     onset_spacing=st.sampled_from([0, 1, 2, 5]),
@@ -58,8 +67,14 @@ def test_any_buckets_and_options(
     assert (plan.num_dropped, plan.num_truncated) == (whole.num_dropped, whole.num_truncated)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1, 128, 129, 512, 513, 1000])
+# One chunk, a part of a second one, a whole one on each of 4 shards, and one more; each on an odd and an even number.
+@pytest.mark.parametrize(
+    ("num_samples", "num_shards"),
+    [
+        (1, 1), (1, 4), (128, 2), (128, 3), (129, 1), (129, 4), (512, 3), (512, 4), (513, 2), (513, 3), (513, 4),
+        (1000, 1), (1000, 2), (1000, 3),
+    ],
+)  # fmt: skip
 def test_chunks_combine_to_one_digest(monkeypatch, num_samples, num_shards):
     lengths = np.random.default_rng(0).integers(1, 50, num_samples)
     options = {"microbatches_per_step": 12, "order": "shuffle"}
