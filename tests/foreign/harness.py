@@ -94,8 +94,9 @@ def train_plainly(model: Model, num_steps: int = NUM_STEPS) -> Course:
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     update = jax.jit(optax.with_extra_args_support(model.optimizer).update)
+    apply = jax.jit(optax.apply_updates)  # by itself: the compiler must not fuse it with the update
     params, extra = model.params, model.extra
-    opt_state = model.optimizer.init(params)
+    opt_state = jax.jit(model.optimizer.init)(params)
     losses, all_sums = [], []
     for step in range(num_steps):
         parts = []
@@ -108,7 +109,7 @@ def train_plainly(model: Model, num_steps: int = NUM_STEPS) -> Course:
         losses.append(sum(np.asarray(loss_sum, np.float64) for (loss_sum, _), _ in parts) / sum(weights))
         all_sums.append(jax.tree.map(lambda *leaves: sum(leaves), *(sums for (_, (_, sums, _)), _ in parts)))
         updates, opt_state = update(_mean([grads for _, grads in parts], weights), opt_state, params, value=losses[-1])
-        params = optax.apply_updates(params, updates)
+        params = apply(params, updates)
         if takes_extra:
             extra = _next_extra(extra, [new for (_, (_, _, new)), _ in parts], weights)
     return Course(losses, all_sums, params, extra)
@@ -128,6 +129,8 @@ def _next_extra(extra: Any, news: list[Any], weights: list[float]) -> Any:
     """Floats change by the weighted mean of the changes, integers by their sum; dummies change nothing."""
 
     def changed(old: Any, *new: Any) -> Any:
+        if not jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            old = np.asarray(old)  # of which nothing is compiled
         real = [(weight, leaf) for weight, leaf in zip(weights, new, strict=True) if weight]
         if jnp.issubdtype(old.dtype, jnp.floating):
             return old + sum(weight * (leaf - old) for weight, leaf in real) / sum(weights)
@@ -191,7 +194,9 @@ def assert_trains_as_a_plain_loop(
         model, expected = _made_and_trained(make_model)
         course, collectives, *_ = train(model, num_devices)
         assert_same_course(course, expected, tolerance)
-        moved = jax.tree.map(lambda new, old: float(jnp.max(jnp.abs(new - old))), course.params, model.params)
+        moved = jax.tree.map(
+            lambda new, old: np.max(np.abs(np.asarray(new) - np.asarray(old))), course.params, model.params
+        )
         assert max(jax.tree.leaves(moved)) > 1e-4  # there was something to compare
         if num_devices is None:
             assert collectives == {}

@@ -38,7 +38,7 @@ def linen_recurrent(make_cell):
     def loss_fn(params, batch):
         return squared(module.apply(params, batch["x"])[:, -1], batch)
 
-    return Model(loss_fn, module.init(jax.random.key(0), X_BxTxD), rows_batch())
+    return Model(loss_fn, jax.jit(module.init)(jax.random.key(0), X_BxTxD), rows_batch())
 
 
 def linen_rnn():
@@ -64,7 +64,7 @@ class Normalised(nn.Module):
 
 def linen_batch_normalisation():
     module = Normalised()
-    variables = in_float64(module.init(jax.random.key(0), X_BxTxD, True))
+    variables = in_float64(jax.jit(module.init, static_argnums=2)(jax.random.key(0), X_BxTxD, True))
 
     def loss_fn(params, batch, extra):
         outputs_BxH, updated = module.apply(
@@ -81,7 +81,7 @@ def linen_dropout():
     def loss_fn(params, batch, key):
         return squared(module.apply(params, batch["x"][:, 0], rngs={"dropout": key}), batch)
 
-    params = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X_BxTxD[:, 0])
+    params = jax.jit(module.init)({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X_BxTxD[:, 0])
     return Model(loss_fn, params, rows_batch(), seed=3)
 
 
@@ -178,7 +178,7 @@ def haiku_mlp():
     def loss_fn(params, batch):
         return squared(forward.apply(params, batch["x"][:, 0]), batch)
 
-    return Model(loss_fn, in_float64(forward.init(jax.random.key(0), X_BxTxD[:, 0])), rows_batch())
+    return Model(loss_fn, in_float64(jax.jit(forward.init)(jax.random.key(0), X_BxTxD[:, 0])), rows_batch())
 
 
 def haiku_lstm():
@@ -192,7 +192,7 @@ def haiku_lstm():
     def loss_fn(params, batch, key):
         return squared(forward.apply(params, key, batch["x"]), batch)
 
-    return Model(loss_fn, in_float64(forward.init(jax.random.key(0), X_BxTxD)), rows_batch(), seed=0)
+    return Model(loss_fn, in_float64(jax.jit(forward.init)(jax.random.key(0), X_BxTxD)), rows_batch(), seed=0)
 
 
 def connectionist_temporal_classification():
@@ -214,7 +214,7 @@ def connectionist_temporal_classification():
         "labels": rng.integers(1, HIDDEN, (*is_real.shape, 2)).astype(np.int32),
         "num_labels": rng.integers(1, 3, is_real.shape) * is_real,
     }
-    return Model(loss_fn, module.init(jax.random.key(0), X_BxTxD), batch)
+    return Model(loss_fn, jax.jit(module.init)(jax.random.key(0), X_BxTxD), batch)
 
 
 MODELS = [
