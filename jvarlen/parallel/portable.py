@@ -347,7 +347,8 @@ def _origins(params: Any, on_layout: Any, layout: Layout, model: LayeredModel | 
         return {path: _Origin(path) for path, _ in leaves}
     # Which arrays become which is seen by stacking their numbers, in arrays of as many dimensions.
     numbers = [np.full((1,) * len(leaf.shape), number, np.int32) for number, (_, leaf) in enumerate(leaves)]
-    stacked = stack(jax.tree.unflatten(structure, numbers))
+    with jax.ensure_compile_time_eval():  # numbers while a caller is traced as well
+        stacked = stack(jax.tree.unflatten(structure, numbers))
     origins: dict[_Path, _Origin] = {}
     num_places = 0
     of_numbers = zip(jax.tree.leaves_with_path(stacked), jax.tree.leaves(on_layout), strict=True)
