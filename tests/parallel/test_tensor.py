@@ -193,10 +193,15 @@ def test_each_function_has_the_result_and_the_gradients_of_its_plain_form(name, 
     is_input = out_spec is None  # its gradients differ between devices, and are summed
     out_spec = P() if is_input else out_spec
     with jax.enable_x64(True):
-        out, pull = jax.vjp(plain, *map(jnp.asarray, arguments))
-        weights = rng.normal(size=(4, *out.shape))
+        weights = rng.normal(size=(4, *jax.eval_shape(plain, *arguments).shape))
         weights = weights if is_input else weights[0]
-        expected = pull(jnp.asarray(weights.sum(axis=0) if is_input else weights))
+
+        @jax.jit
+        def of_whole_arrays(weights, *arguments):
+            out, pull = jax.vjp(plain, *arguments)
+            return out, pull(weights)
+
+        out, expected = of_whole_arrays(weights.sum(axis=0) if is_input else weights, *arguments)
 
         def on_device(weights, *arguments):
             out, pull = jax.vjp(functools.partial(call, axes=axes_of(sequence_parallel)), *arguments)
@@ -227,13 +232,14 @@ def test_cross_entropy_of_any_vocabulary_is_stable_and_never_sees_padding():
 
     features = P(None, "tensor")
     losses, grad = on_devices(4, losses_and_gradient, features, (P(), features))(padded)
-    plain = functools.partial(vocabulary_cross_entropy, targets=targets, vocab_size=3, axes=UNSPLIT)
-    np.testing.assert_allclose(losses, plain(jnp.asarray(logits)), rtol=1e-3)  # which rounds at the size of the logits
+    plain = jax.jit(functools.partial(vocabulary_cross_entropy, vocab_size=3, axes=UNSPLIT))
+    np.testing.assert_allclose(losses, plain(logits, targets), rtol=1e-3)  # which rounds at the size of the logits
     np.testing.assert_allclose(losses, [1 + np.log1p(np.exp(-1)), 0, np.log(3)], rtol=1e-6)
-    expected = jax.grad(lambda logits: jnp.sum(plain(logits)))(jnp.asarray(logits))
+    grad = np.asarray(grad)
+    expected = jax.jit(jax.grad(lambda logits: jnp.sum(plain(logits, targets))))(logits)
     np.testing.assert_allclose(grad[:, :3], expected, atol=1e-6)
     assert not np.any(grad[:, 3])
-    in_bfloat16 = plain(jnp.asarray(logits[2:], jnp.bfloat16), targets=targets[2:])
+    in_bfloat16 = plain(logits[2:].astype(jnp.bfloat16), np.asarray(targets)[2:])
     assert in_bfloat16.dtype == np.float32
 
 
