@@ -264,7 +264,7 @@ def test_idle_ticks_do_not_reach_the_gradient():
             x = params.stages[s] * jnp.sqrt(x)
         return jnp.sum(x), jnp.float32(6)
 
-    expected = jax.value_and_grad(unsplit, has_aux=True)(jax.tree.map(np.asarray, params))
+    expected = jax.jit(jax.value_and_grad(unsplit, has_aux=True))(jax.tree.map(np.asarray, params))
     assert_equal_trees((sums, grads), expected, 1e-5)
 
 
@@ -394,7 +394,8 @@ def test_the_loss_may_be_a_part_of_another_function():
     with jax.enable_x64(True):
         params, batch = make_params(2), make_rows(3)
         found = jax.jit(jax.grad(lambda params: mean_and_decay(params, lambda params: loss_fn(params, batch))))(params)
-        assert_equal_trees(found, jax.grad(lambda params: mean_and_decay(params, unsplit))(params), 1e-12)
+        expected = jax.jit(jax.grad(lambda params: mean_and_decay(params, unsplit)))(params)
+        assert_equal_trees(found, expected, 1e-12)
 
 
 def test_evaluation_sums_what_training_sums():

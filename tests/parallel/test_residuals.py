@@ -27,9 +27,13 @@ def products(function, *args):
 @pytest.mark.parametrize("weights_apart", [False, True])
 @pytest.mark.parametrize("function", [perceptron, jax.jit(perceptron), jax.jit(jax.jit(perceptron))])
 def test_passes_give_the_derivative_and_each_product_is_in_one(function, weights_apart):
-    y, pull = jax.vjp(lambda params, x: function(params, X | {"x": x}, SCALE, KEY)["x"], PARAMS, X["x"])
-    of_y = [jnp.cos(y)]
-    of_params, of_x = pull(of_y[0])
+    @jax.jit
+    def at_once(params, x):
+        y, pull = jax.vjp(lambda params, x: function(params, X | {"x": x}, SCALE, KEY)["x"], params, x)
+        return y, jnp.cos(y), *pull(jnp.cos(y))
+
+    y, of_y, of_params, of_x = at_once(PARAMS, X["x"])
+    of_y = [of_y]
     passes = split_passes(function, PARAMS, X, SCALE, KEY, weights_apart=weights_apart)
     found, residuals = passes.forward(PARAMS, X, SCALE, KEY)
     (found_of_x,), rest = passes.backward(PARAMS, residuals, of_y, SCALE, KEY)
