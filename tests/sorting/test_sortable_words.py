@@ -1,7 +1,6 @@
 """Sortable words: they sort as the rows do, and give the rows back bit for bit."""
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
