@@ -113,12 +113,13 @@ def stack_layers(params: nnx.State) -> LayeredParams:
     """
     blocks = [nnx.State(params.raw_mapping["blocks"][layer]) for layer in range(len(params["blocks"]))]
 
-    @jax.jit  # one program instead of many
-    def stack_all(*blocks: nnx.State) -> nnx.State:
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
-
     ends = nnx.State({name: value for name, value in params.raw_mapping.items() if name != "blocks"})
-    return LayeredParams(ends, stack_all(*blocks))
+    return LayeredParams(ends, _stack(*blocks))
+
+
+@jax.jit  # one program instead of many, kept for the next call
+def _stack(*blocks: nnx.State) -> nnx.State:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
 
 
 def unstack_layers(layered: LayeredParams) -> nnx.State:
@@ -130,11 +131,11 @@ def unstack_layers(layered: LayeredParams) -> nnx.State:
     Returns:
       Parameters with the structure of `init_params`.
     """
-    num_layers = jax.tree.leaves(layered.layers)[0].shape[0]
-
-    @jax.jit
-    def unstack_all(layers: nnx.State) -> list[nnx.State]:
-        return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], layers) for layer in range(num_layers)]
-
-    blocks = {layer: block.raw_mapping for layer, block in enumerate(unstack_all(layered.layers))}
+    blocks = {layer: block.raw_mapping for layer, block in enumerate(_unstack(layered.layers))}
     return nnx.State({**layered.ends.raw_mapping, "blocks": blocks})
+
+
+@jax.jit
+def _unstack(layers: nnx.State) -> list[nnx.State]:
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    return [jax.tree.map(lambda leaf, layer=layer: leaf[layer], layers) for layer in range(num_layers)]
