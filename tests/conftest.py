@@ -67,7 +67,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_before():
-    """What outlives a module's tests, mostly JAX's caches, is not looked through again: the more there is, the longer."""
+    """What outlives a module's tests, such as JAX's caches, is not looked through again, which takes ever longer."""
     gc.collect()
     gc.freeze()
 

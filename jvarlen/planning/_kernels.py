@@ -29,6 +29,7 @@ __all__ = [
     "paced_arrival",
     "run_ahead",
     "scaled_key",
+    "split_into_leaves",
     "take_segments",
     "take_segments_with_sums",
 ]
@@ -264,30 +265,32 @@ _FACTOR_BITS = 40
 _NOTHING = 2**62  # above all lengths
 
 
-@Kernel
-def _split_into_leaves(
-    vectors: Int64[np.ndarray, "V D"], num_leaves: int
+def split_into_leaves(
+    vectors: Int64[np.ndarray, "V D"],
 ) -> tuple[Int64[np.ndarray, " V"], Int64[np.ndarray, "nodes 2"]]:
     """The order of vectors in a tree that halves them along the side in which they differ most.
+
+    NumPy, as numba takes seconds to compile a sort.
+
+    Args:
+      vectors: int64[V, D].
 
     Returns:
       int64[V], the vectors in the order of the leaves, and int64[2·num_leaves, 2], where each node begins and ends.
     """
+    num_leaves = 1
+    while num_leaves * _LEAF < len(vectors):
+        num_leaves *= 2
     order = np.arange(len(vectors))
     bounds = np.zeros((2 * num_leaves, 2), np.int64)
     bounds[1, 1] = len(vectors)
     for node in range(1, num_leaves):
-        start, end = bounds[node, 0], bounds[node, 1]
-        in_node = order[start:end]
-        side, widest = 0, np.int64(-1)
-        for d in range(vectors.shape[1]):
-            values = vectors[:, d][in_node]
-            if len(values) and values.max() - values.min() > widest:
-                side, widest = d, values.max() - values.min()
-        order[start:end] = in_node[np.argsort(vectors[:, side][in_node], kind="mergesort")]
-        bounds[2 * node, 0] = start
-        bounds[2 * node, 1] = bounds[2 * node + 1, 0] = (start + end) // 2
-        bounds[2 * node + 1, 1] = end
+        start, end = bounds[node].tolist()
+        in_node = vectors[order[start:end]]
+        side = np.ptp(in_node, axis=0).argmax()
+        order[start:end] = order[start:end][np.argsort(in_node[:, side], kind="stable")]
+        bounds[2 * node] = start, (start + end) // 2
+        bounds[2 * node + 1] = (start + end) // 2, end
     return order, bounds
 
 
@@ -409,6 +412,7 @@ def _take_row(
 @Kernel
 def _take_again(
     row: Int64[np.ndarray, " k"],
+    in_row: Int64[np.ndarray, " V"],
     leaf_of: Int64[np.ndarray, " V"],
     vectors: Int64[np.ndarray, "V D"],
     left: Int64[np.ndarray, " V"],
@@ -416,16 +420,17 @@ def _take_again(
     least: Int64[np.ndarray, "nodes D"],
     greatest: Int64[np.ndarray, "nodes D"],
 ) -> int:
-    """Takes the samples of a row as often as they are left; returns how often."""
-    places = np.sort(row)
-    firsts = np.append(np.zeros(1, np.int64), np.flatnonzero(np.diff(places)) + 1)
-    in_row = places[firsts]
-    per_row = np.diff(np.append(firsts, np.array([len(places)])))
-    again = (left[in_row] // per_row).min()
-    if again:
-        left[in_row] -= again * per_row
-        for place in in_row:
-            if left[place] == 0:
+    """Takes the samples of a row as often as they are left; returns how often. `in_row` is 0 before and after."""
+    for place in row:
+        in_row[place] += 1
+    again = left[row[0]]
+    for place in row:
+        again = min(again, left[place] // in_row[place])
+    for place in row:
+        if in_row[place]:
+            left[place] -= again * in_row[place]
+            in_row[place] = 0
+            if again and left[place] == 0:
                 _update_boxes(leaf_of[place], vectors, left, bounds, least, greatest)
     return again
 
@@ -436,6 +441,8 @@ def fill_joint_rows(
     counts: Int64[np.ndarray, " V"],
     row_lengths: Int64[np.ndarray, " D"],
     max_samples: int,
+    order: Int64[np.ndarray, " V"],
+    bounds: Int64[np.ndarray, "nodes 2"],
 ) -> tuple[Int64[np.ndarray, " m"], Int64[np.ndarray, " G_plus_1"], Int64[np.ndarray, " G"]]:
     """Fills rows of several features, one after the other, by the rule of `pack_samples`.
 
@@ -445,40 +452,44 @@ def fill_joint_rows(
       counts: int64[V], samples of each.
       row_lengths: int64[D], each below 2**23.
       max_samples: of a row.
+      order: int64[V], as of `split_into_leaves(vectors)`.
+      bounds: int64[nodes, 2], likewise.
 
     Returns:
       int64[m], which vectors the samples of distinct rows have, row by row in order of placing; int64[G+1], where each
       distinct row begins; and int64[G], how many rows in turn are so.
     """
-    num_leaves = 1
-    while num_leaves * _LEAF < len(vectors):
-        num_leaves *= 2
-    order, bounds = _split_into_leaves(vectors, num_leaves)
     vectors, left = vectors[order], counts[order]
-    least = np.full((2 * num_leaves, vectors.shape[1]), _NOTHING)
-    greatest = np.zeros((2 * num_leaves, vectors.shape[1]), np.int64)
+    least = np.full(bounds.shape[:1] + vectors.shape[1:], _NOTHING)
+    greatest = np.zeros_like(least)
     leaf_of = np.empty(len(vectors), np.int64)
-    for leaf in range(num_leaves, 2 * num_leaves):
+    for leaf in range(len(bounds) // 2, len(bounds)):
         leaf_of[bounds[leaf, 0] : bounds[leaf, 1]] = leaf
         _update_boxes(leaf, vectors, left, bounds, least, greatest)
-    num_left = left.sum()
-    tokens_left = (vectors * left.reshape(-1, 1)).sum(axis=0)
+    num_left = 0
+    tokens_left, in_row = np.zeros_like(row_lengths), np.zeros_like(left)
+    for place in range(len(vectors)):
+        num_left += left[place]
+        tokens_left += left[place] * vectors[place]
     kinds, ends, numbers = np.empty(1024, np.int64), np.zeros(1024, np.int64), np.empty(1024, np.int64)
     num_kinds = num_rows = 0
     while num_left:
         # Too many samples to fill rows of at most so many: the rest of the row is shared evenly.
-        is_shared = num_left > max_samples and (-(-num_left // max_samples) * row_lengths > tokens_left).all()
+        is_shared = num_left > max_samples
+        for d in range(len(row_lengths)):
+            is_shared &= -(-num_left // max_samples) * row_lengths[d] > tokens_left[d]
         row = _take_row(row_lengths, max_samples, is_shared, leaf_of, vectors, left, order, bounds, least, greatest)
-        number = 1 + _take_again(row, leaf_of, vectors, left, bounds, least, greatest)
+        number = 1 + _take_again(row, in_row, leaf_of, vectors, left, bounds, least, greatest)
         num_left -= number * len(row)
-        for place in row:
-            tokens_left -= number * vectors[place]
         while num_kinds + len(row) > len(kinds):
             kinds = np.append(kinds, np.empty_like(kinds))
         if num_rows + 1 == len(ends):
             ends, numbers = np.append(ends, np.empty_like(ends)), np.append(numbers, np.empty_like(numbers))
-        kinds[num_kinds : num_kinds + len(row)] = row
-        num_kinds, num_rows = num_kinds + len(row), num_rows + 1
+        for place in row:
+            tokens_left -= number * vectors[place]
+            kinds[num_kinds] = place
+            num_kinds += 1
+        num_rows += 1
         ends[num_rows], numbers[num_rows - 1] = num_kinds, number
     return order[kinds[:num_kinds]], ends[: num_rows + 1].copy(), numbers[:num_rows].copy()
 

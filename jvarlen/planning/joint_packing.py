@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from jvarlen._common.checks import UserError, is_integer
-from jvarlen.planning._kernels import fill_joint_rows, take_segments
+from jvarlen.planning._kernels import fill_joint_rows, split_into_leaves, take_segments
 from jvarlen.planning.lengths import PackedOverlong, apply_overlong, ends_to_offsets
 from jvarlen.planning.order import stable_argsort
 
@@ -74,7 +74,9 @@ def distinct_joint_rows(
     np.add.at(num_of_each, kind, np.int64(1) if counts is None else counts)
     num_samples = int(num_of_each.sum())
     max_samples = num_samples if max_samples_per_row is None else min(num_samples, int(max_samples_per_row))
-    kinds, offsets, numbers = fill_joint_rows(distinct, num_of_each, row_lengths, max_samples)
+    kinds, offsets, numbers = fill_joint_rows(
+        distinct, num_of_each, row_lengths, max_samples, *split_into_leaves(distinct)
+    )
     return DistinctRows(distinct[kinds], offsets, numbers, kinds), kind
 
 

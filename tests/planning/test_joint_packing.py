@@ -43,8 +43,9 @@ def test_the_compiled_rule_is_the_rule():
         lengths = RNG.integers(1, [30, 40, 50][:num_features], (200, num_features))
         distinct, counts = np.unique(lengths, axis=0, return_counts=True)
         sizes = np.array([60, 70, 80][:num_features])
-        plain = kernels.fill_joint_rows.py_func(distinct, counts, sizes, most)
-        for one, other in zip(plain, kernels.fill_joint_rows.compiled(distinct, counts, sizes, most), strict=True):
+        given = distinct, counts, sizes, most, *kernels.split_into_leaves(distinct)
+        plain, compiled = kernels.fill_joint_rows.py_func(*given), kernels.fill_joint_rows.compiled(*given)
+        for one, other in zip(plain, compiled, strict=True):
             assert one.tolist() == other.tolist()
 
 
