@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -56,6 +57,7 @@ class Fork:
         self._said = open(reading, "rb", buffering=0)  # noqa: SIM115  # closed when it has ended
         self.pid = int(self._said.readline())
         self.returncode: int | None = None
+        self.ended_at: float | None = None  # by time.monotonic, which is one clock for all processes
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code: that of its exit, or less a signal."""
@@ -63,7 +65,8 @@ class Fork:
             if not select.select([self._said], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             with self._said:
-                self.returncode = int(self._said.readline())
+                code, at = self._said.readline().split()
+            self.returncode, self.ended_at = int(code), float(at)
         return self.returncode
 
     def poll(self) -> int | None:
@@ -137,7 +140,8 @@ def _serve(connection: socket.socket) -> dict | None:
         pid = os.fork()
         if pid:
             os.write(said, b"%d\n" % pid)
-            os.write(said, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            os.write(said, f"{code} {time.monotonic()}\n".encode())
             os._exit(0)
         os.dup2(output, 1)
         os.dup2(errors, 2)

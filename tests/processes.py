@@ -7,7 +7,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from .forks import ROOT, Fork
@@ -19,10 +19,11 @@ COMPILE_FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_s
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a process ended: exit code (negative: the signal that killed it), and all that it printed."""
+    """How a process ended: exit code (negative: the signal that killed it), all that it printed, and when it was."""
 
     code: int
     output: str
+    at: float  # by time.monotonic
 
 
 class Processes:
@@ -52,11 +53,20 @@ class Processes:
                 process.wait(max(0.0, deadline - time.monotonic()))
         running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
         self.kill()
-        ended = [Ended(process.wait(), self.output(rank)) for rank, process in enumerate(self.processes)]
+        ended = [
+            Ended(process.wait(), self.output(rank), process.ended_at) for rank, process in enumerate(self.processes)
+        ]
         if running:
             printed = "\n".join(f"process {rank} ({end.code}): {end.output}" for rank, end in enumerate(ended))
             raise TimeoutError(f"processes {running} still ran after {seconds} s\n{printed}")
         return ended
+
+    def succeed(self, seconds: float) -> list[str]:
+        """What each printed; all end without an error, or AssertionError shows what they said."""
+        ended = self.wait(seconds)
+        failed = [f"process {rank} ended with {end.code}: {end.output}" for rank, end in enumerate(ended) if end.code]
+        assert not failed, "\n".join(failed)
+        return [end.output for end in ended]
 
     def output(self, rank: int) -> str:
         """What a process has printed so far."""
@@ -87,13 +97,17 @@ def started(program: Path, num_processes: int, *args: str, num_devices: int = 1)
         processes.close()
 
 
+@contextlib.contextmanager
+def all_started(program: Path, numbers: Iterable[int], *args: str) -> Iterator[dict[int, Processes]]:
+    """Groups of so many processes, by their number; they run at once while the block does."""
+    with contextlib.ExitStack() as stack:
+        yield {number: stack.enter_context(started(program, number, *args)) for number in numbers}
+
+
 def run(program: Path, num_processes: int, *args: str, num_devices: int = 1, seconds: float = 120) -> list[str]:
     """What each process printed; all end without an error, or AssertionError shows what they said."""
     with started(program, num_processes, *args, num_devices=num_devices) as processes:
-        ended = processes.wait(seconds)
-    failed = [f"process {rank} ended with {end.code}: {end.output}" for rank, end in enumerate(ended) if end.code]
-    assert not failed, "\n".join(failed)
-    return [end.output for end in ended]
+        return processes.succeed(seconds)
 
 
 def outcome(call: Callable[..., object], *args: object) -> list[str]:

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -55,23 +55,30 @@ def make_model() -> torch_ref.Transformer:
     ).double()
 
 
+class Trained(NamedTuple):
+    """Where processes write results, and the processes, by how many there are in a group."""
+
+    folder: Path
+    running: dict[int, processes.Processes]
+
+    def results_of(self, name: str) -> list[Results]:
+        """Return what each process wrote, once all have ended."""
+        self.running[WAYS[name].num_processes].succeed(240)
+        results = []
+        for rank in range(WAYS[name].num_processes):
+            with np.load(self.folder / f"{name} {rank}.npz") as file:
+                results.append(dict(file))
+        return results
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where processes found inputs, and wrote results."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Return what processes train, while JAX does."""
     folder = tmp_path_factory.mktemp("model_parallel")
     np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **flat_params(initial_params()))
-    for num_processes in sorted({way.num_processes for way in WAYS.values()}):
-        processes.run(Path(run_model_parallel.__file__), num_processes, str(folder))
-    return folder
-
-
-def results_of(folder: Path, name: str) -> list[Results]:
-    """Return what each process wrote."""
-    results = []
-    for rank in range(WAYS[name].num_processes):
-        with np.load(folder / f"{name} {rank}.npz") as file:
-            results.append(dict(file))
-    return results
+    numbers = {way.num_processes for way in WAYS.values()}
+    with processes.all_started(Path(run_model_parallel.__file__), numbers, str(folder)) as running:
+        yield Trained(folder, running)
 
 
 def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
@@ -99,13 +106,13 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", WAYS)
-def test_jax_and_torch_train_the_same(folder: Path, name: str) -> None:
+def test_jax_and_torch_train_the_same(trained: Trained, name: str) -> None:
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
     losses, norms, weights = trained_in_jax(name)
     assert len(losses) == NUM_STEPS
     assert norms.min() < MAX_NORM < norms.max()
     assert losses[-1] < losses[0] - 0.1
-    first, *others = results_of(folder, name)
+    first, *others = trained.results_of(name)
     assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, WAYS[name].packed).digest
     np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
     for key, weight in weights.items():
@@ -119,9 +126,9 @@ def test_jax_and_torch_train_the_same(folder: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["stage2.1f1b", "stage2.gpipe"])
-def test_some_microbatches_have_no_weight(folder: Path, name: str) -> None:
+def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
     """What the test above rests on, with padded and with packed rows."""
-    weights = results_of(folder, name)[0]["microbatch_weights"]
+    weights = trained.results_of(name)[0]["microbatch_weights"]
     assert (weights == 0).any()
     assert (weights > 0).sum() > 2 * NUM_STEPS
 
@@ -129,10 +136,10 @@ def test_some_microbatches_have_no_weight(folder: Path, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.chunks2.interleaved"])
-def test_each_process_holds_its_share(folder: Path, name: str) -> None:
+def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
     """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
     whole = sum(value.nbytes for value in make_model().parameters())
-    held = [int(result["param_bytes"]) for result in results_of(folder, name)]
+    held = [int(result["param_bytes"]) for result in trained.results_of(name)]
     norms = (2 * NUM_LAYERS + 1) * WIDTH * 8
     expected = whole + norms if name.startswith("tensor") else whole
     assert sum(held) == expected
@@ -141,13 +148,13 @@ def test_each_process_holds_its_share(folder: Path, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_steps_communicate_as_often_as_they_must(folder: Path) -> None:
+def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
     of_loss, of_clipping, of_norms = 3, 1, 2 * NUM_LAYERS + 1
-    for result in results_of(folder, "tensor2"):
+    for result in trained.results_of("tensor2"):
         reduced = int(result["c10d_functional.all_reduce"])
         assert reduced == 2 * (2 * NUM_LAYERS + 1) + of_loss + of_clipping
-    for result in results_of(folder, "tensor2.sequence_parallel"):
+    for result in trained.results_of("tensor2.sequence_parallel"):
         assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * NUM_LAYERS + 2
         assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * NUM_LAYERS + 2
         assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_norms
@@ -155,8 +162,8 @@ def test_steps_communicate_as_often_as_they_must(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_sequence_parallelism_takes_lengths_that_are_divided(folder: Path) -> None:
-    for result in results_of(folder, "tensor2.sequence_parallel"):
+def test_sequence_parallelism_takes_lengths_that_are_divided(trained: Trained) -> None:
+    for result in trained.results_of("tensor2.sequence_parallel"):
         assert str(result["refused"]) == "sequence_parallel takes lengths that are multiples of 2, got 7"
 
 

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -58,9 +58,25 @@ def make_model(name: str, device: str = "cpu") -> torch_ref.Transformer:
         return torch_ref.Transformer(embed_dim=TASKS[name].width, num_layers=NUM_LAYERS, num_heads=NUM_HEADS).double()
 
 
+class Trained(NamedTuple):
+    """Where processes write results, and the processes, by how many there are in a group."""
+
+    folder: Path
+    running: dict[int, processes.Processes]
+
+    def results_of(self, name: str, way: str) -> list[Results]:
+        """Return what each process wrote, once all have ended."""
+        self.running[TASKS[name].num_processes].succeed(240)
+        results = []
+        for rank in range(TASKS[name].num_processes):
+            with np.load(self.folder / f"{name} {way} {rank}.npz") as file:
+                results.append(dict(file))
+        return results
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return where processes find inputs, and wrote results."""
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
+    """Return what processes train, while JAX does."""
     folder = tmp_path_factory.mktemp("parallel")
     weights = {
         f"{name} {key}": value
@@ -68,18 +84,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for key, value in flat_params(initial_params(model_config(name))).items()
     }
     np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
-    for num_processes in sorted({task.num_processes for task in TASKS.values()}):
-        processes.run(Path(run_parallel.__file__), num_processes, str(folder))
-    return folder
-
-
-def results_of(folder: Path, name: str, way: str) -> list[Results]:
-    """Return what each process wrote."""
-    results = []
-    for rank in range(TASKS[name].num_processes):
-        with np.load(folder / f"{name} {way} {rank}.npz") as file:
-            results.append(dict(file))
-    return results
+    numbers = {task.num_processes for task in TASKS.values()}
+    with processes.all_started(Path(run_parallel.__file__), numbers, str(folder)) as running:
+        yield Trained(folder, running)
 
 
 @functools.cache
@@ -111,12 +118,12 @@ def trained_in_jax(name: str, zero: int) -> tuple[np.ndarray, np.ndarray, Result
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way"), WAYS)
-def test_jax_and_torch_train_the_same(folder: Path, name: str, way: str) -> None:
+def test_jax_and_torch_train_the_same(trained: Trained, name: str, way: str) -> None:
     """AdamW in float64, with gradients clipped by the norm of the whole: losses of all steps, and final weights."""
     losses, norms, weights = trained_in_jax(name, TASKS[name].ways[way])
     assert norms.min() < MAX_NORM < norms.max() or name == "compiled"
     assert losses[-1] < losses[0] - 0.3
-    first, *others = results_of(folder, name, way)
+    first, *others = trained.results_of(name, way)
     assert str(first["digest"]) == make_plan(jvarlen, LENGTHS, TASKS[name]).digest
     np.testing.assert_allclose(first["losses"], losses, rtol=1e-13)
     for key, weight in weights.items():
@@ -129,9 +136,9 @@ def test_jax_and_torch_train_the_same(folder: Path, name: str, way: str) -> None
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", ["padded", "packed", "four"])
-def test_in_some_step_a_process_has_dummies_alone(folder: Path, name: str) -> None:
+def test_in_some_step_a_process_has_dummies_alone(trained: Trained, name: str) -> None:
     """What the test above rests on."""
-    weights = np.array([result["weights_of_steps"] for result in results_of(folder, name, "ddp")])
+    weights = np.array([result["weights_of_steps"] for result in trained.results_of(name, "ddp")])
     assert (weights == 0).any()
     assert (weights.sum(axis=0) > 0).all()
 
@@ -139,9 +146,9 @@ def test_in_some_step_a_process_has_dummies_alone(folder: Path, name: str) -> No
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name, way in WAYS if way.startswith("zero")])
-def test_each_process_holds_its_share(folder: Path, name: str, way: str) -> None:
+def test_each_process_holds_its_share(trained: Trained, name: str, way: str) -> None:
     """Of parameters and of optimizer state, between steps; the embedding's 257 rows are not divided evenly."""
-    results, (whole, *_) = results_of(folder, name, way), results_of(folder, name, "ddp")
+    results, (whole, *_) = trained.results_of(name, way), trained.results_of(name, "ddp")
     for key in ("param_bytes", "state_bytes"):
         shares = np.array([result[key] for result in results]) / whole[key]
         np.testing.assert_allclose(shares, 1 / len(results), rtol=0.02)
@@ -149,9 +156,9 @@ def test_each_process_holds_its_share(folder: Path, name: str, way: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_optimizer_that_shards_itself_holds_about_its_share(folder: Path) -> None:
+def test_the_optimizer_that_shards_itself_holds_about_its_share(trained: Trained) -> None:
     """By whole parameters; those are on all processes."""
-    results, (whole, *_) = results_of(folder, "padded", "redundancy"), results_of(folder, "padded", "ddp")
+    results, (whole, *_) = trained.results_of("padded", "redundancy"), trained.results_of("padded", "ddp")
     assert {int(result["param_bytes"]) for result in results} == {int(whole["param_bytes"])}
     assert max(int(result["state_bytes"]) for result in results) < 0.6 * whole["state_bytes"]
 
@@ -163,35 +170,35 @@ def test_the_optimizer_that_shards_itself_holds_about_its_share(folder: Path) ->
     [("padded", "zero1", 1, 1), ("padded", "zero2", 1, 2), ("padded", "zero3", 4, 2), ("packed", "zero3", 2, 1)],
 )
 def test_levels_communicate_as_often_as_they_must(
-    folder: Path, name: str, way: str, num_gathered: int, num_reduced: int
+    trained: Trained, name: str, way: str, num_gathered: int, num_reduced: int
 ) -> None:
     """Each layer, and the rest together; two microbatches a process where rows are padded, and one where packed."""
-    for result in results_of(folder, name, way):
+    for result in trained.results_of(name, way):
         assert int(result["num_all_gathers"]) == num_gathered * (NUM_LAYERS + 1)
         assert int(result["num_reduce_scatters"]) == num_reduced * (NUM_LAYERS + 1)
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_gradients_are_reduced_in_the_buckets_of_jax(folder: Path) -> None:
+def test_gradients_are_reduced_in_the_buckets_of_jax(trained: Trained) -> None:
     """Where the cap is given, it is that of the first bucket as well."""
     model = make_model("padded", "meta")
     cap = int(SMALL_CAP_MB * 2**20)
     expected = named(model, assign_grad_buckets(shapes_of(model), cap, cap))
     assert len(expected) > 3
-    for result in results_of(folder, "padded", "redundancy"):
+    for result in trained.results_of("padded", "redundancy"):
         # torch lists parameters of a bucket in the order of the backward pass as well.
         assert [tuple(bucket.split()) for bucket in result["buckets"].tolist()] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(folder: Path) -> None:
+def test_a_compiled_model_is_cut_at_the_buckets_that_are_told(trained: Trained) -> None:
     model = make_model("compiled", "meta")
     tokens = torch.zeros(TASKS["compiled"].buckets[0], dtype=torch.int64, device="meta")
     told = parallel.graph_buckets(model, tokens, cap=int(COMPILED_CAP_MB * 2**20))
     assert len(told) > 3
-    for result in results_of(folder, "compiled", "compiled"):
+    for result in trained.results_of("compiled", "compiled"):
         assert result["num_graphs"].tolist() == [len(told)] * TASKS["compiled"].num_steps
 
 
