@@ -1,5 +1,6 @@
 """The loader: the plan's rows in the plan's order, from any step, with any number of workers."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -122,8 +123,25 @@ def test_a_function_of_the_epoch_goes_on_over_epochs():
             assert rows_of(next(batches)) == planned_rows(plan, step)
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """One ends by an error, one will be killed; what they take for that overlaps with tests before theirs."""
+    path = tmp_path_factory.mktemp("programs") / "program.py"
+    path.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for how in ("a worker exits", "is killed"):
+            command = [sys.executable, path, how]
+            started[how] = stack.enter_context(subprocess.Popen(command, env=environment, **pipes))
+            stack.callback(started[how].kill)
+        yield started
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("programs")
 def test_worker_processes_do_not_change_the_order():
     plan = plan_of_epoch(0)
     alone = load(plan, DATASET, start_step=1, verify=True)
@@ -198,10 +216,12 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
             return num_given, error
         raise AssertionError(how)
 
-    num_given, error = ended("raises")
+    with concurrent.futures.ThreadPoolExecutor(len(hows)) as pool:
+        found = dict(zip(hows[:-1], pool.map(ended, hows[:-1]), strict=True))
+    num_given, error = found["raises"]
     assert (num_given, repr(error)) == (plan.num_steps - 1, "OSError(5, 'disk on fire')")
     assert error.__notes__[:2] == ["while reading sample 7", f"while reading step {plan.num_steps - 1}"]
-    num_given, error = ended("raises no pickle")
+    num_given, error = found["raises no pickle"]
     assert num_given == plan.num_steps - 1
     assert repr(error).startswith("RuntimeError('NoPickle(")
     assert "while reading sample 7" in error.__notes__
@@ -210,7 +230,7 @@ def test_what_ends_a_worker_process_is_told_in_bounded_time(monkeypatch):
         ("is killed", "was killed by signal 9"),
         ("has no room", f"was killed by signal {signal.SIGBUS.value}"),
     ):
-        num_given, error = ended(how)
+        num_given, error = found[how]
         assert isinstance(error, RuntimeError)
         assert f"a worker process {said} before step {num_given} was read" in str(error)
         assert ("/dev/shm" in str(error)) == (how == "has no room")
@@ -262,22 +282,12 @@ def own_shared_memory():
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_no_process_is_left_behind_by_an_error_or_a_kill(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-
-    def start(how):
-        arguments = [sys.executable, program, how]
-        return subprocess.Popen(
-            arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, env=environment
-        )
-
-    with start("a worker exits") as raising, start("is killed") as killed:
-        workers = [int(process.stdout.readline()) for process in (raising, killed)]
-        killed.kill()
-        said = raising.communicate(timeout=60)[1].decode()
-        assert (raising.returncode, killed.wait(timeout=60)) == (1, -signal.SIGKILL)
+def test_no_process_is_left_behind_by_an_error_or_a_kill(programs):
+    raising, killed = programs["a worker exits"], programs["is killed"]
+    workers = [int(process.stdout.readline()) for process in (raising, killed)]
+    killed.kill()
+    said = raising.communicate(timeout=60)[1].decode()
+    assert (raising.returncode, killed.wait(timeout=60)) == (1, -signal.SIGKILL)
     assert "RuntimeError: a worker process ended with exit code 0 before step " in said
     assert is_soon(lambda: not any(map(is_running, workers)))
 
@@ -316,7 +326,7 @@ if __name__ == "__main__":
     next(batches)
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     if sys.argv[1] == "is killed":
-        time.sleep(100)
+        time.sleep(1000)
     list(batches)
 """
 
