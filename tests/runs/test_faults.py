@@ -41,40 +41,22 @@ def whole(summary):
     return {name: summary[name] for name in OF_THE_WHOLE}
 
 
-def run_alone(program, *args):
-    """A program on one device, with JAX's cache where it names one."""
+@pytest.fixture(scope="module")
+def killed_often(tmp_path_factory):
+    """A folder, and a program that kills its runs there; it mostly waits, as other tests do meanwhile."""
+    folder = tmp_path_factory.mktemp("killed")
     env = os.environ | {
         "XLA_FLAGS": processes.COMPILE_FAST,
         "OMP_NUM_THREADS": "1",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(processes.ROOT),
     }
-    return forks.run(program, *map(str, args), env=env, seconds=400)
-
-
-def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(tmp_path):
-    """Killed while lengths are scanned, while it compiles, amid the steps, and while a checkpoint is written."""
-    ended = run_alone(HERE / "run_faults.py", tmp_path)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    kills = [json.loads(line) for line in ended.stdout.splitlines()]
-    struck = collections.Counter(kill["moment"] for kill in kills if kill["struck"])
-    assert struck == dict.fromkeys(("scan", "compile", "step", "checkpoint"), NUM_KILLS // 4), kills
-    assert {kill["code"] for kill in kills} == {-9}
-
-    (left_alone,), (killed,) = (
-        [path for path in (tmp_path / name).iterdir() if not path.is_symlink()] for name in ("whole", "killed")
-    )
-    assert [row[0] for row in steps(left_alone)] == list(range(80))
-    assert steps(killed) == steps(left_alone)
-    summaries = [json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "killed")]
-    assert whole(summaries[0]) == whole(summaries[1])
-    with np.load(tmp_path / "whole.npz") as one, np.load(tmp_path / "killed.npz") as other:
-        assert one.files == other.files
-        assert all(one[name].tobytes() == other[name].tobytes() for name in one.files)
-    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in left_alone.iterdir())
-    assert sorted(path.name for path in killed.glob("checkpoints/*")) == sorted(
-        path.name for path in left_alone.glob("checkpoints/*")
-    ), "nothing half-written is left"
+    with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
+        program = forks.Fork(HERE / "run_faults.py", [str(folder)], env=env, output=output, errors=errors)
+        try:
+            yield folder, program
+        finally:
+            program.kill()
 
 
 def wait_until(holds, running, seconds=180):
@@ -87,6 +69,7 @@ def wait_until(holds, running, seconds=180):
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("killed_often")
 def test_processes_that_lose_one_name_it_and_a_restart_goes_on(tmp_path):
     """SIGKILL and then SIGSTOP to one: two ends of one run, which at last goes on without others."""
     program = HERE / "run_faults_of_processes.py"
@@ -171,3 +154,29 @@ def test_a_damaged_file_of_a_run_is_refused_by_name_and_nothing_is_changed(ended
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("jvarlen: ")
     assert (str(ended_run / "checkpoints") if name == "checkpoint" else name) in line
+
+
+def test_a_run_that_is_killed_twenty_times_ends_as_one_that_is_not(killed_often):
+    """Killed while lengths are scanned, while it compiles, amid the steps, and while a checkpoint is written."""
+    folder, program = killed_often
+    code, printed = program.wait(400), (folder / "output").read_text()
+    assert code == 0, printed + (folder / "errors").read_text()
+    kills = [json.loads(line) for line in printed.splitlines()]
+    struck = collections.Counter(kill["moment"] for kill in kills if kill["struck"])
+    assert struck == dict.fromkeys(("scan", "compile", "step", "checkpoint"), NUM_KILLS // 4), kills
+    assert {kill["code"] for kill in kills} == {-9}
+
+    (left_alone,), (killed,) = (
+        [path for path in (folder / name).iterdir() if not path.is_symlink()] for name in ("whole", "killed")
+    )
+    assert [row[0] for row in steps(left_alone)] == list(range(80))
+    assert steps(killed) == steps(left_alone)
+    summaries = [json.loads((folder / f"{name}.json").read_text()) for name in ("whole", "killed")]
+    assert whole(summaries[0]) == whole(summaries[1])
+    with np.load(folder / "whole.npz") as one, np.load(folder / "killed.npz") as other:
+        assert one.files == other.files
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one.files)
+    assert sorted(path.name for path in killed.iterdir()) == sorted(path.name for path in left_alone.iterdir())
+    assert sorted(path.name for path in killed.glob("checkpoints/*")) == sorted(
+        path.name for path in left_alone.glob("checkpoints/*")
+    ), "nothing half-written is left"
