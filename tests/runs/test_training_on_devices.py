@@ -1,5 +1,6 @@
 """Training over devices and processes: the same losses and rates on any number, stopped and resumed on another."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -30,8 +31,13 @@ FITTING = Path(__file__).parents[1] / "run_fit.py"
 def trajectories(tmp_path_factory):
     """Losses of 50 steps, by (processes, devices in all, rank), dtype and the devices that were used."""
     folder = tmp_path_factory.mktemp("trajectories")
-    for num_processes, num_devices in ((1, 8), (2, 1), (4, 1)):
-        run(TRAINING, num_processes, str(folder), num_devices=num_devices, seconds=300)
+    with contextlib.ExitStack() as stack:
+        running = [
+            stack.enter_context(started(TRAINING, num_processes, str(folder), num_devices=num_devices))
+            for num_processes, num_devices in ((1, 8), (2, 1), (4, 1))
+        ]
+        for processes in running:
+            processes.succeed(300)
     return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
@@ -209,8 +215,20 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(para
         fit(dataclasses.replace(run_fit.make_config(tmp_path), parallel="data2", devices=4), run_fit.make_data())
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """Two processes of the command for each failure, at once: some wait for heartbeats, while other tests run."""
+    program = Path(__file__).parents[1] / "run_train_command.py"
+    with contextlib.ExitStack() as stack:
+        yield {
+            failing: stack.enter_context(started(program, 2, failing, str(tmp_path_factory.mktemp(failing))))
+            for failing in ("reading", "planning", "none")
+        }
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.usefixtures("commands")
 def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, tmp_path):
     run(FITTING, 2, str(tmp_path), seconds=300)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -237,10 +255,9 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("failing", ["none", "planning", "reading"])
-def test_the_command_trains_over_processes_and_ends_on_all_when_one_fails(failing, tmp_path):
+def test_the_command_trains_over_processes_and_ends_on_all_when_one_fails(failing, commands):
     """No process is left waiting: within a minute all have ended, by an exit code that says so."""
-    with started(Path(__file__).parents[1] / "run_train_command.py", 2, failing, str(tmp_path)) as processes:
-        first, second = processes.wait(60)
+    first, second = commands[failing].wait(60)
     if failing == "none":
         assert (first.code, second.code) == (0, 0), first.output + second.output
         assert "Summary" in first.output
