@@ -51,34 +51,36 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
     return [(name, best_seconds(call)[0]) for name, call in calls.items()]
 
 
-def measure_fixed() -> list[tuple[str, float]]:
+def measure_fixed(num_samples: int, longest: int) -> list[tuple[str, float]]:
     """Seconds of what does not grow with the samples, or has a size of its own."""
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([np.arange(96, 4096), rng.integers(96, 4096, 200_000)])
-    source = np.clip(rng.lognormal(3, 0.6, 200_000), 1, 250).astype(int)
-    pairs = np.stack([source, np.clip(source * rng.lognormal(0, 0.25, 200_000), 1, 250).astype(int)], axis=1)
+    lengths = np.concatenate([np.arange(96, longest), rng.integers(96, longest, num_samples)])
+    source = np.clip(rng.lognormal(3, 0.6, num_samples), 1, 250).astype(int)
+    pairs = np.stack([source, np.clip(source * rng.lognormal(0, 0.25, num_samples), 1, 250).astype(int)], axis=1)
     cost = jvarlen.CostModel(0.0, 15e-6, 0.22e-6)
-    uniform = uniform_lengths()
+    uniform = uniform_lengths(num_samples)
     make_buckets = functools.partial(jvarlen.make_buckets, lengths, MAX_TOKENS, max_shapes=32)
     calls: dict[str, Callable[[], object]] = {
-        "make_buckets, 4,000 distinct lengths, 32 shapes": lambda: jvarlen.make_buckets(
+        f"make_buckets, {longest - 96:,} distinct lengths, 32 shapes": lambda: jvarlen.make_buckets(
             lengths, MAX_TOKENS, max_shapes=32
         ),
         "the same with a cost in seconds": lambda: make_buckets(cost=cost),
-        "choose_row_lengths, 4,000 distinct lengths, 4 rows": lambda: jvarlen.choose_row_lengths(lengths, MAX_TOKENS),
-        "make_pair_buckets, 200,000 pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
-        "pack_samples, 200,000 samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
+        f"choose_row_lengths, {longest - 96:,} distinct lengths, 4 rows": lambda: jvarlen.choose_row_lengths(
+            lengths, MAX_TOKENS
+        ),
+        f"make_pair_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
+        f"pack_samples, {num_samples:,} samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
     }
     return [(name, best_seconds(call)[0]) for name, call in calls.items()]
 
 
-def uniform_lengths() -> np.ndarray:
-    return np.random.RandomState(2023).randint(128, 4096, 200_000)
+def uniform_lengths(num_samples: int) -> np.ndarray:
+    return np.random.RandomState(2023).randint(128, 4096, num_samples)
 
 
-def measure_padding() -> list[tuple[str, float]]:
-    """Padding of 200,000 lengths in microbatches of 500,000 tokens, 8 a step."""
-    lengths = uniform_lengths()
+def measure_padding(num_samples: int) -> list[tuple[str, float]]:
+    """Padding of so many lengths in microbatches of 500,000 tokens, 8 a step."""
+    lengths = uniform_lengths(num_samples)
     padding = {}
     for max_shapes in (4, 16, 32):
         buckets = jvarlen.make_buckets(
@@ -109,10 +111,11 @@ def measure_peaks(num_samples: int) -> list[tuple[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-samples", type=int, default=10_000_000)
-    parser.add_argument("--quick", action="store_true", help="100,000 samples, and no report")
+    parser.add_argument("--quick", action="store_true", help="10,000 samples, and no report")
     options = parser.parse_args()
-    num_samples = 100_000 if options.quick else options.num_samples
-    num_for_peaks = 1_000_000 if options.quick else 100_000_000
+    num_samples = 10_000 if options.quick else options.num_samples
+    num_fixed, longest = (10_000, 224) if options.quick else (200_000, 4096)
+    num_for_peaks = 10_000 if options.quick else 100_000_000
     rows = measure(num_samples)
     sort_s = rows[0][1]
     lines = [
@@ -122,12 +125,12 @@ def main() -> None:
         "",
         *table("work|seconds|ratio", ((name, f"{value:.3f}", f"{value / sort_s:.2f}") for name, value in rows)),
         "",
-        *table("work|seconds", ((name, f"{value:.3f}") for name, value in measure_fixed())),
+        *table("work|seconds", ((name, f"{value:.3f}") for name, value in measure_fixed(num_fixed, longest))),
         "",
-        "Padding of `np.random.seed(2023); np.random.randint(128, 4096, 200000)`: 500,000 tokens a microbatch, 8 a",
-        "step.",
+        f"Padding of `np.random.seed(2023); np.random.randint(128, 4096, {num_fixed})`: 500,000 tokens a microbatch, "
+        "8 a step.",
         "",
-        *table("shapes|padding", ((name, f"{value:.2%}") for name, value in measure_padding())),
+        *table("shapes|padding", ((name, f"{value:.2%}") for name, value in measure_padding(num_fixed))),
         "",
         f"Memory at the peak beyond the int64 lengths, {num_for_peaks:,} samples.",
         "",
