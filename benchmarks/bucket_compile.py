@@ -78,13 +78,13 @@ QUICK = FULL._replace(
     torch_shapes=2,
     torch_backend="eager",
     num_rounds=1,
-    max_steps=12,
+    max_steps=4,
     start_all=False,
     start_repeats=1,
     raw_limit_s=0.0,
     dispatch_models={"tiny model": TINY},
-    dispatch_repeats=20,
-    idle_repeats=2,
+    dispatch_repeats=2,
+    idle_repeats=1,
 )
 
 

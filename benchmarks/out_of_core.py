@@ -25,7 +25,7 @@ from support.timing import digits, report, table, versions_and_hardware
 import jvarlen
 
 SIZES = (10**7, 10**8, 10**9)
-QUICK_SIZES = (10**4, 10**5)
+QUICK_SIZES = (10**3, 10**4)
 LARGEST_IN_MEMORY = 10**8
 ORDERS = ("length", "shuffle")
 LONGEST = 8192
@@ -134,7 +134,7 @@ def measure(sizes: tuple[int, ...], directory: Path) -> tuple[list[str], list[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10,000 and 100,000 samples, and no report")
+    parser.add_argument("--quick", action="store_true", help="1,000 and 10,000 samples, and no report")
     parser.add_argument("--directory", type=Path, help="where to write the files; a temporary directory otherwise")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -236,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="few samples, and no report")
     quick = parser.parse_args().quick
-    num_samples = 1_000 if quick else 200_000
+    num_samples = 100 if quick else 200_000
     lines = [
         f"# Packing, {datetime.date.today()}",
         "",

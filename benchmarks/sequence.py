@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(length=8192, num_layers=4, width=128, num_heads=2, timed_length=2048)
-QUICK = Form(length=512, num_layers=2, width=32, num_heads=2, timed_length=128)
+QUICK = Form(length=64, num_layers=1, width=16, num_heads=2, timed_length=32)
 
 
 def transformer(form: Form, implementation: str) -> LayeredModel:

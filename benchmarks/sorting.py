@@ -60,19 +60,19 @@ def default_sizes(num_keys: int) -> Sizes:
 
 
 QUICK = Sizes(
-    num_keys=16_000,
+    num_keys=3_200,
     num_devices=2,
-    growth=(1_600, 16_000),
+    growth=(1_600, 3_200),
     shards=(1, 2),
-    shard_keys=4_000,
-    memory=(4_000, 16_000),
+    shard_keys=1_600,
+    memory=(1_600, 3_200),
     balance_shards=(2,),
     kinds=KINDS[1:3],
     balance_keys=2_003,
-    process_keys=2_000,
-    process_repeats=2,
+    process_keys=1_000,
+    process_repeats=1,
     num_samples=2_000,
-    gpu_keys=16_000,
+    gpu_keys=3_200,
 )
 
 

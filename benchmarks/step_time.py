@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and few shapes, and no report")
     quick = parser.parse_args().quick
     lengths = jvarlen.measure_lengths(stdlib_functions(progress=False), progress=False)
-    longest, max_tokens, max_shapes = (64, 256, 2) if quick else (1024, 4096, 12)
+    longest, max_tokens, max_shapes = (32, 128, 2) if quick else (1024, 4096, 12)
     lengths = lengths[lengths <= longest]
     model = TransformerConfig(num_layers=1, width=16, num_heads=1) if quick else TransformerConfig()
     measured_at = [16, longest] if quick else [32, 128, 512, longest]

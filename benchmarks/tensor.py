@@ -66,7 +66,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(num_layers=4, width=256, num_heads=4, rows=4, length=256, num_timed=15)
-QUICK = Form(num_layers=2, width=16, num_heads=2, rows=2, length=16, num_timed=2)
+QUICK = Form(num_layers=1, width=8, num_heads=2, rows=1, length=8, num_timed=1)
 
 
 class Measured(NamedTuple):

@@ -50,12 +50,12 @@ FULL = Form(
     num_timed=12,
 )
 QUICK = Form(
-    on_devices=Sizes(num_layers=2, width=64, rows=4),
+    on_devices=Sizes(num_layers=2, width=16, rows=2),
     many_microbatches=2,
     by_layers=[Sizes(4, 128, 1)],
     on_processes=Sizes(num_layers=2, width=64, rows=4),
     counted=[(2, (1,))],
-    num_timed=2,
+    num_timed=1,
 )
 
 
@@ -74,7 +74,7 @@ def on_devices(form: Form) -> list[str]:
     each_a = (1, form.many_microbatches)
     memory, others = [], []
     for zero in LEVELS:
-        billed = compiled[Case(zero, 1)].memory
+        billed = zero_jax.bill_memory(form.on_devices, zero, NUM_DEVICES)
         of_state = billed.params + billed.opt_state
         numbers = [compiled[Case(zero, 1)].state_bytes, of_state, told[Case(zero, 1)].argument_bytes]
         numbers += [billed.total - of_state, *(told[Case(zero, num)].temp_bytes for num in each_a)]

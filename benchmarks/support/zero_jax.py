@@ -72,23 +72,30 @@ class Compiled(NamedTuple):
     state: Any
     batch: Any
     bill: CommunicationBill
-    memory: MemoryBill
     state_bytes: int
+
+
+def make_params(sizes: Sizes) -> LayeredParams:
+    shape = (sizes.num_layers, sizes.width, sizes.width)
+    return LayeredParams((), np.random.default_rng(0).normal(0, 0.03, shape).astype(np.float32))
+
+
+def batch_spec(bucket: tuple[int, ...], num_microbatches: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((num_microbatches, *bucket), jnp.float32)
+
+
+def bill_memory(sizes: Sizes, zero: int, num_shards: int) -> MemoryBill:
+    """What the step of one microbatch a shard holds."""
+    layout, bucket = Layout(data=num_shards, zero=zero), (sizes.rows, sizes.width)
+    return memory_bill(layout, make_params(sizes), optax.adamw(1e-4), bucket, model=MODEL, batch_spec=batch_spec)
 
 
 def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     """The step of AdamW over so many devices, which may be of several processes."""
     layout = Layout(data=num_shards, zero=case.zero)
     mesh, optimizer = layout_mesh(layout), optax.adamw(1e-4)
-    shape = (sizes.num_layers, sizes.width, sizes.width)
-    params = LayeredParams((), np.random.default_rng(0).normal(0, 0.03, shape).astype(np.float32))
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=MODEL)
+    state = init_state(make_params(sizes), optimizer, mesh=mesh, layout=layout, model=MODEL)
     bucket = (sizes.rows, sizes.width)
-
-    def batch_spec(bucket: tuple[int, ...], num_microbatches: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((num_microbatches, *bucket), jnp.float32)
-
-    memory = memory_bill(layout, params, optimizer, bucket, model=MODEL, batch_spec=batch_spec)
     step = jvarlen.compile_buckets(
         make_train_step(MODEL, optimizer, mesh=mesh, layout=layout),
         state,
@@ -102,7 +109,7 @@ def compile_step(sizes: Sizes, case: Case, num_shards: int) -> Compiled:
     x = np.ones((num_shards * case.num_microbatches, *bucket), np.float32)
     batch = jax.make_array_from_callback(x.shape, batch_shardings(x, mesh), lambda index: x[index])
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    return Compiled(step, state, batch, communication_bill(step, bucket), memory, held)
+    return Compiled(step, state, batch, communication_bill(step, bucket), held)
 
 
 def medians_in_turn(calls: dict[Any, Callable[[], None]], repeats: int) -> dict[Any, float]:
