@@ -40,6 +40,7 @@ class Processes:
         # One thread each for what is linear algebra: there are more processes than cores.
         env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self._outputs = [tempfile.TemporaryFile("w+") for _ in range(num_processes)]  # noqa: SIM115  # closed by close
+        self.started_at = time.monotonic()
         self.processes = [
             Fork(program, [*args, str(num_processes), str(rank), str(port)], env=env, output=output)
             for rank, output in enumerate(self._outputs)

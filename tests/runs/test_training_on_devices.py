@@ -217,7 +217,7 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(para
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """Two processes of the command for each failure, at once: some wait for heartbeats, while other tests run."""
+    """Two processes of the command for each failure, at once: some wait for heartbeats."""
     program = Path(__file__).parents[1] / "run_train_command.py"
     with contextlib.ExitStack() as stack:
         yield {
@@ -228,7 +228,6 @@ def commands(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.usefixtures("commands")
 def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, tmp_path):
     run(FITTING, 2, str(tmp_path), seconds=300)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
@@ -258,6 +257,7 @@ def test_fit_over_processes_stops_together_and_resumes_anywhere(on_one_device, t
 def test_the_command_trains_over_processes_and_ends_on_all_when_one_fails(failing, commands):
     """No process is left waiting: within a minute all have ended, by an exit code that says so."""
     first, second = commands[failing].wait(60)
+    assert max(first.at, second.at) - commands[failing].started_at < 60
     if failing == "none":
         assert (first.code, second.code) == (0, 0), first.output + second.output
         assert "Summary" in first.output
