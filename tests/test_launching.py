@@ -30,7 +30,7 @@ from jvarlen.runs.config import PlanConfig, save_config
 
 from .processes import COMPILE_FAST, ROOT
 
-NUM_STEPS = 80
+NUM_STEPS = 120
 SECONDS = 120
 # What jax.distributed derives of the number of a Slurm job.
 FIRST_PORT, NUM_PORTS = 61440, 4096
@@ -71,7 +71,7 @@ def small_settings(data: Path) -> list[str]:
     return [
         "--data", str(data), "--held-out-fraction", "0.1", "--max-steps", str(NUM_STEPS), "--num-epochs", "99",
         "--no-progress", "--compile.cache-dir", str(data.parent / "compiled"),
-        "--plan.max-tokens", "64", "--plan.max-shapes", "1", "--plan.max-length", "16",
+        "--plan.max-tokens", "64", "--plan.max-shapes", "2", "--plan.max-length", "16",
         "--plan.order", "length_descending",
         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1",
     ]  # fmt: skip
