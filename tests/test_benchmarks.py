@@ -63,7 +63,7 @@ def test_a_benchmark_prints_its_table_and_gives_its_data(path, tmp_path):
     }
     run = forks.run(path, "--quick", env=environment)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.count("\n| ") > 2
+    assert run.stdout.count("\n| ") > 3
     (markdown,), (data,) = tmp_path.glob("*.md"), tmp_path.glob("*.json")
     assert run.stdout.endswith(markdown.read_text())
     report = json.loads(data.read_text())
