@@ -144,13 +144,13 @@ def ask(pipe: Connection, question: object) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two shapes, and no report")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and three shapes, and no report")
     quick = parser.parse_args().quick
     config = FitConfig(plan=PlanConfig(overlong="truncate"))
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        config = dataclasses.replace(config, model=tiny, plan=PlanConfig(max_tokens=64, max_shapes=2, max_length=32))
-        lengths = np.array([16, 32])
+        config = dataclasses.replace(config, model=tiny, plan=PlanConfig(max_tokens=128, max_shapes=3, max_length=64))
+        lengths = np.array([16, 32, 64])
     else:
         train, _ = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
         lengths = jvarlen.measure_lengths(train, progress=False)
