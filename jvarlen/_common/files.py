@@ -82,16 +82,16 @@ def move_into_place(part: Path, path: Path) -> None:
 
 
 def take_space(file: IO[bytes], num_bytes: int) -> None:
-    """Makes an open file at least so long, its space taken on the disk, so that a full disk shows before the work.
+    """Allocates the disk space of an open file, so that a full disk shows before the work.
 
-    A system or a disk that takes no space before it is written only gets the length.
+    Where space cannot be allocated ahead, the file only gets its length.
 
     Args:
       file: open for writing.
-      num_bytes: of the whole file.
+      num_bytes: size of the whole file.
 
     Raises:
-      OSError: there is not so much.
+      OSError: there is not enough space.
     """
     try:
         os.posix_fallocate(file.fileno(), 0, num_bytes)
@@ -127,7 +127,7 @@ def load_array(path: Path, what: str) -> np.ndarray:
 
 
 def mapped_file(array: np.ndarray) -> Path | None:
-    """The file whose content a memory-mapped array is; None for other arrays, parts of a map and private copies."""
+    """The file that a memory-mapped array maps; None for other arrays, parts of a map and private copies."""
     is_whole = isinstance(array, np.memmap) and isinstance(array.base, mmap.mmap) and array.flags.c_contiguous
     if not is_whole or array.mode == "c" or array.filename is None:  # type: ignore[attr-defined]
         return None

@@ -33,13 +33,13 @@ _SHOWN = 12  # candidates in a table
 
 
 class LayoutChoice(NamedTuple):
-    """The chosen layout, and what else there was; `str` tells both.
+    """The chosen layout and its alternatives; `str` shows both.
 
     Attributes:
       layout: the choice.
       seconds: of an epoch.
-      num_bytes: that a step takes on the fullest device.
-      memory_bytes: that a device has.
+      num_bytes: memory of a step on the fullest device.
+      memory_bytes: memory of a device.
       of_step: of each bucket on the choice, float64[K] each.
       of_epoch: of an epoch on each of the first candidates, 12 at most; float64 of as many each.
       candidates: all layouts that were considered.
@@ -110,7 +110,7 @@ def choose_layout(
     """Chooses the layout on which an epoch of a plan takes the least predicted time, among those that fit.
 
     All layouts of all devices of the cluster are considered: data, stages, sequence (and from which bucket on), tensor
-    and sequence parallelism, ZeRO levels, schedules and chunks, and what layers keep. The choice is exact for these
+    and sequence parallelism, ZeRO levels, schedules and chunks, and what layers keep. The choice is optimal under these
     predictions. Ties go to the simpler layout.
 
     Args:
@@ -119,13 +119,13 @@ def choose_layout(
       optimizer: any Optax optimizer.
       cluster: the devices.
       params: pytree of arrays or `jax.ShapeDtypeStruct`, as for `parallel.init_state`.
-      memory_bytes: that a device has for a step; None: the cluster's.
+      memory_bytes: memory of a device for a step; None: the cluster's.
       fixed: fields of `Layout` with the values that they must have, such as `{"tensor": 2}`.
       cost: as for `step_seconds`.
       batch_spec: as for `compile_buckets`.
       extra: as for `parallel.init_state`.
-      costs: of `count_costs` for this model and the plan's buckets, where they are known.
-      memory: likewise, of `MemoryModel`.
+      costs: the result of `count_costs` for this model and the plan's buckets, if known.
+      memory: the `MemoryModel` likewise.
 
     Returns:
       `LayoutChoice`: the layout, its seconds and bytes, and all candidates.

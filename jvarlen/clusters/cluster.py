@@ -30,9 +30,9 @@ class Cluster:
       memory_bytes: memory of one device.
       flops_per_second: peak FLOP/s of one device, in the dtype of the matrix multiplications.
       efficiency: the share of the peak that the matrix multiplications of a step reach, above 0 and at most 1.
-      memory_bytes_per_second: that a device reads or writes.
-      link: of each device to others of its host.
-      host_link: of each device to those of other hosts.
+      memory_bytes_per_second: bytes that a device reads or writes per second.
+      link: from each device to others of its host.
+      host_link: from each device to those of other hosts.
       overlap: the share of communication that passes hide where they can, 0 to 1: that of gradients behind a backward
         pass, and at ZeRO-3 that of parameters.
       sources: where the figures are from.

@@ -28,8 +28,9 @@ class Failures:
     and of their age.
 
     Attributes:
-      mean_seconds_between: of one host; times between failures are exponential.
-      restart_s: from a failure, or from the arrival of a spare, until steps go on: starting, compiling, loading.
+      mean_seconds_between: mean time between failures of one host; the times are exponential.
+      restart_s: seconds from a failure, or from the arrival of a spare, until steps continue: starting, compiling,
+        loading.
       repair_s: seconds until a failed host is repaired.
 
     Raises:
@@ -49,9 +50,9 @@ class Interruption(NamedTuple):
     """A failure, and what it costs.
 
     Attributes:
-      at_s: seconds since the begin of the run.
+      at_s: seconds since the start of the run.
       step: the step that it hit, or before which it hit the start.
-      resumed_step: the step of the checkpoint from which the run goes on.
+      resumed_step: the step of the checkpoint from which the run continues.
       lost_s: of work since that checkpoint.
       waited_s: for a spare host.
     """
@@ -94,11 +95,11 @@ def run_with_failures(
     checkpoint_s: float,
     seed: np.random.SeedSequence,
 ) -> DisturbedRun:
-    """Plays steps out, with checkpoints and failures.
+    """Simulates steps with checkpoints and failures.
 
     Args:
       step_seconds: float64[S], of every step.
-      num_hosts: that the steps run on.
+      num_hosts: hosts that run the steps.
       num_spares: other hosts.
       failures: None: nothing fails.
       every: steps between checkpoints; None: nothing is saved.

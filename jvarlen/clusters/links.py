@@ -60,10 +60,9 @@ def measure_cluster(
     in a loop that takes 30 ms at least, and the median of some runs counts.
 
     Links are measured by all-reduces (`psum`) and sends to the next device (`ppermute`) of some sizes: inside hosts,
-    and between the devices at the same place of all hosts, all at once. What `Cluster.collective_seconds` predicts is
-    fitted to their seconds by least squares of relative errors. `sources` of the cluster tells the largest error. It is
-    large on parts of one CPU: their links are its memory and caches, and a collective is one rendezvous, whatever its
-    rounds.
+    and between the devices at the same place of all hosts, all at once. `Cluster.collective_seconds` is fitted to their
+    seconds by least squares of relative errors. `sources` of the cluster has the largest error. It is large on parts of
+    one CPU: their links are its memory and caches, and a collective is one rendezvous, whatever its rounds.
 
     With several processes, every process calls this. Processes with one host name are on one host, and the slowest
     process counts.

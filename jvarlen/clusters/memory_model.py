@@ -1,4 +1,4 @@
-"""Bytes that a step holds on a device, for all buckets on many layouts at once: what `memory_bill` says, interpolated.
+"""Memory of a step on a device, for all buckets on many layouts at once: `memory_bill`, interpolated.
 
 A microbatch is traced at a few sizes; each of its arrays grows as a product of powers of rows, length, devices and
 layers. Letters: C layouts, K buckets, L layers, S stages, V chunks, U different rows of a table, N arrays.
@@ -118,7 +118,7 @@ class MemoryModel:
         self._lengths = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
 
     def memory_bytes(self, table: LayoutTable, microbatches_per_step: int) -> Float64[np.ndarray, "C K"]:
-        """What a step of each bucket holds on a device of each layout: `memory_bill(…).total`.
+        """Memory of a step of each bucket on a device of each layout: `memory_bill(…).total`.
 
         Args:
           table: C layouts. Where one cannot take a bucket, the value means nothing.

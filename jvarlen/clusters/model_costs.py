@@ -73,7 +73,7 @@ class ModelCosts:
       buckets: the K buckets.
       num_layers: L; 0 for a loss function, of which only the whole is known.
       layer_flops: operations of one layer in each pass, float64[K] each.
-      ends_flops: of what comes before and after the layers.
+      ends_flops: operations before and after the layers.
       layer_split: the share of a layer's operations that "tensor" splits, in each pass.
       ends_split: likewise of the ends.
       x_bytes: float64[K], activations between layers.
@@ -103,7 +103,7 @@ class ModelCosts:
 
     @property
     def step_flops(self) -> Float64[np.ndarray, " K"]:
-        """Operations of a microbatch, forward and backward, without what is computed again: those that MFU counts."""
+        """Operations of a microbatch, forward and backward, without recomputation: those that MFU counts."""
         layers, ends = self.layer_flops, self.ends_flops
         return self.num_layers * (layers.forward + layers.backward) + ends.forward + ends.backward
 
@@ -117,7 +117,7 @@ def count_costs(
     tensor_sizes: Sequence[int] = (),
     extra: Any = None,
 ) -> ModelCosts:
-    """Counts products of matrices and collectives of a model, by tracing it. Nothing is compiled or computed.
+    """Counts matrix products and collectives of a model, by tracing it. Nothing is compiled or computed.
 
     Args:
       model: as for `parallel.make_train_step`.

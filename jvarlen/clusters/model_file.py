@@ -1,4 +1,4 @@
-"""A transformer described in a JSON file, so that layouts can be chosen for a model that is not there."""
+"""A transformer described in a JSON file, so that layouts can be chosen without the model."""
 
 from __future__ import annotations
 

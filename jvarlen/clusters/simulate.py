@@ -1,4 +1,4 @@
-"""A plan played out on a cluster: seconds by cause, with devices of uneven speed, failures and checkpoints. NumPy only.
+"""Simulates a plan on a cluster: seconds by cause, with uneven devices, failures and checkpoints. NumPy only.
 
 Letters: S steps, K buckets.
 """
@@ -32,7 +32,7 @@ class Simulation:
     Attributes:
       layout: of the step.
       cluster: its devices.
-      total_s: seconds from begin to end.
+      total_s: seconds from start to end.
       causes: seconds by what they are spent on; they sum to `total_s`. "compute" to "update" are those of devices of
         even speed. "stragglers" is waiting for devices that are always slow, "jitter" for those that are slow just
         then; it can be below 0 for a single device. "lost work" is work that a failure undid, with the saving that it
@@ -143,7 +143,7 @@ def simulate(
     start_s: float = 0.0,
     seed: int = 0,
 ) -> Simulation:
-    """Plays a plan out on a cluster.
+    """Simulates a run of a plan on a cluster.
 
     The devices of a replica wait for their slowest in every microbatch, and replicas for their slowest in every step.
     So a step takes max over replicas of the mean over microbatches of max over devices, times the seconds that pass in
@@ -154,14 +154,14 @@ def simulate(
     Args:
       plan: its steps.
       layout: how a step spreads over devices, of which the cluster has enough.
-      cluster: names the devices, and tells which of them fail together.
+      cluster: the devices, and which of them fail together.
       seconds: float64[K] each: a step in every bucket of the plan, on devices of even speed.
       flops: float64[K], of the model in a step, all devices together; for `Simulation.mfu`.
       num_steps: S; a run longer than the plan repeats it. None: those of the plan.
       noise: a number is the jitter.
       failures: None: nothing fails.
-      checkpoint_every_steps: the run is saved after so many steps, and after the last. None: never.
-      checkpoint_s: seconds for which saving holds the steps up.
+      checkpoint_every_steps: steps between checkpoints; the last step is also followed by one. None: no checkpoints.
+      checkpoint_s: seconds that steps wait for a checkpoint.
       start_s: seconds before the first step, in which nothing fails.
       seed: of all draws. Noise and failures are drawn apart: one does not change the other.
 

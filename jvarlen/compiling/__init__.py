@@ -2,9 +2,9 @@
 
 - `compile_options`, `compilation_cache`: compiler options, and JAX's persistent compilation cache.
 - `lowering`: the program of a bucket. `program_store`: executables in memory and in files.
-- `compile`, `pending`, `compiled_buckets`: compiles every bucket, before the first step or behind it, and dispatches
-  batches to their executables.
-- `auto_shapes`, `step_costs`: how many shapes a run is worth, and what its steps and their compilation cost here.
+- `compile`, `pending`, `compiled_buckets`: compile every bucket, before the first step or in the background, and
+  dispatch batches to their executables.
+- `auto_shapes`, `step_costs`: how many shapes pay off in a run, and the cost of steps and compilation on this machine.
 - `donation`: which arrays of a state a step may overwrite.
 - `mismatch`: how a batch differs from what was planned.
 - `recompiles`, `jax_log`: the guard against recompiling, and JAX's own explanations of what it compiles.

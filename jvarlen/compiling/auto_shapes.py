@@ -1,4 +1,4 @@
-"""How many shapes a run is worth: the number with which compiling and training take the least time together.
+"""Chooses the number of shapes with which compiling and training together take the least time.
 
 NumPy only. Letters: K shapes, C seconds of compiling one.
 """
@@ -27,13 +27,13 @@ _SPACING = 1.1  # between two new shapes, over the seconds of compiling one
 
 
 class Compiler(NamedTuple):
-    """When programs are compiled, and what that takes.
+    """When programs are compiled, and how long it takes.
 
     Attributes:
       seconds: of compiling one shape, C.
       threads: that compile at the same time.
-      slowdown: the share of the seconds of compiling by which steps are delayed meanwhile, as on a CPU, which both
-        share; 0 on accelerators.
+      slowdown: seconds by which steps are delayed per second of compiling, as on a CPU, which both share; 0 on
+        accelerators.
       is_behind: whether steps run meanwhile.
     """
 
@@ -73,13 +73,13 @@ def choose_shapes(
 
     For each number the shapes are the optimum of `make_buckets`. Training is simulated with each: the first step waits
     for its shape; the others are compiled meanwhile in the order in which they appear, and a shape that is not ready
-    when it is needed is waited for. All numbers are compared for the same samples: with `num_steps`, those that so many
-    steps of the plan with the most shapes take.
+    when it is needed is waited for. All numbers are compared for the same samples: with `num_steps`, those of that many
+    steps of the plan with the most shapes.
 
     Args:
       lengths: int64[N], tokens a sample.
       budget: of a microbatch, with a cost in seconds.
-      compiler: what compiling takes.
+      compiler: how long compiling takes.
       num_epochs: passes over the samples.
       num_steps: steps to take instead.
       compiled: (rows, length) shapes that are compiled already, and cost nothing.

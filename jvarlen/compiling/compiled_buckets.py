@@ -178,7 +178,7 @@ class CompiledBuckets:
             raise failure
 
     def advance(self) -> None:
-        """Goes on with what is pending, if a thread is free: lowers a bucket here. Every step does this.
+        """Continues with what is pending, if a thread is free: lowers a bucket here. Every step does this.
 
         Raises:
           Exception: as `wait`.

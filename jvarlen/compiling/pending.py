@@ -79,7 +79,7 @@ class PendingPrograms:
       buckets: in the order in which they are compiled.
       programs: takes what is compiled.
       num_threads: that compile. One more starts if a step waits for a bucket that none of them is busy with.
-      bar: is moved on with each bucket, and closed at the end.
+      bar: advanced with each bucket, and closed at the end.
       check: called with the first lowered program; raises if it cannot be used.
       is_behind: whether steps run meanwhile; `no_recompiles` then takes what is compiled here as planned.
       with_others: whether several processes compile the same: a bucket is ready when all have compiled it.

@@ -131,7 +131,7 @@ def estimate_costs(recipe: Recipe, buckets: Sequence[Bucket], model: str, num_de
 
 
 def costs_from_ledger(ledger: Ledger, microbatches_per_step: int, before: RunCosts, program: str) -> RunCosts:
-    """What a run measured, in place of what was known before; that stays where the run measured too little.
+    """The costs that a run measured; where it measured too little, those known before.
 
     Args:
       ledger: of the run.

@@ -4,7 +4,7 @@
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `grad_buckets`: which gradients are reduced together, and when.
 - `processes`: processes that start together, agree, and end together.
-- `elastic`: keeps a training going when processes are lost.
+- `elastic`: continues a training when processes are lost.
 - `launch`: starts the devices and processes of a command.
 - `cpu_memory`: keeps the memory of steps on a CPU from one step to the next.
 - `watchdog`: ends all processes when one of them stalls.

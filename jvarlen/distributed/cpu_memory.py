@@ -17,9 +17,9 @@ _HEAP_BYTES = 2**26  # of a thread; glibc gives back an empty one unless so much
 def keep_memory_of_steps() -> None:
     """Steps on one CPU device reuse the memory of earlier steps.
 
-    By default the operating system maps the temporary memory of a program anew for every call, and each of its pages
-    faults. Here freed memory stays with the process, up to 2 GiB. Changes the whole process, which from then on waits
-    for a step where it calls it; call it before anything touches a device. Without glibc only that changes.
+    By default the operating system maps the temporary memory of a program again for every call, with a fault for each
+    page. Here freed memory stays with the process, up to 2 GiB. This changes the whole process: from then on, a call of
+    a step waits for its end. Call it before anything touches a device. Without glibc only the waiting changes.
     """
     # glibc keeps large memory for the main thread alone. So steps run in the thread that calls them.
     jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -1,12 +1,12 @@
-"""Keeps a training of several processes on one host going when some of them are lost.
+"""Continues a training of several processes on one host when some of them are lost.
 
-A supervisor starts the processes, each on a place of its own: with GPUs, those of its number. When one is lost, it ends
-the others, which cannot compute without it, and starts as many as can go on without that place; they resume the run
-from its last checkpoint. After a while the place is tried again. Process 0 is one like the others.
+A supervisor starts the processes, each on its own place: with GPUs, those at its index. When one is lost, it ends the
+others, which cannot compute without it, and starts as many as can continue without that place. They resume the run from
+its last checkpoint. After a while the place is tried again. Process 0 is no exception.
 
-The processes are forks of the supervisor, which has imported everything and touched no device, so that they start at
-once. Surviving processes do not go on themselves: in JAX 0.10 only its private API can connect them anew, and they are
-aborted when the coordination service that they were first connected to ends.
+The processes are forks of the supervisor, which has imported everything and touched no device, so they start at once.
+Surviving processes do not continue themselves: in JAX 0.10 only private names can reconnect them, and they are aborted
+when the coordination service that they were first connected to ends.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def keep_training(
     """Runs a training of several processes on this host to its end, with those that survive.
 
     A process is lost if a signal kills it, if it crashes, if it was the first to end where others were then aborted, or
-    if it stands still: 30 s after the first has ended, all must have. The others then start again without it. It comes
-    back after a minute, and after twice as long each further time, or after SIGUSR1 to this process: once something
-    new is saved, the training is interrupted, with all steps saved, and all start again. Ctrl-C and SIGTERM are passed
-    on once; a second one kills the processes. Call it in the main thread.
+    if it hangs: all must end within 30 s of the first. The others then start again without it. It comes back after a
+    minute, and after twice as long each further time, or after SIGUSR1 to this process: once something new is saved,
+    the training is interrupted, with all steps saved, and all start again. Ctrl-C and SIGTERM are passed on once; a
+    second one kills the processes. Call it in the main thread.
 
     Args:
       run: trains, and returns an exit code. It runs in every process, a fork of this one, which may not have used a
@@ -84,8 +84,8 @@ def keep_training(
         all saved, and 2 for an error. If all processes return 2, they start again if this start has saved something.
       num_processes: to start with.
       progress: returns something that is new once more is saved, such as the names of the checkpoints.
-      survivors: how many processes train when so many are alive, such as those of a `surviving_layout`. It raises
-        ValueError if too few are. None: all.
+      survivors: from the number of processes alive to the number that train, such as those of a `surviving_layout`. It
+        raises ValueError if too few are alive. None: all.
       devices_per_process: GPUs of each process, from `JAX_LOCAL_DEVICE_IDS` if it is set.
 
     Returns:

@@ -1,8 +1,8 @@
 """Gradients reduced in buckets, each as soon as its last gradient exists, so that reducing overlaps with computing.
 
 The rule is that of PyTorch's DistributedDataParallel (Li et al. 2020, https://arxiv.org/abs/2006.15704): gradients are
-put into buckets in the order in which the backward pass gives them. A bucket is closed by the gradient with which it
-reaches its size. The first one is small, so that communication begins early.
+put into buckets in the order in which the backward pass gives them. The gradient with which a bucket reaches its size
+is its last. The first bucket is small, so that communication begins early.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def assign_grad_buckets(
 
     Args:
       params: a pytree of arrays, or of anything with `size` and `dtype`: parameters or gradients.
-      cap: bytes from which on a bucket is closed; the gradient that reaches them belongs to it.
+      cap: bytes at which a bucket is full; the gradient that reaches them belongs to it.
       first_cap: the same for the first bucket.
       order: places in `jax.tree.leaves(params)` in the order in which gradients come; leaves that are not in it are in
         no bucket. None: all, from the last leaf to the first.

@@ -66,8 +66,8 @@ class Layout:
     sequence_from: int = 0
     """Buckets of at least this length spread their positions over `"sequence"`; shorter ones use that axis as data."""
     keeps: Keeps | None = None
-    """What is held of layers from the forward pass to the backward pass: their `"inputs"`, from which the backward pass
-    runs them again, or their `"residuals"`. None: inputs with stages, and residuals otherwise."""
+    """What layers keep from the forward pass to the backward pass: their `"inputs"`, from which the backward pass
+    recomputes them, or their `"residuals"`. None: inputs with stages, and residuals otherwise."""
 
     def __post_init__(self):
         check_at_least_one(**{name: getattr(self, name) for name in (*MESH_AXES, "chunks")})
@@ -166,9 +166,9 @@ class Layout:
 def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> Layout:
     """The largest layout for the devices that are left, with the same numbers in every step.
 
-    Data-parallel shards are given up first: as many stay as fit and divide the microbatches. Where not even one fits,
-    the parts of a row become fewer, to a divisor of their number. Stages and tensor parallelism stay, because the
-    parameters of a device would not fit without them; with fewer shards, ZeRO holds more of its level's arrays on each.
+    Data-parallel shards are given up first: as many stay as fit and divide the microbatches. If not even one fits, rows
+    are split into fewer parts, a divisor of their number. Stages and tensor parallelism stay, because the parameters of
+    a device would not fit without them. With fewer shards, ZeRO holds more on each.
 
     Args:
       layout: of all devices.

@@ -1,11 +1,11 @@
 """Parallelism: how a step spreads over devices. Its results are those of one device.
 
-- `layers`: a model by layers, which is what most of the others cut up.
+- `layers`: a model by layers, which most of the others split.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
 - `mixed`: the train step of ranks with different numbers of microbatches of different shapes.
-- `portable`: states of any layout in the form of one device, as checkpoints hold them.
-- `microbatch`: the arrays of one microbatch, traced. `memory`: what a step holds on a device.
+- `portable`: the single-device form of the states of any layout, for checkpoints.
+- `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.

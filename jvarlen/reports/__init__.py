@@ -5,7 +5,7 @@
 - `figures`: how all pictures are drawn, as SVG or PNG.
 - `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.
 - `plan_figures`, `plan_page`: a plan as a page.
-- `schedule_figures`, `memory_figures`: simulated pipeline schedules, and what steps hold, as pictures.
-- `simulation_figures`: simulated runs, as a picture.
+- `schedule_figures`, `memory_figures`: pictures of simulated pipeline schedules, and of the memory of steps.
+- `simulation_figures`: pictures of simulated runs.
 - `run_records`, `run_figures`, `run_page`: run directories, read and overlaid; the pictures that a run leaves behind.
 """

@@ -2,10 +2,10 @@
 
 - `train_state`, `losses`: the state and metrics of a step; the forms a loss may have.
 - `step_sums`: accumulate over microbatches, reduce over shards. `step`: the update, and whole train and eval steps.
-- `float32_master`: float32 copies of parameters in bfloat16.
+- `float32_master`: float32 master copies of bfloat16 parameters.
 - `rates`, `learning_rate`: learning rates from batch sizes, on the host and as Optax pieces.
-- `async_training`: workers that don't wait, and replays. `staleness`: what comes next in them, and their bound.
-  `arrival_log`: what happened. `async_worker`: the processes. `step_programs`: gradient and update as programs of their
-  own. `stale_step`: chosen staleness in one program.
+- `async_training`: asynchronous runs and their replay. `staleness`: which microbatch or update comes next.
+  `arrival_log`: the log of a run. `async_worker`: worker processes. `step_programs`: gradient and update as separate
+  programs. `stale_step`: chosen staleness in one program.
 - `checkpoint`, `manifest`: checkpoints, and the hashes of their files. No other module writes them.
 """
