@@ -1,6 +1,6 @@
 """A model by layers: pure functions of one microbatch, and parameters stacked over the layers.
 
-It is what pipelines, ZeRO-3, tensor and sequence parallelism cut up. Letters: L layers.
+Pipelines, ZeRO-3, tensor and sequence parallelism split it. Letters: L layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Axes", "LayeredModel", "LayeredParams", "check_layer", "keeping_inpu
 
 
 class Axes(NamedTuple):
-    """What is bound around the functions of a model by layers. `Axes()` is the unsplit model.
+    """The mesh axes and the context in which the functions of a model by layers run. `Axes()` is the unsplit model.
 
     Attributes:
       tensor: the mesh axis that matrix products are split over; None if they are whole.
@@ -66,9 +66,9 @@ class LayeredModel(NamedTuple):
       stack: `stack(params) -> LayeredParams`, for parameters that have another form; it may only stack arrays. None:
         they are `LayeredParams`.
       by_positions: whether the functions work on some positions of a row at a time, those of `axes.positions`: they get
-        whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and what a position
-        learns of earlier ones it learns through `attend_over_axis`. The loss sums over these positions, and reduces
-        nothing. Then rows can be spread over `"sequence"`, or go through stages in slices.
+        whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and a position depends
+        on earlier ones only through `attend_over_axis`. The loss sums over these positions, and reduces nothing. Then
+        rows can be spread over `"sequence"`, or go through stages in slices.
     """
 
     embed: Callable[..., Any]
@@ -131,7 +131,7 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
 
 
 def keeping_inputs(model: LayeredModel) -> LayeredModel:
-    """The same model, whose layers hold only their inputs for the backward pass, and are run again in it.
+    """The same model, whose layers keep only their inputs, and are recomputed in the backward pass.
 
     References:
       Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".

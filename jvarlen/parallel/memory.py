@@ -1,4 +1,4 @@
-"""What a step holds on a device, before anything is compiled.
+"""The memory of a step on a device, before anything is compiled.
 
 Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches of a data shard.
 """
@@ -36,23 +36,23 @@ _MARGIN, _MARGIN_AGAIN, _MARGIN_OF_ONE = 1.12, 1.28, 1.3
 
 
 class MemoryBill(NamedTuple):
-    """What a step holds on the fullest device, in bytes; `str` is a table.
+    """The memory of a step on the fullest device, in bytes; `str` is a table.
 
     Attributes:
       params: parameters.
       grads: gradients, in the type of their parameters, as the papers count them.
       accumulation: what sums of gradients in float32 take beyond `grads`; 0 for parameters in float32.
       opt_state: the state of the optimizer, and `extra`.
-      gathered: parameters and gradients that are there for a time only: at ZeRO-3 those of the ends or of one layer,
-        or with stages all parameters of the stage; below, the gradients of a microbatch, with stages those of the ends
-        and one chunk, before they are added to `grads`. With several chunks also layers that change places.
+      gathered: temporary parameters and gradients. At ZeRO-3 those of the ends or of one layer, or with stages all
+        parameters of the stage; below ZeRO-3 the gradients of a microbatch, with stages those of the ends and one
+        chunk, before they are added to `grads`. With several chunks also layers that change places.
       activations: what the forward pass of one microbatch leaves to the backward pass, as the model is written; with
         stages that of one chunk of layers, and the buffers of the schedule. None if no model was given.
-      workspace: what else is there at the fullest point of the step: results that are used at once, and the batch. None
-        if no model was given.
+      workspace: the rest at the peak of the step: results that are used at once, and the batch. None if no model was
+        given.
 
-    At the fullest point not all of what is there for a time only is there at once: `gathered` and then `activations`
-    are counted first, and `workspace` is the rest.
+    Not all temporary arrays are alive at the peak: `gathered` and then `activations` are counted first, and `workspace`
+    is the rest.
     """
 
     params: int
@@ -91,11 +91,11 @@ def memory_bill(
     keeps: Keeps | None = None,
     microbatches_per_step: int | None = None,
 ) -> MemoryBill:
-    """What a step of a bucket, without token slices, holds on a device, for a layout that need not fit this machine.
+    """The memory of a step without token slices on a device, for a layout that need not fit this machine.
 
-    Nothing is computed or compiled: shapes are enough. The state is counted exactly. What is there for a time is that
-    of the fullest point of a traced microbatch, fused as a compiler would, and 12 % to 30 % more, since compilers do
-    not always find the order that holds least.
+    Nothing is computed or compiled: shapes are enough. The state is counted exactly. Temporary memory is the peak of a
+    traced microbatch, fused as a compiler would, plus 12 % to 30 %, because compilers do not always find the order that
+    holds least.
 
     Args:
       layout: what is sharded, over any number of devices.

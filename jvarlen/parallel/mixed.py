@@ -1,8 +1,8 @@
 """The train step of mixed plans: every rank has its own number of microbatches, each of its own shape.
 
-One program runs any of them: a loop with as many turns as the rank has microbatches, in it a switch over the buckets,
-and one reduction after the loop. Ranks wait for each other there only, once a step. Letters: p ranks, m microbatches of
-a rank, L arrays of a batch, K buckets.
+One program runs them all: a loop over the rank's microbatches with a switch over the buckets, and one reduction after
+the loop. Only there do ranks wait for each other, once per step. Letters: p ranks, m microbatches of a rank, L arrays
+of a batch, K buckets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The form of a state that all layouts share, that of one device: what checkpoints hold.
+"""The form of a state that all layouts share and checkpoints hold: that of one device.
 
 On a layout, the arrays of the layers may be stacked, features lie in the order of N devices, and vocabularies and
 shards be padded. Each array of one device is then one of the layout, or one layer of it, in another order. Arrays of

@@ -1,8 +1,8 @@
 """A function and its derivative, cut into passes that run at different times: forward, backward, weight gradients.
 
-The whole is traced once. Each equation belongs to the first pass that needs it, and what a later pass needs of it is
-handed on: the residuals. Nothing runs twice but what is cheap or small: views, and what depends only on arguments that
-are there in every pass, such as casts of parameters, masks of the microbatch and random numbers of its key.
+The whole is traced once. Each equation belongs to the first pass that needs it. What later passes need of it is passed
+on as residuals. Only cheap or small equations run twice: views, and those that depend only on arguments that every pass
+has, such as casts of parameters, masks of the microbatch and random numbers of its key.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A step of a model by layers in stages, as one program that runs the tables of a schedule.
 
 It is a loop over ticks. In a tick each stage takes the branch of its own action, then all stages exchange results. No
-derivative is taken of the loop: a backward pass is an action, which computes its stage again from the kept input or
-takes the kept residuals. So what a stage holds is what the schedule says, whatever the number of microbatches.
+derivative is taken of the loop: a backward pass is an action, which recomputes its stage from the kept input or takes
+the kept residuals. So a stage holds only what the schedule says, for any number of microbatches.
 
 Letters: L layers, S stages, V chunks of a stage, M microbatches of a data shard, T ticks.
 """
@@ -140,14 +140,14 @@ def sum_scheduled(
     """The sums of a whole step of a model in stages: what `sum_step` gives for the unsplit model.
 
     Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
-    hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters still lie
-    as consecutive layers: once a step they change places, and their gradients change back. Each stage sends and
-    receives no more than its own share.
+    hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are still
+    stored as consecutive layers: once per step they move to their chunks' stages, and their gradients move back. Each
+    stage sends and receives no more than its own share.
 
-    A stage keeps the inputs of forward passes, and runs its layers again in the backward pass. With `zero_bubble`, so
-    do weight gradients. The forward pass of the last part is left to its backward pass. Or it keeps residuals: what the
-    backward pass of each layer takes from the forward pass. Then layers run once, and the backward pass computes again
-    only what does not depend on their inputs, such as masks of the microbatch and of dropout.
+    A stage keeps the inputs of forward passes, and recomputes its layers in the backward pass. With `zero_bubble`,
+    weight gradients recompute them too. The forward pass of the last part is left to its backward pass. Or a stage
+    keeps residuals: what the backward pass of each layer takes from the forward pass. Then layers run once, and the
+    backward pass recomputes only what does not depend on their inputs, such as masks of the microbatch and of dropout.
 
     Args:
       model: the model.

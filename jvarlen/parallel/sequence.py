@@ -6,7 +6,7 @@ Three of them are within a device, where two are half masked, and two with the k
 
 The functions of a model call `attend_over_axis` inside `shard_map(check_vma=False)`; everything else in a causal model
 is local to a position. Losses are sums over the positions of this device, so that the sum of all devices' losses is the
-loss, and the sum of their gradients its gradient. The gradient of attention sends those of keys and values home.
+loss, and the sum of their gradients its gradient. Attention returns the gradients of keys and values to their devices.
 
 Letters: N devices of the axis, T positions of a row, S = T / N those of this device, C = T / 2N of a chunk, B rows,
 H heads of queries, J of keys and values, G = H / J, K head size, Q queries at a time, M times, R = G · Q.
@@ -159,8 +159,8 @@ def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
 def spread_rows(arrays: Any, num_shards: int) -> Any:
     """Reorders positions, so that N equal parts of the last axis are the shards of `sequence_positions`.
 
-    A `NamedSharding` of the last axis then gives each device its positions. What looks at neighbours, such as the
-    target of a position, is made before, from whole rows.
+    A `NamedSharding` of the last axis then gives each device its positions. Anything that depends on neighbours, such
+    as the target of a position, must be computed before, from whole rows.
 
     Args:
       arrays: array [..., T] or a pytree of them, of NumPy or JAX, T a multiple of 2N.
@@ -208,8 +208,8 @@ def attend_over_axis(
 ) -> Float[Array, "B S H K"]:
     """Causal attention of this device's queries to the keys and values of all devices of an axis, or earlier slices.
 
-    Equal to `attend` and `attend_within_segments` on whole rows. It computes no pair of chunks in vain, and holds no
-    logits of more than 256 queries and one chunk of keys. Its gradient computes them again.
+    Equal to `attend` and `attend_within_segments` on whole rows. It skips pairs of chunks that are fully masked, and
+    holds no logits of more than 256 queries and one chunk of keys. Its gradient recomputes them.
 
     Args:
       query: float[B, S, H, K], at the positions of `shard_positions`.
@@ -217,10 +217,11 @@ def attend_over_axis(
       value: float[B, S, J, K].
       axes: `axes.sequence` is the mesh axis. With `axes.earlier`, S positions are a slice of rows. Both None: rows are
         whole, S = T.
-      segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no
-        token. None: a row is one sample. Its length is not needed: what follows its end is seen by no token.
-      implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes those of one device
-        round, so that a device holds those of three at a time; it does not go with stages. Both send as many bytes.
+      segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
+        None: a row is one sample. Its length is not needed: no token attends to what follows its end.
+      implementation: `"gather"` gathers the keys and values of all positions. `"ring"` passes them from device to
+        device, so that a device holds those of three at a time; it does not work with stages. Both send the same number
+        of bytes.
 
     Returns:
       float[B, S, H, K]; values at positions without a token are meaningless but finite.

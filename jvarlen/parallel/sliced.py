@@ -1,9 +1,9 @@
 """Token slices: a step of a model in stages through which rows go a slice of positions at a time.
 
-As in `scheduled`, the step is one program that runs the tables of a schedule, and a backward pass computes its stage
-again. A layer's attention in a slice looks at keys and values of earlier slices, which each stage keeps. Backward
-passes go from the last slice of a row to the first. Each adds to the gradients that are due to the keys and values of
-earlier slices, which these pass on when it is their turn. All lengths are static, so each slice has its own branches.
+As in `scheduled`, the step is one program that runs the tables of a schedule, and a backward pass recomputes its stage.
+A layer's attention in a slice uses the keys and values of earlier slices, which each stage keeps. Backward passes go
+from the last slice of a row to the first. Each adds to the gradients of the keys and values of earlier slices, which
+these use in their own backward passes. All lengths are static, so each slice has its own branches.
 
 Letters: L layers, S stages, M microbatches of a data shard, K slices of a row, T positions of a row, P those kept of
 earlier slices, B rows.
@@ -81,7 +81,7 @@ def sum_sliced(
 
     The order is that of `token_slices`. A stage keeps the inputs of all microbatches, and what its layers take of
     earlier slices, such as keys and values. It keeps gradients due to the latter for one microbatch. Everything else is
-    computed again, for one slice at a time.
+    recomputed, for one slice at a time.
 
     Args:
       model: works by positions.

@@ -148,8 +148,8 @@ def make_train_step(
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
         each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
-      keeps: what layers hold from the forward pass to the backward pass, in place of what the layout says: their
-        `"inputs"`, from which the backward pass runs them again, or their `"residuals"`, with which they run once.
+      keeps: what layers keep from the forward pass to the backward pass, in place of what the layout says: their
+        `"inputs"`, from which the backward pass recomputes them, or their `"residuals"`, with which they run once.
       slices: token slices, in which rows go through the stages of a model by positions: their number, or their
         lengths for a row length, by a mapping or a function, such as one that calls `choose_slices`. They have an order
         of their own, so that the layout names no schedule. None: rows are whole.

@@ -103,7 +103,7 @@ def balance_plan(
     random draws any more, but mix costly and cheap rows evenly. Buckets for which that isn't faster than dealing within
     steps are dealt within steps, and so are short steps. Pieces of split samples can leave their order.
 
-    It gains time only if what a row costs depends on what is in it: see `packed_row_costs`.
+    It saves time only if the cost of a row depends on its samples: see `packed_row_costs`.
 
     Args:
       plan: of samples or of packed rows.
@@ -162,9 +162,9 @@ def packed_row_costs(plan: Plan, lengths: npt.ArrayLike, *, crossover_length: fl
     Args:
       plan: of packed rows of one feature.
       lengths: integers[N], tokens of the samples by id, as they were packed.
-      crossover_length: c, the tokens of a sample at which attention costs as much as all else. By its multiplications,
-        a transformer of width d with 12·d² parameters a layer has 6·d, and 12·d if attention is causal and skips what
-        comes later.
+      crossover_length: c, the tokens of a sample at which attention costs as much as everything else. Counted in
+        multiplications, it is 6·d for a transformer of width d with 12·d² parameters a layer, or 12·d if causal
+        attention skips later positions.
 
     Returns:
       float64[R], in the order of the plan's steps and rows: the `cost` of `balance_plan`.

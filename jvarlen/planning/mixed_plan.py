@@ -27,8 +27,8 @@ _DIGEST_NAME = b"jvarlen-mixed-plan-1\0"
 class MixedPlan:
     """The microbatches of a plan, grouped into steps whose microbatches may be of different buckets.
 
-    Microbatch i is step i of `plan`. Step s holds the consecutive microbatches `step_offsets[s]` to
-    `step_offsets[s+1] − 1`. Which rank computes which of them is layout: `ranks` tells, and the digest leaves it out.
+    Microbatch i is step i of `plan`. Step s holds the consecutive microbatches `step_offsets[s]` to `step_offsets[s+1]
+    − 1`. Which rank computes which of them belongs to the layout: `ranks` decides it, and the digest leaves it out.
 
     Attributes:
       plan: the microbatches in their order, N in all; its `microbatches_per_step` is 1.
@@ -114,8 +114,8 @@ class MixedPlan:
 def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
     """Groups the microbatches of a plan into steps, whatever their buckets.
 
-    Step s takes the next microbatches in the order of the plan, as many as told; the last step takes those that are
-    left.
+    Each step takes the next `microbatches_per_step` microbatches in the order of the plan; the last step takes the
+    rest.
 
     Args:
       plan: with `microbatches_per_step` 1, so that each of its steps is one microbatch.

@@ -175,21 +175,21 @@ def pack_samples(
     into the open row with the least free space that still holds it; of several such rows, into the one that has had
     this space longest. If no open row holds it, a new one is opened with the smallest length that does.
 
-    With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then again and
-    again the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the samples
-    that are left after it are too many even for full rows of the shortest length, the row takes as many as it may
-    instead: the shortest or the longest sample, whichever is farther from the mean; then the longest up to an even
-    share of the space, again and again; and, as the last two, the pair that fills it exactly of which most are left.
-    The same row is repeated as often as its samples last.
+    With `max_samples_per_row`, one row after the other. A row takes the longest sample that is left, and then
+    repeatedly the longest that fits, up to the limit. Its length is the smallest that holds its first sample. If the
+    samples that are left after it are too many even for full rows of the shortest length, the row takes as many as it
+    may instead: the shortest or the longest sample, whichever is farther from the mean; then repeatedly the longest up
+    to an even share of the space; and, as the last two, the pair that fills it exactly of which most are left. The same
+    row is repeated as often as its samples last.
 
     Samples of several features, such as the source and the target of a translation, share rows that have a length T_d
-    for each feature d. Rows are filled one after the other. Again and again a row takes, of the samples that fit it in
-    all features, the one with the largest Σ_d l_d · ⌊2**40 · s_d / T_d²⌋, where l_d are its lengths and s_d the space
-    that is left: the one whose lengths are most like the space. Of equal sums the larger l_1 wins, then the larger l_2
-    and so on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for
-    every d, they are too many to fill rows of m. Then, after the first sample, only those of at most ⌊s_d / k⌋ tokens
-    are looked at, if there are any, where k is how many samples the row may still take. The same row is repeated as
-    often as its samples last.
+    for each feature d. Rows are filled one after the other. A row repeatedly takes, of the samples that fit it in all
+    features, the one with the largest Σ_d l_d · ⌊2**40 · s_d / T_d²⌋, where l_d are its lengths and s_d the space that
+    is left: the one whose lengths best match the space. Of equal sums the larger l_1 wins, then the larger l_2 and so
+    on. With `max_samples_per_row` = m, if L > m samples with W_d tokens are left and ⌈L / m⌉ · T_d > W_d for every d,
+    they are too many to fill rows of m. Then, after the first sample, only those of at most ⌊s_d / k⌋ tokens are
+    considered, if there are any, where k is how many samples the row may still take. The same row is repeated as often
+    as its samples last.
 
     The sizes of the rows depend only on the lengths: with `order="shuffle"`, another epoch fills rows of the same sizes
     with other samples, so the buckets stay the same.

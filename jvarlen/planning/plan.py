@@ -185,8 +185,8 @@ class Plan(PlannedSteps):
     def load(path: str | os.PathLike[str]) -> Plan:
         """Reads a plan that `save` wrote, and verifies it; or opens one that `make_plan` wrote.
 
-        Opening takes milliseconds: header, size and time of change are checked, and arrays are mapped from the file. A
-        copy whose time of change is another one is verified first.
+        Opening takes milliseconds: header, size and modification time are checked, and arrays are mapped from the file.
+        A copy with another modification time is verified first.
 
         Args:
           path: the file.
@@ -303,10 +303,10 @@ def make_plan(
       epoch: 0 ≤ epoch < 2**63.
       shuffle_steps: permutes the steps at random, whatever the order of the samples.
       longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      onset_spacing: k > 0 lets shapes appear one by one. Shapes
-        are numbered 0, 1, … by their first step in the order so far. Step t is then the earliest step left, in that
-        order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps left. So shape n comes
-        no earlier than step n·k unless all before it are used up. Not with pacing.
+      onset_spacing: k > 0 introduces shapes one by one. Shapes are numbered 0, 1, … by their first step in the order so
+        far. Step t is then the earliest step left, in that order, among those of shapes whose number c has c·k ≤ t or
+        is the lowest that has steps left. So shape n comes no earlier than step n·k unless all before it are used up.
+        Not with pacing.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
         has its own rule; pairs are never cut.
       pieces_in_order: of a packing that splits samples: no piece comes in an earlier step than one that is before it in

@@ -105,10 +105,10 @@ def stream_batches(
       length_multiple: as in `make_buckets`, for the estimate.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
         the shorter) gives a step with dummy rows. None: as many as the buckets hold.
-      shuffle_buffer: so many samples are read ahead, and the next one is drawn from them at random. None: samples come
-        in the order of the stream.
+      shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
+        the order of the stream.
       seed: 0 ≤ seed < 2**63, of the shuffle buffer.
-      epoch: 0 ≤ epoch < 2**63, likewise: another epoch draws otherwise.
+      epoch: 0 ≤ epoch < 2**63, likewise: another epoch draws differently.
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
       state: a state from `StreamBatches.state`. Given the same stream from its beginning, the steps continue after that
         state. All other options come from the state; those given here are ignored.

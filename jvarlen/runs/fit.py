@@ -60,8 +60,8 @@ class FitResult(NamedTuple):
     Attributes:
       summary: figures of the run.
       run_dir: the directory of plan, metrics, settings, checkpoints, curves and summary.
-      state: parameters and optimizer state after the last step, on any layout in the form of one device, that of the
-        parameters that `fit` got or of `init_params`; with ZeRO, arrays of the optimizer may be padded with zeros.
+      state: parameters and optimizer state after the last step, on any layout as on one device, in the form of the
+        parameters that `fit` got or of `init_params`. With ZeRO, arrays of the optimizer may be padded with zeros.
     """
 
     summary: Summary

@@ -33,7 +33,7 @@ _WAIT_S = 0.2  # for the workers, between two looks at whether the run was inter
 
 
 class AsyncRun(NamedTuple):
-    """What an asynchronous run, or its replay, came to.
+    """The result of an asynchronous run, or of its replay.
 
     Attributes:
       state: after the last update.
@@ -75,27 +75,27 @@ def train_async(
     nothing of the caller's is pickled. If one dies, or stops, a warning names it, and the others compute its
     microbatches.
 
-    After Ctrl-C or SIGTERM no further step is begun, and the call returns when those that are have been applied. So
-    the log has the first steps of the plan, and the same call goes on with the state, `start_step` and batches after
-    them. A second one ends the call at once, as it would have without it, and nothing is kept.
+    After Ctrl-C or SIGTERM no further step is begun, and the call returns when the open steps have been applied. The
+    log then has the first steps of the plan, and the same call with the state, `start_step` and batches after them
+    continues. A second signal ends the call at once, and nothing is kept.
 
     Args:
       loss_fn: as for `make_train_step`. Keys are those of the step's number in the plan. `extra` is as old as the
         parameters; its changes are added to the newest.
       optimizer: as for `make_train_step`, without those that evaluate the loss themselves, such as line searches.
-      state: before the first update, of `init_train_state`. It is updated where it lies, on one device or replicated
-        over a mesh.
+      state: before the first update, of `init_train_state`. It is updated where it is, on one device or replicated over
+        a mesh.
       plan: its steps from `start_step` on are trained once each.
       batches: of these steps, in the order of the plan: `load(plan, dataset, start_step=start_step)`. Every process
         reads from this one, so the data is read once.
       num_workers: worker processes.
-      staleness_bound: no gradient is applied more than so many updates after its parameters. At 0, steps are
+      staleness_bound: the most updates between the parameters of a gradient and its own update. At 0, steps are
         bulk-synchronous: all gradients of a step are computed on the same parameters, the newest. None: unbounded.
       start_step: the first step; the state is that after the steps before it.
       worker_timeout_s: seconds without a sign of a worker that is starting or has a gradient to compute, after which it
         is killed and counts as dead. None waits for ever.
-      least_seconds: the seconds that a gradient takes at least in each worker, which sleeps for the rest, to try
-        uneven workers on one machine. Empty: no sleep.
+      least_seconds: the minimum seconds of a gradient in each worker, which sleeps for the rest, to try uneven workers
+        on one machine. Empty: no sleep.
 
     Returns:
       `AsyncRun`: the state, the metrics and the log.
@@ -103,7 +103,7 @@ def train_async(
     Raises:
       ValueError: arguments out of range; fewer batches than steps, or with another M than the plan; a loss that calls
         Python while it runs; an optimizer that evaluates the loss itself.
-      RuntimeError: all workers died; it tells how each did.
+      RuntimeError: all workers died; the message says how each did.
       Exception: what computing a gradient raised in a worker.
     """
     check_at_least_one(num_workers=num_workers)
@@ -176,9 +176,9 @@ def replay(
       `AsyncRun`: the state and the metrics of the run, and its log.
 
     Raises:
-      ValueError: the log is of another plan, or of a run that began with another state; batches as in `train_async`;
-        an update has another loss than in the log, or the last state differs: another loss function, optimizer or
-        dataset, or another machine, version of JAX or flags of XLA, which round otherwise.
+      ValueError: the log is of another plan, or of a run that began with another state; batches as in `train_async`; an
+        update has another loss than in the log, or the last state differs: another loss function, optimizer or dataset,
+        or another machine, JAX version or XLA flags, which round differently.
     """
     differing = [
         f"{what}: {there[:12]} in the log, {here[:12]} here"

@@ -27,7 +27,7 @@ __all__ = ["Worker", "WorkerDied"]
 
 
 class WorkerDied(Exception):
-    """The process of a worker ended, or was given up; nothing of what it was handed will come."""
+    """The process of a worker ended, or was given up; none of its pending results will come."""
 
 
 class Worker:

@@ -44,11 +44,11 @@ class PastVersions(NamedTuple):
 def make_stale_train_step(
     loss_fn: LossFn, optimizer: optax.GradientTransformation | optax.MultiSteps, *, delays: Delays
 ) -> StepFn:
-    """A train step whose gradients are computed on parameters of some updates ago.
+    """A train step whose gradients are computed on parameters that are some updates old.
 
-    It does what `train_async` does, without processes and with staleness that is chosen instead of measured. The
-    gradient of a microbatch with delay d is computed on the parameters of d updates before; as long as there are
-    fewer, on the first ones. All gradients of a step are added, divided once, and applied to the newest parameters.
+    It does what `train_async` does, without worker processes, and with chosen instead of measured staleness. The
+    gradient of a microbatch with delay d is computed on the parameters from d updates before, or on the first ones
+    while there are fewer. All gradients of a step are added, divided once, and applied to the newest parameters.
 
     Three workers and a fourth that takes three times as long complete ten gradients while the fourth completes one.
     With one microbatch a step and no bound, the gradients are `delays=[3, 3, 3, 2, 2, 2, 2, 2, 2, 9]` updates old, in

@@ -38,7 +38,7 @@ class StalenessSchedule:
     Args:
       steps: of the plan.
       num_microbatches: M, of every step.
-      staleness_bound: no gradient is applied more than so many updates after its parameters; None: any number.
+      staleness_bound: the most updates between the parameters of a gradient and its own update; None: any number.
 
     Attributes:
       version: updates applied so far.
@@ -65,7 +65,7 @@ class StalenessSchedule:
         self._opens_steps = False
 
     def next_part(self) -> Part | None:
-        """The microbatch to hand out now, on the version of now; None: nothing, until an update or at the end."""
+        """The microbatch to hand out now, on the current version; None: nothing, until an update or at the end."""
         if self._lost:
             part = self._lost.pop(0)
         elif self._next is None or not (self._next.step in self._open or self._may_open()):
@@ -83,7 +83,7 @@ class StalenessSchedule:
         self._lost = sorted([*self._lost, part])
 
     def arrive(self, part: Part) -> None:
-        """Its gradient is there."""
+        """Its gradient has arrived."""
         step = self._open[part.step]
         step.num_missing -= 1
         if not step.num_missing:

@@ -1,7 +1,7 @@
 """Plans an epoch in pieces on disk, with the digest of the same plan made in memory.
 
-What is done is kept in a directory beside the file of the plan until that is complete, so that an interrupted call can
-be repeated to go on. Letters: N samples, n of them in the plan, M microbatches a step, S steps, K buckets.
+Finished work is kept in a directory beside the file of the plan until that is complete, so a repeated call continues an
+interrupted one. Letters: N samples, n of them in the plan, M microbatches a step, S steps, K buckets.
 """
 
 from __future__ import annotations

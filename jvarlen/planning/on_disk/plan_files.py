@@ -70,7 +70,7 @@ class PlanFileWriter:
         """Takes the space of the whole file, so that a full disk shows before the work.
 
         Raises:
-          OSError: there is not so much.
+          OSError: there is not enough space.
         """
         with self._path.open("ab") as file:
             take_space(file, self.num_bytes)
@@ -171,9 +171,9 @@ def is_plan_file(path: Path) -> bool:
 
 
 def open_plan_file(path: Path) -> PlanFile:
-    """Opens the file of a plan: its header, size and time of change are checked, and its arrays mapped.
+    """Opens the file of a plan: its header, size and modification time are checked, and its arrays mapped.
 
-    Where the time is another one, as after copying, all arrays are verified.
+    If the time differs, as after copying, all arrays are verified.
 
     Args:
       path: the file.
