@@ -25,10 +25,10 @@ _EXCHANGED_UP_TO = 16  # rows of a rank
 def assign_microbatches(costs: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
     """Assign microbatches to ranks by Graham's rule, and the fewest of them exactly.
 
-    From the most to the least costly one, ties by index, a microbatch goes to the rank with the least work so far, ties
-    by rank. Of at most 12 microbatches it is then known whether any assignment has less work on its slowest rank. If
-    one has, the result is the best one, and of equal ones that whose ranks, from the most to the least costly
-    microbatch, come first as a list.
+    From the most to the least costly, ties by index, each microbatch goes to the rank with the least work so far, ties
+    by rank. For at most 12 microbatches, an exact search then looks for assignments with less work on their slowest
+    rank. If there are any, the result is the best one, and of equal ones the one whose ranks, from the most to the
+    least costly microbatch, come first as a list.
 
     Args:
         costs: [n] numbers >= 0, counted in 2**-32 of the next power of two above the largest, to the nearest integer.
@@ -122,7 +122,7 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, *, crossover_length: float)
     Args:
         plan: of packed rows of one feature.
         lengths: [N] integers, the samples' lengths.
-        crossover_length: attention of a sample so long costs as much as everything else that its tokens cost.
+        crossover_length: the length of a sample whose attention costs as much as everything else.
 
     Returns:
         float64[R] by row, in the order of the steps: the bucket's length, and for each sample its squared length

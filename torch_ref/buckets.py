@@ -90,7 +90,7 @@ def make_buckets(
         microbatches_per_step: M.
         row_multiple: rows are a multiple of it wherever the budgets leave at least one multiple.
         length_multiple: bucket lengths are multiples of it.
-        max_sequences: a microbatch has at most so many rows; None is no limit.
+        max_sequences: a microbatch has at most this many rows; None is no limit.
         cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
             float64 >= 0. "optimal" minimises it; None counts positions, rows times length.
         compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.

@@ -30,7 +30,7 @@ _RUNS_TO_RECORD = 3
 
 
 class LedgerRow(NamedTuple):
-    """What a bucket cost and what it was good for.
+    """What a bucket cost and how it was used.
 
     Attributes:
         bucket: its shape.
@@ -248,11 +248,11 @@ def compile_buckets(
         backend: torch.compile's backend; "eager" captures the graphs and compiles no code.
         mode: torch.compile's mode. None: "reduce-overhead", which replays CUDA graphs, with Inductor on one CUDA
             device; "default" elsewhere and where `torch.distributed` has several processes.
-        reset_after: when so many compiled buckets have no step left in the plan, `torch.compiler.reset()` frees their
+        reset_after: when this many compiled buckets have no step left in the plan, `torch.compiler.reset()` frees their
             graphs: with those of everything else that torch compiled in this process, so the buckets to come are
             compiled again before the next step, on all processes at the same one. It pays where a curriculum leaves
-            shapes behind for good and memory is short. None: never. With it buckets that have no step from
-            `start_step` on are not compiled, and the plan can be gone through once.
+            shapes behind for good and memory is short. None: never. With it buckets that have no step from `start_step`
+            on are not compiled, and the plan can be gone through once.
         start_step: the first step that will be taken; only counts together with `reset_after`.
         progress: whether to show a progress bar that names the bucket, now and after a reset.
 

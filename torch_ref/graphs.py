@@ -87,7 +87,7 @@ def compile_alone(function: Callable[..., Any], backend: Backend, mode: str) -> 
 
 @contextlib.contextmanager
 def room_for(num_graphs: int) -> Iterator[None]:
-    """Let torch compile so many graphs of a function, and fail instead of running eagerly where it wants more."""
+    """Let torch compile this many graphs of a function, and fail instead of running eagerly where it wants more."""
     config = torch._dynamo.config
     limits: dict[str, Any] = {
         "recompile_limit": num_graphs + 1,

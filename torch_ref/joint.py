@@ -24,7 +24,7 @@ class JointRow(NamedTuple):
 
 
 def check_sizes(row_lengths: Any, num_lengths: int) -> NDArray[np.int64]:
-    """Return the length of a row for each length of a sample; a ValueError where they are not so many integers."""
+    """Return the length of a row for each length of a sample; a ValueError if their number differs."""
     given = list(row_lengths) if np.ndim(row_lengths) else [row_lengths]
     if len(given) != num_lengths:
         raise ValueError(f"row_lengths must be one for each of {num_lengths} lengths of a sample, got {given}")

@@ -76,7 +76,7 @@ def lr_sequence(
     `rates = table.tolist()`: NumPy's scalars in a state would keep `torch.load(weights_only=True)` from reading it.
 
     Args:
-        plan: a plan, mixed or not, or one for each epoch; S steps together, and every count goes on from one to the
+        plan: a plan, mixed or not, or one for each epoch; S steps together, and every count continues from one to the
             next.
         base_schedule: the rate at `base_batch_size`: a number, a function of a count, or an array [S].
         base_batch_size: the batch size for which that rate was chosen, > 0, in `unit`.
@@ -131,7 +131,7 @@ class VariableBatchSizeLR(LRScheduler):
     of torch's schedulers compute the next rate from the one in the group. Call `step()` on this object only, once for
     each step of the optimizer. Each parameter group has a base rate of its own; all have the same scale. A group that
     is added later comes with its base rate, which is scaled from the optimizer's next step on; whether the wrapped
-    scheduler goes on with one group more is up to it, as without scaling.
+    scheduler accepts one group more is up to it, as without scaling.
 
     Args:
         optimizer_or_scheduler: an optimizer (a constant base rate), or a scheduler of one. Schedulers are combined

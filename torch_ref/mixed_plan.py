@@ -94,7 +94,7 @@ class MixedPlan:
 
 
 def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
-    """Make steps of so many microbatches that follow each other in the plan, the last one perhaps of fewer.
+    """Make steps of equally many consecutive microbatches of the plan; the last step may have fewer.
 
     Args:
         plan: a plan with one microbatch a step.

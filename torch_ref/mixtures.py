@@ -83,7 +83,7 @@ def _largest_remainders(quotas: list[Fraction]) -> NDArray[np.int64]:
 
 def _carried(quotas: list[Fraction], epoch: int) -> tuple[list[int], NDArray[np.int64]]:
     """Return the seats of all epochs before this one, and of this one."""
-    # Every so many epochs the quotas add up to integers, and there is nothing to make up for.
+    # After some number of epochs the quotas add up to integers, and there is nothing to make up for.
     done = epoch // lcm(*(quota.denominator for quota in quotas))
     done *= lcm(*(quota.denominator for quota in quotas))
     seats = [int(done * quota) for quota in quotas]
@@ -113,8 +113,8 @@ class Mixture(Dataset[Any]):
         weights: [D] as for `mixture_counts`. None takes every sample of each once.
         num_samples: samples of an epoch, the total of `mixture_counts`. Only with weights.
         seed: 0 <= seed < 2**63.
-        epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e goes on in that sequence
-            where epoch e - 1 ended, and from its end to its beginning.
+        epoch: 0 <= epoch < 2**63. Each dataset is shuffled once, by the seed alone; epoch e continues in that sequence
+            where epoch e - 1 ended, and wraps around at its end.
         carry: as for `mixture_counts`. Only with weights.
         loss_weights: [D] finite numbers >= 0 that the loss weights of each dataset's tokens are multiplied by; samples
             are then `WeightedTokens`. None leaves all samples as they are.

@@ -47,9 +47,9 @@ def sample_order(
             sequence of several, each of which decides between samples that those before it hold equal.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
-        block_size: shuffle within each so many consecutive places of the order, so that it stays an order roughly.
-            With "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near
-            each other.
+        block_size: shuffle within blocks of this many consecutive places, so that the order is kept roughly. With
+            "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near each
+            other.
 
     Returns:
         int64[N] sample ids, or int64[n] for an order array.

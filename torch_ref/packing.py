@@ -164,7 +164,7 @@ def pack_samples(
 
     Samples with D lengths each go into rows that have a length for each of them, and fit where all their lengths do.
     Rows are then filled as `torch_ref.joint.fill_joint_rows` says: one after the other, each time with the sample whose
-    lengths are most like the space that is left. Such samples cannot be split.
+    lengths best match the space that is left. Such samples cannot be split.
 
     The time grows with the number of distinct lengths, not with that of the samples, but for sorting and writing them
     out.
@@ -379,7 +379,7 @@ def fill_rows(
 
 
 class _RowByRow:
-    """Rows of at most so many samples: equal ones as one row and how often it is there.
+    """Rows of a limited number of samples: equal ones as one row and how often it is there.
 
     Args:
         sizes: the lengths that rows can have, ascending.
@@ -456,7 +456,7 @@ class _RowByRow:
         return row
 
     def _longest(self, most: int) -> int:
-        """Return the length of the longest sample left that has at most so many tokens; 0 if there is none."""
+        """Return the length of the longest sample left that has at most this many tokens; 0 if there is none."""
         place = bisect_right(self._lengths, most) - 1
         while place >= 0 and not self._left[self._lengths[place]]:
             place -= 1

@@ -43,11 +43,11 @@ def make_pair_buckets(
         max_tokens: the budget of a microbatch.
         budget: what counts: rows times the "sum" of the two lengths, or rows times the "larger" of them.
         max_shapes: at most this many buckets.
-        max_candidates: of each side at most so many lengths are tried: the buckets that `make_buckets` finds for it.
+        max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
         microbatches_per_step: M.
         row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
         length_multiple: both lengths are multiples of it.
-        max_sequences: a microbatch has at most so many rows; None is no limit.
+        max_sequences: a microbatch has at most this many rows; None is no limit.
 
     Returns:
         The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
@@ -152,7 +152,7 @@ class _Table:
         return costs
 
     def rows(self, num_held: int, i: int, j: int) -> int:
-        """Return the rows of the cell (i, j) when it holds so many samples."""
+        """Return the rows of the cell (i, j) when it holds this many samples."""
         return int(self.rule.rows_and_steps(torch.tensor(num_held), self.caps[i - 1, j - 1])[0])
 
 

@@ -265,8 +265,8 @@ def make_plan(
             makes the steps come in the order in which they fill up.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
-        block_size: shuffle within each so many consecutive places of the order, as in `sample_order`; steps then come
-            in the order in which they fill up.
+        block_size: shuffle within blocks of this many consecutive places of the order, as in `sample_order`; steps then
+            come in the order in which they fill up.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
             ones in the order first; `linear_pacing` and its like make them. Or a `ValuePacing`, which admits samples up
             to a difficulty, only for "length". Samples then come at random from the

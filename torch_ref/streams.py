@@ -99,7 +99,7 @@ class StreamBatches(Iterator[StreamStep]):
         return self._emit(left)
 
     def state(self) -> dict[str, Any]:
-        """Return what `stream_batches` needs to go on after the last step, as plain JSON values."""
+        """Return what `stream_batches` needs to continue after the last step, as plain JSON values."""
         return {
             "buckets": [list(bucket) for bucket in self.buckets],
             "microbatches_per_step": self._num_microbatches,
@@ -204,13 +204,13 @@ def stream_batches(
         max_sequences: as in `make_buckets`, for buckets chosen.
         row_multiple: likewise.
         length_multiple: likewise.
-        max_waiting: at most so many samples wait in all; where one more would, the queue that is fullest in proportion
+        max_waiting: at most this many samples wait in all; if one more would, the queue that is fullest in proportion
             becomes a step with dummy rows.
-        shuffle_buffer: read so many samples ahead, and take them out at random; None keeps the order of the stream.
+        shuffle_buffer: read this many samples ahead, and take them out at random; None keeps the order of the stream.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
         overlong: samples above the longest bucket: "error" | "drop" | "truncate".
-        state: what `StreamBatches.state` gave; the steps go on after the last one before it. `lengths` is the same
+        state: what `StreamBatches.state` gave; the steps continue after the last one before it. `lengths` is the same
             stream from its beginning, and the other arguments come from the state.
 
     Returns:

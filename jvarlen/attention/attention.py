@@ -30,7 +30,7 @@ AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
 SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
 _CHUNK = 256  # the most queries at a time
-_MOST_SLICES = 4  # of the keys, for causal queries: more compute less in vain and take longer to compile
+_MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile
 _SAVED = "products with values"  # what the backward pass does not compute again
 _PRECISIONS = {
     jnp.dtype(jnp.bfloat16): jax.lax.DotAlgorithmPreset.BF16_BF16_F32,

@@ -165,7 +165,7 @@ def _collectives(
 def _program(
     work: Callable[[jax.Array], jax.Array], mesh: Mesh, shape: tuple[int, ...], dtype: str
 ) -> Callable[[int], None]:
-    """A call that does some work so many times on every device, on ones of this shape, and waits for it."""
+    """A call that does some work this many times on every device, on ones of this shape, and waits for it."""
     spec = PartitionSpec(mesh.axis_names)
     x = jax.jit(lambda: jnp.ones((mesh.size * shape[0], *shape[1:]), dtype), out_shardings=NamedSharding(mesh, spec))()
     looped = jax.shard_map(

@@ -293,7 +293,7 @@ def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:
 
 
 def _split_share(whole: OperationCounts, split: OperationCounts, size: int) -> float:
-    """The share of operations that so many devices split, from what one of them computes."""
+    """The share of operations that this many devices split, from what one of them computes."""
     if not whole["flops"]:
         return 0.0
     return min(max((1 - split["flops"] / whole["flops"]) * size / (size - 1), 0.0), 1.0)

@@ -64,7 +64,7 @@ def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> No
         if chosen != str(wanted):
             _own_setting = str(wanted)
             settings.update("jax_compilation_cache_dir", _own_setting)
-            reset_cache()  # JAX goes on with the directory, or the lack of one, that it found first
+            reset_cache()  # JAX keeps the directory, or the lack of one, that it found first
     elif wanted not in (default, Path(chosen).absolute()):
         warnings.warn(f"compiled programs are cached in {chosen} by JAX's setting, not in {wanted}", stacklevel=2)
     for name, usual, lowest in _LIMITS:

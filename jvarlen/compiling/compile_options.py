@@ -95,8 +95,8 @@ class CompileOptions:
     all_reduce_combine_bytes: int | None = None
     """GPU: combine all-reduces up to this many bytes; None leaves it to the compiler."""
     grad_bucket_bytes: int | None = None
-    """Reduce gradients in buckets of so many bytes, each as soon as it is complete, so that reducing overlaps with the
-    rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
+    """Reduce gradients in buckets of this many bytes, each as soon as it is complete, so that reducing overlaps with
+    the rest of the backward pass. PyTorch's default is 25 MiB. None: all at once, at the end of the step."""
     first_grad_bucket_bytes: int = FIRST_BUCKET_BYTES
     """The same for the first bucket, so that reducing begins early."""
     xla_options: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ _notes = _Notes()
 
 
 def forget() -> None:
-    """Drops what was told in any thread: one may have been in the middle of a program when nobody listened any more."""
+    """Drops the log lines of all threads: one may have been in the middle of a program when listening ended."""
     global _notes
     _notes = _Notes()
 

@@ -109,7 +109,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
         thread, or the error was swallowed); `"warn"` warns there; `"count"` only counts.
 
     Yields:
-      A `RecompileCount` that goes on counting inside the region.
+      A `RecompileCount` that counts while the region runs.
 
     Raises:
       RecompileError: under `"raise"`; it names the function, its types, the leaf that differs and the last bucket.
@@ -136,7 +136,7 @@ def counting_in_thread() -> Iterator[RecompileCount]:
     It asks for no explanations: `arguments` and `difference` are empty unless `no_recompiles` is active too.
 
     Yields:
-      A `RecompileCount` that goes on counting inside the region.
+      A `RecompileCount` that counts while the region runs.
 
     Example:
       >>> lowered = jax.jit(lambda x: x * 5).lower(jax.ShapeDtypeStruct((7,), "float32"))

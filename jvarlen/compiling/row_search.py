@@ -21,7 +21,7 @@ def most_rows(bytes_of: Callable[[int], int], limit: int, *, start: int = 1, mul
       limit: bytes.
       start: the number to try first.
       multiple: rows are a multiple of it.
-      max_rows: no more than so many are tried.
+      max_rows: the most rows that are tried.
 
     Returns:
       The number; 0 where not even `multiple` rows fit.

@@ -194,7 +194,7 @@ def _downloaded(url: str, progress: bool) -> Path:
 
 
 def _decompressed(path: Path, name: str, progress: bool) -> Path:
-    """The decompressed copy of a file, made anew when its content changes."""
+    """The decompressed copy of a file, made again when its content changes."""
     if not path.stat().st_size:
         raise UserError(f"{name} is empty")
 

@@ -196,7 +196,7 @@ def _own_parts(places: list[_Place]) -> Iterator[Path | None]:
             try:
                 yield place.parts
             finally:
-                place.lock.unlink(missing_ok=True)  # who waits for it makes it anew
+                place.lock.unlink(missing_ok=True)  # a waiting process creates it again
         return
     yield None
 

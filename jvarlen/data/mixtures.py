@@ -113,7 +113,7 @@ def _carried_counts(shares: list[Fraction], epoch: int) -> tuple[list[int], list
 
 
 def _next_counts(counts: list[int], shares: list[Fraction], num_epochs: int) -> list[int]:
-    """Counts of so many epochs from those of one fewer."""
+    """Counts of this many epochs from those of one fewer."""
     quotas = [num_epochs * share for share in shares]
     # Whoever is below the integer part of its quota comes before all others; these get one sample at most.
     after = [max(count, math.floor(quota)) for count, quota in zip(counts, quotas, strict=True)]
@@ -131,7 +131,7 @@ class Mixture:
     has exactly `counts[d]` samples of dataset d. They come from one shuffled sequence of its samples, repeated without
     end: epoch e has the places e·c to (e+1)·c − 1. So all samples of a dataset come equally often, to within one, in
     every epoch and over all epochs so far. Each epoch is a `Mixture` of its own, with its own plan. With `carry`, the
-    counts differ by one between epochs where shares are no integers, and places go on where the last epoch ended.
+    counts differ by one between epochs where shares are no integers, and places continue where the last epoch ended.
 
     Samples are numbered by dataset, then by id; repeats of a sample are consecutive. The plan's order decides when each
     is trained on. A mixture of whole passes is the same in every epoch.

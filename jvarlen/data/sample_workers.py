@@ -195,7 +195,7 @@ def _measure_range(work: Work, samples: range) -> Part:
 def _measure_in(
     engine: _Engine | _Workers, ranges: _Ranges, num_ranges: int, timeout_s: float | None
 ) -> Generator[Part, None, None]:
-    """The parts, as an engine that has so many ranges at a time is done with them."""
+    """The parts, as an engine with this many ranges at a time finishes them."""
     pending: dict[Future[_Answer], range] = {}
     done: queue.SimpleQueue[Future[_Answer]] = queue.SimpleQueue()
 

@@ -232,7 +232,7 @@ class Joined:
     """Datasets one after the other, without copying: a data source.
 
     Args:
-      datasets: random access to the samples of each; sample ids go on from one to the next.
+      datasets: random access to the samples of each; sample ids continue from one to the next.
 
     Example:
       >>> joined = Joined([["a", "b"], [], ["c"]])

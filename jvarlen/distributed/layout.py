@@ -209,7 +209,7 @@ def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> 
 
 
 def _takes_microbatches(layout: Layout, data: int, sequence: int, microbatches_per_step: int) -> bool:
-    """Whether microbatches spread over so many shards; rows that are not spread use the axis "sequence" as data."""
+    """Whether microbatches spread over this many shards; rows that are not spread use the axis "sequence" as data."""
     shards = {data, data * sequence} if layout.sequence_from and sequence > 1 else {data}
     multiple_of = layout.stage if layout.schedule == "interleaved" else 1
     return all(microbatches_per_step % (num_shards * multiple_of) == 0 for num_shards in shards)

@@ -305,7 +305,7 @@ def _read_epoch(
         if digest is not None:
             _check_ids(plan, step, own)
             digest.add(step.step, step.ids)
-        # On a CPU, JAX would go on using the shared memory that arrays of workers lie in.
+        # On a CPU, JAX would keep using the shared memory that holds the arrays of workers.
         host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
         batch = put(host_batch, mesh, None if own is None else num_microbatches)
         return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())

@@ -249,7 +249,7 @@ def stacked_shapes(model: Any, params: Any) -> tuple[Any, Any]:
 
 
 def with_layers(params: LayeredParams, num_layers: int) -> LayeredParams:
-    """Shapes of the parameters of a model with so many layers."""
+    """Shapes of the parameters of a model with this many layers."""
     layers = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((num_layers, *leaf.shape[1:]), leaf.dtype), params.layers)
     return params._replace(layers=layers)
 

@@ -475,7 +475,7 @@ def fill_joint_rows(
     kinds, ends, numbers = np.empty(1024, np.int64), np.zeros(1024, np.int64), np.empty(1024, np.int64)
     num_kinds = num_rows = 0
     while num_left:
-        # Too many samples to fill rows of at most so many: the rest of the row is shared evenly.
+        # Too many samples to fill rows up to the limit: the rest of the row is shared evenly.
         is_shared = num_left > max_samples
         for d in range(len(row_lengths)):
             is_shared &= -(-num_left // max_samples) * row_lengths[d] > tokens_left[d]

@@ -123,7 +123,7 @@ def optimal_edges(
       lengths: int64[D], ascending.
       bucket_costs: what buckets cost.
       max_shapes: the most buckets.
-      num_last: so many of the longest hold all samples; the longest bucket is one of them.
+      num_last: how many of the longest hold all samples; the longest bucket is one of them.
 
     Returns:
       int64[K], ascending.

@@ -537,14 +537,14 @@ class _Left:
         self.num_tokens = sum(length * count for length, count in zip(lengths, counts, strict=True))
 
     def move(self, row: list[int], number: int) -> None:
-        """Puts a row's samples back so many times; takes them where the number is below 0."""
+        """Puts a row's samples back this many times; takes them if the number is below 0."""
         for length in row:
             self.counts[np.searchsorted(self.lengths, length)] += number
         self.num_samples += number * len(row)
         self.num_tokens += number * sum(row)
 
     def take(self, most: int) -> list[int]:
-        """Takes the longest sample of at most so many tokens: its length, or nothing."""
+        """Takes the longest sample of at most this many tokens: its length, or nothing."""
         place = int(np.searchsorted(self.lengths, most, side="right")) - 1
         while place >= 0 and not self.counts[place]:
             place -= 1

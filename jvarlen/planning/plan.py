@@ -315,7 +315,7 @@ def make_plan(
         waits likewise. Pieces of a sample that are equally long change places. Not with pacing, `shuffle_steps`
         or `onset_spacing`.
       out: a file to write the plan to, in pieces, for more samples than fit memory: it takes some 1.5 GB, and 60 bytes
-        for each step. Memory-mapped `lengths` are not read at once. To go on after an interruption, repeat the call.
+        for each step. Memory-mapped `lengths` are not read at once. To continue after an interruption, repeat the call.
         For samples of one length and orders by name, without difficulty and pacing.
       progress: whether to show a progress bar of each stage, with `out`.
 

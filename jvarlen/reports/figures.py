@@ -345,7 +345,7 @@ def format_ticks(*axes: Any, integer: bool = False) -> None:
 
 
 def range_starts(num_steps: int, most: int = _MOST_POINTS) -> Int64[np.ndarray, " ranges"]:
-    """Where ranges of neighbouring steps begin, about equally long, at most so many."""
+    """Where ranges of neighbouring steps begin, at most this many and about equally long."""
     return np.linspace(0, num_steps, min(num_steps, most), endpoint=False).astype(np.int64)
 
 

@@ -222,7 +222,7 @@ class _Account:
     """Measurements of the steps, reported once the metrics of a step are read.
 
     Args:
-      place: where training goes on; times and counts go on from there as well.
+      place: where training continues; so do times and counts.
       batches: what the steps take.
       trackers: take a record of every step.
       display: shows it.

@@ -214,7 +214,7 @@ class PlanConfig:
         out: Path | None = None,
         progress: bool = True,
     ) -> Plan:
-        """`make_plan` with these settings; with a random order, packed rows are filled anew in every epoch.
+        """`make_plan` with these settings; with a random order, rows are packed again in every epoch.
 
         `onset_spacing` is for epoch 0: in later ones all shapes have appeared.
 

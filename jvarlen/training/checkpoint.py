@@ -373,7 +373,7 @@ def open_checkpoints(
 
 
 def read_params(directory: Path, which: Literal["latest", "best"] = "latest") -> tuple[dict[str, np.ndarray], Place]:
-    """The parameters of a checkpoint, without a state to restore and while a run may go on in the directory.
+    """The parameters of a checkpoint, without a state to restore, even while a run uses the directory.
 
     The whole checkpoint is compared with its hashes before anything is loaded.
 

@@ -58,7 +58,7 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     takes_extra = "extra" in parameters and state.extra is not None
 
     def loss(params: Any, microbatch: Any, key: Any) -> tuple[jax.Array, LossOutputs]:
-        # Made anew, as it may change them in place; NNX's variables it may only under the trace that made them.
+        # Made again, as it may change them in place; NNX's variables it may only under the trace that made them.
         microbatch, extra = jax.tree.map(lambda leaf: leaf, (microbatch, state.extra))
         arguments = ({"key": key} if takes_key else {}) | ({"extra": extra} if takes_extra else {})
         returned = loss_fn(params, microbatch, **arguments)

@@ -5,7 +5,7 @@ far, and s the bound. A gradient that was computed on version u must be applied 
 such number of a step's microbatches is its deadline. With the open steps in the order of their deadlines, the i-th of
 them, from 0, can be applied at v + i at the earliest. Two rules keep that within every deadline: at most s + 1 steps
 are open, and a step that is complete waits while applying it would leave another one without its place. The step with
-the earliest deadline never waits, so something always goes on.
+the earliest deadline never waits, so the run never stalls.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ def make_ddp_step(
         optimizer: of `model.parameters()`. With `torch.distributed.optim.ZeroRedundancyOptimizer`, which shards the
             optimizer state by whole parameters, the step is one of ZeRO-1.
         loss_fn: gives a microbatch's two sums, like `loss_sums`.
-        bucket_cap_mb: MiB from which on a gradient bucket is closed. None: 25, and 1 for the first bucket.
+        bucket_cap_mb: MiB at which a gradient bucket is full. None: 25, and 1 for the first bucket.
         max_norm: norm of the whole gradient to which it is clipped; None for no clipping.
-        backend: of `torch.compile`, which cuts the forward pass where `graph_buckets` tells; None: eager execution.
+        backend: of `torch.compile`, which cuts the forward pass where `graph_buckets` says; None: eager execution.
 
     Returns:
         `step(batch)`, which returns what `train_step` does. The batch has the same number of microbatches in all
@@ -72,7 +72,7 @@ def make_ddp_step(
 def graph_buckets(
     model: nn.Module, *args: Any, cap: int = BUCKET_BYTES, first_cap: int = FIRST_BUCKET_BYTES, **kwargs: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """Tell the graphs into which `torch.compile` cuts a model that `DistributedDataParallel` wraps.
+    """Return the graphs into which `torch.compile` cuts a model that `DistributedDataParallel` wraps.
 
     All gradients of a compiled graph are ready at the same time, at the end of its backward pass. DDPOptimizer
     therefore cuts the graph of the forward pass at gradient buckets. It goes through the graph from the end and cuts
@@ -82,7 +82,7 @@ def graph_buckets(
     - The order is that of operations in the forward pass, reversed, and not that in which gradients were ready in the
       first step. Parameters of one operation share a bucket, and so do those of different dtypes. A parameter that
       several operations use counts in each.
-    - A bucket goes on past its cap until a result of its graph is used outside of it. Operations without parameters
+    - A bucket continues past its cap until a result of its graph is used outside of it. Operations without parameters
       before the last bucket's belong to that bucket.
 
     Nothing is compiled and no process group is needed; the model and its arguments may be on the device "meta".
@@ -90,7 +90,7 @@ def graph_buckets(
     Args:
         model: not wrapped, and torch must be able to capture it in one graph. It is called once.
         *args: of the model.
-        cap: bytes from which on a bucket is closed.
+        cap: bytes at which a bucket is full.
         first_cap: the same for the first bucket; at most `cap`.
         **kwargs: of the model, such as `segment_ids`.
 

@@ -45,7 +45,7 @@ class Column:
     def read_segments(
         self, starts: Int64[np.ndarray, " T"], sizes: Int64[np.ndarray, " T"]
     ) -> Shaped[np.ndarray, " m"]:
-        """Joins segments of so many values; a memory map would keep all pages near them in memory."""
+        """Joins segments of these numbers of values; a memory map would keep all pages near them in memory."""
         values = np.empty(int(sizes.sum()), self.dtype)
         ends = np.cumsum(sizes) * self.dtype.itemsize
         buffer = memoryview(values.data).cast("B")

@@ -219,7 +219,7 @@ class _Kept:
         return self._state["sizes"].get(stage, 0)
 
     def commit(self, stage: str, done: int, num_pieces: int, sizes: Int64[np.ndarray, " groups"] | None = None) -> None:
-        """Keeps that so many pieces of all are done, and written."""
+        """Records that this many pieces are done, and written."""
         self._state["done"][stage], self._state["num_pieces"][stage] = done, num_pieces
         if sizes is not None:
             self._state["sizes"][stage] = sizes.tolist()
