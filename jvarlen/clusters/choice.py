@@ -145,7 +145,7 @@ def choose_layout(
     if len(buckets) < len(plan.buckets):
         raise UserError("layouts are chosen for rows of one length, and these are buckets of pairs")
     if costs is None:
-        sizes = divisors(cluster.num_devices)
+        sizes = [fixed["tensor"]] if fixed and "tensor" in fixed else divisors(cluster.num_devices)
         costs = count_costs(model, params, buckets, batch_spec=batch_spec, tensor_sizes=sizes, extra=extra)
     if memory is None:
         memory = MemoryModel(model, params, optimizer, buckets, batch_spec=batch_spec, extra=extra)
