@@ -1,6 +1,7 @@
 """Mixed precision: bfloat16 factors, float32 parameters and sums, and training that goes as in float32."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.extend
@@ -18,7 +19,12 @@ from jvarlen.testing import assert_partition_invariant
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
-PARAMS = init_params(CONFIG, seed=0)
+
+
+@functools.cache
+def params():
+    """Made when a test needs them: every process of tests imports this module."""
+    return init_params(CONFIG, seed=0)
 
 
 def random_batch(num_microbatches, rows, length):
@@ -42,7 +48,7 @@ def loss_and_grad(config):
 @pytest.fixture(scope="module")
 def sums():
     """((loss_sum, weight_sum), gradients) of the microbatch, in float32 and in bfloat16."""
-    return [jax.jit(loss_and_grad(config))(PARAMS, MICROBATCH) for config in (CONFIG, HALF)]
+    return [jax.jit(loss_and_grad(config))(params(), MICROBATCH) for config in (CONFIG, HALF)]
 
 
 def flat(tree):
@@ -67,7 +73,7 @@ def types_multiplied(config):
     """The types of the factors of all matrix products of loss and gradient; what is rounded on the way in counts so."""
     products = [
         equation
-        for equation in equations(jax.make_jaxpr(loss_and_grad(config))(PARAMS, MICROBATCH).jaxpr)
+        for equation in equations(jax.make_jaxpr(loss_and_grad(config))(params(), MICROBATCH).jaxpr)
         if equation.primitive.name == "dot_general"
     ]
     # Four layers and two products of attention a block, and the head; in the backward pass, attention's logits again.
@@ -87,7 +93,7 @@ def test_no_matrix_is_multiplied_in_another_type():
 
 def test_exponents_and_the_sums_of_a_softmax_are_float32():
     """Of the attention and of the cross-entropy; of the statistics of norms as well."""
-    jaxpr = jax.make_jaxpr(make_loss_fn(HALF))(PARAMS, MICROBATCH).jaxpr
+    jaxpr = jax.make_jaxpr(make_loss_fn(HALF))(params(), MICROBATCH).jaxpr
     sensitive = [equation for equation in equations(jaxpr) if equation.primitive.name in {"exp", "log", "rsqrt"}]
     sums_ = [equation for equation in equations(jaxpr) if equation.primitive.name in {"reduce_sum", "reduce_max"}]
     assert {equation.primitive.name for equation in sensitive} == {"exp", "log", "rsqrt"}
@@ -114,7 +120,7 @@ def test_gradients_of_a_tiny_loss_do_not_vanish(sums):
     """Without a loss scale: in float16, whose smallest number is 6e-8, nothing of them would be left."""
     scale = 2.0**-100  # of which no rounding comes
     loss_fn = make_loss_fn(HALF)
-    grads = jax.jit(jax.grad(lambda params, microbatch: loss_fn(params, microbatch)[0] * scale))(PARAMS, MICROBATCH)
+    grads = jax.jit(jax.grad(lambda params, microbatch: loss_fn(params, microbatch)[0] * scale))(params(), MICROBATCH)
     assert 0 < np.abs(flat(grads)).max() < 1e-28
     _, (_, expected) = sums
     assert relative_error(jax.tree.map(lambda leaf: leaf / scale, grads), expected) < 1e-6
@@ -125,7 +131,7 @@ def test_training_goes_as_in_float32():
     losses = []
     for config in (CONFIG, HALF):
         optimizer = optax.adam(1e-2)
-        state = init_train_state(PARAMS, optimizer)
+        state = init_train_state(params(), optimizer)
         step = jax.jit(make_train_step(make_loss_fn(config), optimizer))
         for _ in range(30):
             state, metrics = step(state, BATCH)
@@ -138,7 +144,7 @@ def test_a_gradient_does_not_depend_on_how_rows_are_split_into_microbatches(sums
     """Because its sums over rows are never rounded to bfloat16."""
     one_a_row = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim else leaf, MICROBATCH)
     gradient = jax.grad(make_loss_fn(HALF), has_aux=True)
-    row_grads = jax.jit(lambda rows: jax.lax.map(lambda row: gradient(PARAMS, row)[0], rows))(
+    row_grads = jax.jit(lambda rows: jax.lax.map(lambda row: gradient(params(), row)[0], rows))(
         one_a_row._replace(num_sequences=np.ones(len(one_a_row.tokens), np.float32))
     )
     _, (_, expected) = sums
