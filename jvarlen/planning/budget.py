@@ -223,13 +223,13 @@ def as_budget(max_tokens: int | Budget, options: BudgetOptions) -> Budget:
 
 
 def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:
-    """function(rows, length, ...) as float64; raises ValueError where it is not finite and at least 0."""
+    """function(rows, *lengths) as float64; raises ValueError where it is not finite and at least 0."""
     values = np.broadcast_to(np.asarray(function(*shape), np.float64), shape[0].shape)
     wrong = ~(np.isfinite(values) & (values >= 0))
     if wrong.any():
         first = int(wrong.argmax())
-        place = ", ".join(f"{label}={axis[first]}" for label, axis in zip(("rows", "length"), shape, strict=True))
-        raise UserError(f"{name}({place}) is {values[first]}; it must be finite and at least 0")
+        sizes = ", ".join(str(axis[first]) for axis in shape)
+        raise UserError(f"{name}({sizes}) is {values[first]}; it must be finite and at least 0")
     return values
 
 

@@ -108,3 +108,9 @@ def test_pairs_that_do_not_fit_are_named():
         make_plan([[3, 4]], [(2, 4, 4)], overlong="truncate")
     with pytest.raises(ValueError, match=r"id 0: \(0, 4\)"):
         make_pair_buckets([[0, 4]], 100)
+
+
+def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():
+    plan = make_plan([(1, 2), (3, 4)], [(1, 1, 2), (1, 3, 4)])
+    with pytest.raises(ValueError, match=r"cost\(1, 3, 4\) is -1.0; it must be finite and at least 0"):
+        plan.report(cost=lambda rows, source, target: np.where(source == 3, -1.0, rows * target))
