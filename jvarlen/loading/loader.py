@@ -27,7 +27,7 @@ from jvarlen.loading.plan_source import AnyPlan, CollateFn, OnMismatch, PlanSour
 from jvarlen.loading.read_ahead import ReadAhead, end_with_parent
 from jvarlen.loading.shared_memory import check_room
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.streams import StreamStep
+from jvarlen.planning.streams import StreamBatches, StreamStep
 from jvarlen.sorting.distributed_plan import DistributedPlan
 
 __all__ = ["BatchIterator", "Delivered", "PlanSource", "load", "load_stream", "put"]
@@ -225,7 +225,7 @@ def load_stream(
     dataset: Any,
     *,
     mesh: Mesh | None = None,
-    truncate: bool = False,
+    truncate: bool | None = None,
     collate: CollateFn = pad_to_bucket,
 ) -> Iterator[Any]:
     """The steps of a stream as device arrays.
@@ -234,10 +234,11 @@ def load_stream(
     The device still computes a step while the next one is collated, unless the loop waits for results.
 
     Args:
-      stream: the result of `stream_batches`.
+      stream: the result of `stream_batches`, or its steps from any other iterator.
       dataset: `dataset[i]` is sample i; it is read once, when its step comes.
       mesh: as in `load`.
-      truncate: whether the stream truncates samples that are longer than the longest bucket.
+      truncate: whether samples that are longer than the longest bucket are cut to it. None: as the stream's `overlong`
+        says; other iterators of steps don't.
       collate: as in `load`.
 
     Returns:
@@ -253,6 +254,8 @@ def load_stream(
       >>> [(batch.lengths.tolist(), float(batch.num_sequences)) for batch in load_stream(stream, samples)]
       [([[3, 1]], 2.0), ([[4, 0]], 1.0)]
     """
+    if truncate is None:
+        truncate = isinstance(stream, StreamBatches) and stream.overlong == "truncate"
     for step in stream:
         samples = [[read_sample(dataset, i) for i in ids_B[ids_B >= 0].tolist()] for ids_B in step.ids]
         num_tokens, num_sequences = int(step.lengths.sum()), int((step.ids >= 0).sum())

@@ -194,6 +194,7 @@ class StreamBatches:
     Attributes:
       buckets: the static shapes, lengths ascending.
       microbatches_per_step: M.
+      overlong: what happens to samples longer than the longest bucket.
       num_dropped: samples dropped so far, because they are longer than the longest bucket.
       num_truncated: samples truncated to it so far.
     """
@@ -204,7 +205,7 @@ class StreamBatches:
         self.num_dropped = start.num_dropped
         self.num_truncated = start.num_truncated
         self._max_waiting = start.max_waiting
-        self._overlong: Overlong = start.overlong
+        self.overlong: Overlong = start.overlong
         self._queues = [
             _Queue(index, self.microbatches_per_step * bucket.rows, list(ids), list(lengths))
             for index, (bucket, ids, lengths) in enumerate(
@@ -241,7 +242,7 @@ class StreamBatches:
             buckets=[list(bucket) for bucket in self.buckets],
             microbatches_per_step=self.microbatches_per_step,
             max_waiting=self._max_waiting,
-            overlong=self._overlong,
+            overlong=self.overlong,
             shuffle_buffer=self._buffer.size,
             seed=self._buffer.seed,
             epoch=self._buffer.epoch,
@@ -290,7 +291,7 @@ class StreamBatches:
         length = _checked_length(i, length)
         if length <= longest:
             return length
-        num_dropped, num_truncated = apply_overlong(self._overlong, np.array([i]), np.array([length]), longest, i + 1)
+        num_dropped, num_truncated = apply_overlong(self.overlong, np.array([i]), np.array([length]), longest, i + 1)
         self.num_dropped += num_dropped
         self.num_truncated += num_truncated
         return 0 if num_dropped else longest

@@ -611,3 +611,11 @@ def test_the_batches_of_a_stream_count_their_real_samples():
     samples = [np.arange(length) for length in (3, 1, 4)]
     batches = load_stream(stream_batches(map(len, samples), [(2, 4)]), samples)
     assert [float(batch.num_sequences) for batch in batches] == [2.0, 1.0]
+
+
+def test_a_stream_that_truncates_is_loaded_with_its_samples_cut():
+    samples = [np.arange(length) for length in (3, 9, 1)]
+    stream = stream_batches(map(len, samples), [(3, 4)], overlong="truncate")
+    (batch,) = load_stream(stream, samples)
+    assert batch.lengths.tolist() == [[3, 4, 1]]
+    assert stream.num_truncated == 1
