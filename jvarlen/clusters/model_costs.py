@@ -219,7 +219,7 @@ class _Traced:
             return False
         try:
             self._count(Layout(tensor=size), Bucket(1, 8), 1, with_grads=False)
-        except ValueError:
+        except ValueError:  # of JAX as well, for sizes that the model cannot split
             return False
         return True
 
@@ -255,7 +255,7 @@ class _Traced:
             texts["sequence"] = "sequence2"
         found: dict[Axis, tuple[Passes, Passes]] = {}
         for axis, text in texts.items():
-            with contextlib.suppress(ValueError):  # such as layers that cannot be split by positions
+            with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split by positions
                 found[axis] = self.passes(bucket, text)
         return found
 

@@ -110,7 +110,7 @@ def keep_training(
             alive, saved = places.alive(), progress()
             try:
                 size = num_for(len(alive))
-            except ValueError as error:
+            except ValueError as error:  # as `survivors` may raise
                 raise UserError(f"{cause}: {error}" if cause else str(error)) from error
             if cause:
                 _say(f"{cause}; goes on from the last checkpoint with {size} of {num_processes} processes")

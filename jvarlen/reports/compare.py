@@ -119,12 +119,12 @@ def compare_strategies(
     epoch = _Epoch(lengths, counted.lengths, budget, max_shapes, max_length, overlong)
 
     figures: list[StrategyFigures] = []
-    errors: list[ValueError] = []
+    errors: list[UserError] = []
 
     def add(name: str, is_plan: bool, make: Callable[[], _Steps]) -> None:
         try:
             figures.append(_figures_of(name, is_plan, make(), counted, budget.compile_seconds))
-        except ValueError as error:
+        except UserError as error:
             errors.append(error)
             problem = textwrap.shorten(str(error), _PROBLEM_WIDTH, placeholder=" …")
             figures.append(StrategyFigures(name, is_plan, problem=problem))

@@ -96,5 +96,5 @@ def open_training_data(config: FitConfig, given: Split | None = None) -> Trainin
 def _split(path: Path | str, dataset: DataSource, fraction: float) -> Split:
     try:
         return split_held_out(dataset, fraction)
-    except ValueError as error:
+    except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -81,7 +81,7 @@ class Course:
         for name, lengths_of_set in eval_lengths.items():
             try:
                 self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, eval_buckets)
-            except ValueError as error:
+            except UserError as error:
                 raise UserError(f"samples of the evaluation {name}: {error}") from None
         used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
         self.eval_buckets = [eval_buckets[k] for k in used]
