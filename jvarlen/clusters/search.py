@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.clusters.cluster import Cluster
@@ -38,12 +38,14 @@ class Candidates(NamedTuple):
       seconds: float64[C], of an epoch; infinite where the layout cannot take the steps.
       num_bytes: float64[C], that a step takes on the fullest device; NaN where that is unknown.
       reasons: why each was rejected; "" for those that were not.
+      is_too_large: bool[C], whether it was rejected because it needs more memory than a device has.
     """
 
     table: LayoutTable
     seconds: Float64[np.ndarray, " C"]
     num_bytes: Float64[np.ndarray, " C"]
     reasons: tuple[str, ...]
+    is_too_large: Bool[np.ndarray, " C"]
 
     def layouts(self, most: int | None = None) -> list[Layout]:
         """The first layouts that were not rejected.
@@ -68,10 +70,8 @@ class Candidates(NamedTuple):
         Returns:
           Reasons, and how many layouts each; the most frequent first.
         """
-        kinds = collections.Counter(
-            "too large" if reason.startswith("needs ") else reason for reason in self.reasons if reason
-        )
-        return kinds.most_common()
+        rejected = ((reason, large) for reason, large in zip(self.reasons, self.is_too_large, strict=True) if reason)
+        return collections.Counter("too large" if large else reason for reason, large in rejected).most_common()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,9 @@ class Search:
         seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
         num_bytes[cannot == ""] = best.num_bytes
         everything.sequence_from[cannot == ""] = best.threshold
-        reasons = cannot.copy()
+        reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
         reasons[cannot == ""] = self._reasons(best)
+        is_too_large[cannot == ""] = best.problem == _TOO_LARGE
         for row in _order(seconds, reasons).tolist():
             if reasons[row]:
                 break
@@ -129,9 +130,15 @@ class Search:
             num_bytes[row] = max(num_bytes[row], self._exact_bytes(everything.take(slice(row, row + 1))))
             if num_bytes[row] <= self.memory_bytes:
                 break
-            reasons[row] = self._too_large(num_bytes[row])
+            reasons[row], is_too_large[row] = self._too_large(num_bytes[row]), True
         order = _order(seconds, reasons)
-        return Candidates(everything.take(order), seconds[order], num_bytes[order], tuple(reasons[order].tolist()))
+        return Candidates(
+            everything.take(order),
+            seconds[order],
+            num_bytes[order],
+            tuple(reasons[order].tolist()),
+            is_too_large[order],
+        )
 
     def _best_thresholds(self, table: LayoutTable) -> _Best:
         """For each layout the bucket j from which its rows are spread, and what that takes."""

@@ -120,13 +120,12 @@ def _candidates_table(choice: LayoutChoice) -> Table:
 
 
 def _rejections_table(choice: LayoutChoice) -> Table:
-    rows = [[reason, f"{number:,}"] for reason, number in choice.candidates.rejections()]
-    nearest = [
-        f"{choice.candidates.table.layout(row)} {reason}"
-        for row, reason in enumerate(choice.candidates.reasons)
-        if reason.startswith("needs ")
-    ]
-    note = f"The fastest that is too large: {nearest[0]}." if nearest else ""
+    candidates = choice.candidates
+    rows = [[reason, f"{number:,}"] for reason, number in candidates.rejections()]
+    note = ""
+    if candidates.is_too_large.any():
+        fastest = int(candidates.is_too_large.argmax())
+        note = f"The fastest that is too large: {candidates.table.layout(fastest)} {candidates.reasons[fastest]}."
     return Table("rejected", "Layouts that were rejected", ["Why", "Layouts"], rows, note=note, is_wide=True)
 
 

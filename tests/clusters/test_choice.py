@@ -225,6 +225,8 @@ def test_the_best_layout_is_traced_by_itself(monkeypatch):
     assert choice.layout == fitting[2]
     rejected = [reason for reason in choice.candidates.reasons if reason.startswith("needs 1,000,000,000,000,000 ")]
     assert len(rejected) == 2
+    reasons, is_too_large = choice.candidates.reasons, choice.candidates.is_too_large
+    assert is_too_large.tolist() == [reason.startswith("needs ") for reason in reasons]
 
 
 def test_fixed_words_hold():
