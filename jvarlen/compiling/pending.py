@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import json
 import threading
 import time
 from collections import deque
@@ -34,7 +35,6 @@ __all__ = ["PendingPrograms", "Programs", "largest_first"]
 
 _POLL_S = 0.02  # between two looks at what is compiled
 _CACHED_S = 0.1  # to read a program from a cache: a step that waits longer lets another bucket be lowered meanwhile
-_FAILED = "failed: "
 
 
 def largest_first(buckets: Sequence[AnyBucket]) -> list[AnyBucket]:
@@ -286,7 +286,7 @@ class PendingPrograms:
     def _fail(self, bucket: AnyBucket, error: Exception) -> None:
         error.add_note(f"while compiling {self._recipe.name} for bucket {bucket}")
         if self._others is not None:
-            self._others.tell(bucket, f"{_FAILED}{type(error).__name__}: {error}")
+            self._others.tell_error(bucket, error)
         self.close()
 
 
@@ -307,15 +307,22 @@ class _Others:
         digest = hashlib.sha256(text.encode()).hexdigest()
 
         def tell(done: Future[CompiledBucket]) -> None:
-            if not done.cancelled():
-                error = done.exception()
-                self.tell(bucket, digest if error is None else f"{_FAILED}{type(error).__name__}: {error}")
+            if done.cancelled():
+                return
+            if (error := done.exception()) is not None:
+                self.tell_error(bucket, error)
+            else:
+                self._tell(bucket, digest=digest)
 
         future.add_done_callback(tell)
 
-    def tell(self, bucket: AnyBucket, text: str) -> None:
-        """Says something of a bucket."""
-        key_value_store().key_value_set(f"{self._prefix}{self._process}/{_key(bucket)}", text, allow_overwrite=True)
+    def tell_error(self, bucket: AnyBucket, error: BaseException) -> None:
+        """Tells the others that a bucket could not be compiled."""
+        self._tell(bucket, error=f"{type(error).__name__}: {error}")
+
+    def _tell(self, bucket: AnyBucket, **what: str) -> None:
+        key = f"{self._prefix}{self._process}/{_key(bucket)}"
+        key_value_store().key_value_set(key, json.dumps(what), allow_overwrite=True)
 
     def drop(self, bucket: AnyBucket) -> None:
         """Expects nothing of a bucket."""
@@ -343,23 +350,24 @@ class _Others:
             entries = key_value_store().key_value_dir_get(self._prefix)
         except Exception as error:  # its type depends on the backend
             raise ProcessesError("process 0, where all meet, does not answer") from error
-        told: dict[AnyBucket, dict[int, str]] = {}
+        told: dict[AnyBucket, dict[int, dict[str, str]]] = {}
         for name, text in entries:
             process, key = name.removeprefix(self._prefix).rsplit("/", 1)
-            told.setdefault(self._buckets[key], {})[int(process.rpartition("/")[2])] = text
+            told.setdefault(self._buckets[key], {})[int(process.rpartition("/")[2])] = json.loads(text)
         failed = {
-            f"process {process}, bucket {bucket}: {text.removeprefix(_FAILED)}"
+            f"process {process}, bucket {bucket}: {what['error']}"
             for bucket, of_process in told.items()
-            for process, text in of_process.items()
-            if text.startswith(_FAILED) and process != self._process
+            for process, what in of_process.items()
+            if "error" in what and process != self._process
         }
         if failed:
             raise ProcessesError(f"other processes could not compile: {list_first(sorted(failed), '; ')}")
         for bucket, of_process in told.items():
-            if len(set(of_process.values())) > 1:
-                digests = ", ".join(f"process {process}: {text[:12]}…" for process, text in sorted(of_process.items()))
-                raise UserError(f"processes compiled different programs for bucket {bucket} (SHA-256 of {digests})")
-            if len(of_process) == jax.process_count():
+            digests = {process: what["digest"] for process, what in of_process.items() if "digest" in what}
+            if len(set(digests.values())) > 1:
+                listed = ", ".join(f"process {process}: {digest[:12]}…" for process, digest in sorted(digests.items()))
+                raise UserError(f"processes compiled different programs for bucket {bucket} (SHA-256 of {listed})")
+            if len(digests) == jax.process_count():
                 self._missing.discard(bucket)
 
 
