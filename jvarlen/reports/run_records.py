@@ -12,7 +12,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,18 +156,17 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     missing = [name for name in ("config.json", "metrics.jsonl") if not (path / name).is_file()]
     if missing:
         raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
-    settings = _naming(_read_settings, path / "config.json")
-    steps, evaluations = _naming(lambda file: _columns_of(iterate_metrics(file)), path / "metrics.jsonl")
-    summary = _naming(_read_object, path / "summary.json")
-    ledger = _naming(Ledger.load, path / "ledger.json")
+    metrics, summary_path, ledger_path = (path / name for name in ("metrics.jsonl", "summary.json", "ledger.json"))
+    steps, evaluations = _columns_of(iterate_metrics(metrics), f"{metrics} is damaged: ")
+    summary = _read_object(summary_path) if summary_path.exists() else None
     return Run(
         path=path.resolve(),
         steps=steps,
         evaluations=evaluations,
         summary=None if summary is None else {name: summary.get(name) for name in _SUMMARY_FIELDS},
         is_interrupted=bool(summary and summary.get("interrupted")),
-        ledger=ledger,
-        settings=settings,
+        ledger=Ledger.load(ledger_path) if ledger_path.exists() else None,
+        settings=_read_settings(path / "config.json"),
     )
 
 
@@ -253,9 +252,12 @@ def _bucket_use(
 
 
 def _columns_of(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Any]], of_file: str = ""
 ) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations]]:
-    """The fields of steps, and the evaluations by name; of a long log, only numbers are held."""
+    """The fields of steps, and the evaluations by name; of a long log, only numbers are held.
+
+    Errors begin with `of_file`.
+    """
     steps = {name: array("d") for name in _STEP_FIELDS}
     evaluations: dict[str, dict[str, array]] = {}
     for number, record in enumerate(records, start=1):
@@ -272,12 +274,12 @@ def _columns_of(
             try:
                 column.append(math.nan if value is None else value)
             except (TypeError, OverflowError):
-                raise UserError(f"line {number}: {name} is no number, but {json.dumps(value)}") from None
+                raise UserError(f"{of_file}line {number}: {name} is no number, but {json.dumps(value)}") from None
     step = np.array(steps["step"])
     backwards = np.flatnonzero(np.diff(step) <= 0)
     if len(backwards):
         before, after = (f"{step[place]:.0f}" for place in (backwards[0], backwards[0] + 1))
-        raise UserError(f"out of order: step {after} comes after step {before}")
+        raise UserError(f"{of_file}out of order: step {after} comes after step {before}")
     return {name: np.array(column) for name, column in steps.items()}, {
         name: Evaluations(*map(np.array, columns.values())) for name, columns in evaluations.items()
     }
@@ -295,22 +297,13 @@ def _read_settings(path: Path) -> dict[str, str]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    document = json.loads(path.read_text())
-    if not isinstance(document, dict):
-        raise UserError("it holds no JSON object")
-    return document
-
-
-def _naming(read: Callable[[Path], Any], path: Path) -> Any:
-    """What `read` makes of a file, None where there is none; an error in its content names the file."""
-    if not path.exists():
-        return None
     try:
-        return read(path)
+        document = json.loads(path.read_text())
     except ValueError as error:
-        if str(path) in str(error):
-            raise
         raise UserError(f"{path} is damaged: {error}") from None
+    if not isinstance(document, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object")
+    return document
 
 
 def _shown(value: Any) -> str:
