@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64
 
-from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.reports.figures import (
     COLOURS,
@@ -35,7 +34,7 @@ from jvarlen.reports.figures import (
     to_svg,
     where_known,
 )
-from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, run_of_records
+from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, loss_unit, run_of_records
 
 __all__ = ["draw_runs", "plot_curves", "plot_ledger"]
 
@@ -228,8 +227,8 @@ def _loss(
 def _draw_losses(axis: Any, places: Sequence[Float64[np.ndarray, " _"]], runs: Sequence[Run]) -> list[int]:
     """Draws losses at these places of the axis; returns which runs are drawn."""
     losses = enumerate(zip(places, runs, strict=True))
-    drawn = [k for k, (x, run) in losses if draw_curve(axis, x, nats_to_bits(run.steps["loss"]), _detail(runs), k)]
-    axis.set_ylabel("loss, bits a token")
+    drawn = [k for k, (x, run) in losses if draw_curve(axis, x, run.losses, _detail(runs), k)]
+    axis.set_ylabel(f"loss{loss_unit(runs)}")
     format_ticks(axis.yaxis)
     return drawn
 
@@ -240,16 +239,16 @@ def _evaluations(runs: Sequence[Run], tokens: Sequence[Float64[np.ndarray, " _"]
     marks = dict(zip(kinds, itertools.cycle(_MARKERS)))
     drawn = []
     for place, (run, so_far) in enumerate(zip(runs, tokens, strict=True)):
-        for name, (step, bits) in run.evaluations.items():
+        for name, (step, loss) in run.evaluations.items():
             before_all = 0.0 * so_far[0] if len(so_far) else 0.0  # NaN where tokens are not known
             x = np.append(before_all, so_far)[np.searchsorted(run.steps["step"], step)]
-            x, bits = where_known(x, bits)
+            x, loss = where_known(x, loss)
             every = math.ceil(len(x) / _MOST_MARKS) or 1
-            x, bits = x[::-1][::every][::-1], bits[::-1][::every][::-1]  # the last one in any case
+            x, loss = x[::-1][::every][::-1], loss[::-1][::every][::-1]  # the last one in any case
             if len(x):
                 drawn.append(place)
-                draw_line(axis, x, bits, place, marker=marks[name], markersize=4 if len(x) < 50 else 2)
-    axis.set(xlabel="real tokens", ylabel="bits a token")
+                draw_line(axis, x, loss, place, marker=marks[name], markersize=4 if len(x) < 50 else 2)
+    axis.set(xlabel="real tokens", ylabel=f"loss{loss_unit(runs)}")
     format_ticks(axis.xaxis, axis.yaxis)
     named = [f"{_MARKERS[mark]}: {kind}" for kind, mark in marks.items()]
     return _finished(figure, "evaluations", "Evaluations", f"Marks: {'; '.join(named)}.", list(dict.fromkeys(drawn)))

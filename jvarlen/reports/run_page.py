@@ -13,11 +13,18 @@ import numpy as np
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
-from jvarlen._common.units import nats_to_bits
 from jvarlen.data.split import HELD_OUT
 from jvarlen.reports.page import Table, printable, write_page
 from jvarlen.reports.run_figures import draw_runs
-from jvarlen.reports.run_records import BucketUse, Run, bucket_uses, differing_settings_of, read_run, run_names
+from jvarlen.reports.run_records import (
+    BucketUse,
+    Run,
+    bucket_uses,
+    differing_settings_of,
+    loss_unit,
+    read_run,
+    run_names,
+)
 
 __all__ = ["RunReport", "read_runs"]
 
@@ -52,16 +59,15 @@ class RunReport(NamedTuple):
     @property
     def figures(self) -> list[tuple[str, list[str]]]:
         """Names of key figures, with their values for each run."""
-        columns = [_key_figures(run) for run in self.runs]
+        unit = loss_unit(self.runs)
+        columns = [_key_figures(run, unit) for run in self.runs]
         kinds = dict.fromkeys(kind for run in self.runs for kind in run.evaluations)
-        evaluations = [
-            (f"Evaluation {kind}, bits a token", [_evaluation(run, kind) for run in self.runs]) for kind in kinds
-        ]
+        evaluations = [(f"Evaluation {kind}{unit}", [_evaluation(run, kind) for run in self.runs]) for kind in kinds]
         if any(
             run.summary and run.summary["held_out_before"] is not None and HELD_OUT not in run.evaluations
             for run in self.runs
         ):  # of a run that did not log its evaluations
-            evaluations.append(("Held out, bits a token", [_held_out(run) for run in self.runs]))
+            evaluations.append((f"Held out{unit}", [_held_out(run) for run in self.runs]))
         return [*((name, [column[name] for column in columns]) for name in columns[0]), *evaluations]
 
     def table(self) -> str:
@@ -141,12 +147,12 @@ def read_runs(run_dirs: Sequence[str | os.PathLike[str]]) -> RunReport:
     return RunReport(runs, tuple(printable(name) for name in run_names([run.path for run in runs])))
 
 
-def _key_figures(run: Run) -> dict[str, str]:
+def _key_figures(run: Run, unit: str) -> dict[str, str]:
     steps, summary = run.steps, run.summary or {}
     tokens, positions = steps["num_tokens"].sum(), steps["num_positions"].sum()
     step_s, wait_s = steps["step_s"].sum(), steps["data_wait_s"].sum()
     time_s = steps["time_s"][-1] if run.num_steps else 0.0
-    last = steps["loss"][-_LAST_STEPS:]
+    last = run.losses[-_LAST_STEPS:]
     last = last[np.isfinite(last)]
     shapes = {use.shape for use in bucket_uses(run)}
     rates = steps["learning_rate"][np.isfinite(steps["learning_rate"])]
@@ -158,7 +164,7 @@ def _key_figures(run: Run) -> dict[str, str]:
         "Real tokens": _number(tokens, "{:,.0f}"),
         "Padding": _number(padding, "{:.2%}"),
         "Shapes": f"{len(shapes):,}" if shapes else _UNKNOWN,
-        "Last loss, bits a token": _number(nats_to_bits(last.mean()) if len(last) else np.nan, "{:.3f}"),
+        f"Last loss{unit}": _number(last.mean() if len(last) else np.nan, "{:.3f}"),
     }
     return figures | {
         "Learning rate": f"{rates.min():.3g} to {rates.max():.3g}" if len(rates) else _UNKNOWN,
@@ -179,9 +185,9 @@ def _evaluation(run: Run, kind: str) -> str:
     """The first value, and the last."""
     if kind not in run.evaluations:
         return _UNKNOWN
-    bits = run.evaluations[kind].bits_per_token
-    ends = [_number(value, "{:.3f}") for value in (bits[0], bits[-1])]
-    return f"{ends[0]}, then {ends[1]}" if len(bits) > 1 else ends[0]
+    loss = run.evaluations[kind].loss
+    ends = [_number(value, "{:.3f}") for value in (loss[0], loss[-1])]
+    return f"{ends[0]}, then {ends[1]}" if len(loss) > 1 else ends[0]
 
 
 def _held_out(run: Run) -> str:

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger, LedgerRow
 from jvarlen.reports.report import iterate_metrics
 
@@ -29,6 +30,7 @@ __all__ = [
     "Run",
     "bucket_uses",
     "differing_settings_of",
+    "loss_unit",
     "read_run",
     "run_names",
     "run_of_records",
@@ -51,8 +53,9 @@ _STEP_FIELDS = (
     "host_memory_bytes",
     "device_memory_bytes",
 )
-_EVALUATION_FIELDS = ("step", "bits_per_token")
-_SUMMARY_FIELDS = ("num_steps", "held_out_before", "held_out_after", "compile_s")
+_OWN_LOSS = "mean_loss"  # what evaluations of a loss of the user's own have in place of bits
+_EVALUATION_FIELDS = ("step", "bits_per_token", _OWN_LOSS)
+_SUMMARY_FIELDS = ("num_steps", "held_out_before", "held_out_after", "compile_s", "evaluated_in")
 _MOST_CHARACTERS = 60  # of a setting
 
 
@@ -61,11 +64,11 @@ class Evaluations(NamedTuple):
 
     Attributes:
       step: float64[E], training steps done before.
-      bits_per_token: float64[E].
+      loss: float64[E], in the unit of the run.
     """
 
     step: Float64[np.ndarray, " E"]
-    bits_per_token: Float64[np.ndarray, " E"]
+    loss: Float64[np.ndarray, " E"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +77,10 @@ class Run:
 
     Attributes:
       path: the directory.
-      steps: float64[S] for each field of `metrics.jsonl` that is read, such as `loss` (nats a token) and `time_s`; NaN
-        where unknown.
+      steps: float64[S] for each field of `metrics.jsonl` that is read, such as `loss` and `time_s`; NaN where
+        unknown.
       evaluations: by name.
+      in_bits: whether losses are shown in bits a token: they are in nats a token unless the run has a loss of its own.
       summary: figures of `summary.json`; None if there is none yet.
       is_interrupted: whether the summary says that the run was interrupted.
       ledger: of the buckets that were trained in; None if there is none yet.
@@ -86,10 +90,16 @@ class Run:
     path: Path
     steps: Mapping[str, Float64[np.ndarray, " S"]]
     evaluations: Mapping[str, Evaluations]
+    in_bits: bool
     summary: Mapping[str, Any] | None
     is_interrupted: bool
     ledger: Ledger | None
     settings: Mapping[str, str]
+
+    @property
+    def losses(self) -> Float64[np.ndarray, " S"]:
+        """float64[S], the loss of each step, in bits a token if it is shown so."""
+        return nats_to_bits(self.steps["loss"]) if self.in_bits else self.steps["loss"]
 
     @property
     def num_steps(self) -> int:
@@ -157,12 +167,13 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     if missing:
         raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
     metrics, summary_path, ledger_path = (path / name for name in ("metrics.jsonl", "summary.json", "ledger.json"))
-    steps, evaluations = _columns_of(iterate_metrics(metrics), f"{metrics} is damaged: ")
+    steps, evaluations, in_bits = _columns_of(iterate_metrics(metrics), f"{metrics} is damaged: ")
     summary = _read_object(summary_path) if summary_path.exists() else None
     return Run(
         path=path.resolve(),
         steps=steps,
         evaluations=evaluations,
+        in_bits=in_bits and not (summary and summary.get("evaluated_in") == "loss"),
         summary=None if summary is None else {name: summary.get(name) for name in _SUMMARY_FIELDS},
         is_interrupted=bool(summary and summary.get("interrupted")),
         ledger=Ledger.load(ledger_path) if ledger_path.exists() else None,
@@ -172,11 +183,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
 
 def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
     """A run of which nothing is known but its records, as from `read_metrics`."""
-    steps, evaluations = _columns_of(records)
+    steps, evaluations, in_bits = _columns_of(records)
     return Run(
         path=Path(),
         steps=steps,
         evaluations=evaluations,
+        in_bits=in_bits,
         summary=None,
         is_interrupted=False,
         ledger=None,
@@ -207,6 +219,12 @@ def run_names(paths: Sequence[Path]) -> list[str]:
         return next(own for own, of_others in endings if own not in of_others)
 
     return [own_ending(path) for path in paths]
+
+
+def loss_unit(runs: Iterable[Run]) -> str:
+    """The unit of the losses of runs, to follow a label; empty for losses of the user's own."""
+    units = {", bits a token" if run.in_bits else "" for run in runs}
+    return units.pop() if len(units) == 1 else ", bits a token or own"
 
 
 def differing_settings_of(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
@@ -253,13 +271,15 @@ def _bucket_use(
 
 def _columns_of(
     records: Iterable[Mapping[str, Any]], of_file: str = ""
-) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations]]:
-    """The fields of steps, and the evaluations by name; of a long log, only numbers are held.
+) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations], bool]:
+    """The fields of steps, the evaluations by name, and whether losses are in nats.
 
+    Of a long log, only numbers are held.
     Errors begin with `of_file`.
     """
     steps = {name: array("d") for name in _STEP_FIELDS}
     evaluations: dict[str, dict[str, array]] = {}
+    in_bits = True
     for number, record in enumerate(records, start=1):
         if "loss" in record:
             columns = steps
@@ -267,6 +287,7 @@ def _columns_of(
             columns = evaluations.setdefault(
                 str(record["evaluation"]), {name: array("d") for name in _EVALUATION_FIELDS}
             )
+            in_bits &= _OWN_LOSS not in record
         else:
             continue
         for name, column in columns.items():
@@ -280,9 +301,12 @@ def _columns_of(
     if len(backwards):
         before, after = (f"{step[place]:.0f}" for place in (backwards[0], backwards[0] + 1))
         raise UserError(f"{of_file}out of order: step {after} comes after step {before}")
-    return {name: np.array(column) for name, column in steps.items()}, {
-        name: Evaluations(*map(np.array, columns.values())) for name, columns in evaluations.items()
-    }
+    of_loss = "bits_per_token" if in_bits else _OWN_LOSS
+    return (
+        {name: np.array(column) for name, column in steps.items()},
+        {name: Evaluations(np.array(each["step"]), np.array(each[of_loss])) for name, each in evaluations.items()},
+        in_bits,
+    )
 
 
 def _read_settings(path: Path) -> dict[str, str]:

@@ -97,14 +97,15 @@ class TrainingLoop:
         about = {"step": place.num_steps_done, "time_s": place.train_s}
         told = [f"evaluation after step {place.num_steps_done:,}"]
         for name, evaluation in evaluations.items():
-            bits = evaluation.bits_per_token
-            figures = {"bits_per_token": bits, "num_tokens": round(evaluation.weight)}
+            measured = self.task.measure(evaluation)
             if self.task.is_language_model:
-                told.append(f"{name} {bits:.3f} bits/token")
+                figure = "bits_per_token"
+                told.append(f"{name} {measured:.3f} bits/token")
             else:
-                figures["mean_loss"] = evaluation.loss
-                told.append(f"{name} loss {evaluation.loss:.4g}")
-            self.trackers.log(about | {"evaluation": name} | figures | evaluation.sums)
+                figure = "mean_loss"  # by which readers tell a loss of the user's own
+                told.append(f"{name} loss {measured:.4g}")
+            figures = {"evaluation": name, figure: measured, "num_tokens": round(evaluation.weight)}
+            self.trackers.log(about | figures | evaluation.sums)
             told += [f"{of_sum} {mean:.4g}" for of_sum, mean in evaluation.sums.items()]
         show_line(" · ".join(told), progress=self.config.progress)
         self._evaluated = place.num_steps_done, evaluations

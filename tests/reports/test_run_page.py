@@ -352,3 +352,29 @@ def test_the_browser_would_run_no_script_that_got_into_a_page(drawn, tmp_path):
     seen = render(unescaped)
     assert "<title>ran</title>" not in seen.dom
     assert any("Content Security Policy" in line for line in seen.complaints)
+
+
+def test_losses_of_ones_own_are_shown_as_they_are(tmp_path, page_path):
+    """Also where an older version logged bits beside them."""
+    own = [record | {"mean_loss": 0.5} if "evaluation" in record else record for record in records_of(60)]
+    without_bits = [{name: value for name, value in record.items() if name != "bits_per_token"} for record in own]
+    runs = [write_run(tmp_path / name, records=each) for name, each in (("old", own), ("new", without_bits))]
+    last = np.mean([record["loss"] for record in own if "loss" in record][-50:])
+    for run in runs:
+        figures = {name: values for name, (values,) in read_runs([run]).figures}
+        assert figures["Last loss"] == f"{last:.3f}"
+        assert figures["Evaluation held_out"] == "0.500, then 0.500"
+    reported(*runs, path=page_path)
+    assert "bits a token" not in page_path.read_text()
+    figures = dict(read_runs([runs[0], write_run(tmp_path / "bits")]).figures)
+    assert figures["Last loss, bits a token or own"] == [f"{last:.3f}", f"{last / np.log(2):.3f}"]
+
+
+def test_the_summary_tells_too_that_a_loss_is_ones_own(tmp_path):
+    """Of a run that logged no evaluation."""
+    run = write_run(tmp_path / "run", records=[record for record in records_of(60) if "loss" in record])
+    summary = json.loads((run / "summary.json").read_text())
+    assert read_run(run).in_bits
+    (run / "summary.json").write_text(json.dumps(summary | {"evaluated_in": "loss"}))
+    assert not read_run(run).in_bits
+    assert dict(read_runs([run]).figures)["Held out"] == ["8.000, then 3.250"]

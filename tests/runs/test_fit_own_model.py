@@ -113,7 +113,10 @@ def test_a_run_of_a_model_of_ones_own_has_all_that_a_run_has(whole, capsys):
     assert all(row["num_tokens"] == len(DATA.held_out) for row in evaluations)
     assert whole.summary.held_out_after == evaluations[-1]["mean_loss"]
     assert json.loads((whole.run_dir / "summary.json").read_text())["evaluations"] == whole.summary.evaluations
-    assert "loss" in str(read_runs([whole.run_dir]))
+    assert not any("bits_per_token" in row for row in evaluations)
+    figures = {name: values for name, (values,) in read_runs([whole.run_dir]).figures}
+    assert figures["Last loss"] == f"{np.mean([row['loss'] for row in steps]):.3f}"
+    assert figures["Evaluation held_out"].endswith(f", then {whole.summary.held_out_after:.3f}")
 
 
 def test_the_evaluation_is_that_of_its_own_loss(whole):
