@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, is_integer
 from jvarlen.planning._kernels import fill_joint_rows, split_into_leaves, take_segments
-from jvarlen.planning.lengths import PackedOverlong, apply_overlong, ends_to_offsets
+from jvarlen.planning.lengths import FittedLengths, PackedOverlong, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import stable_argsort
 
-__all__ = ["DistinctRows", "FittedFeatures", "check_feature_row_lengths", "distinct_joint_rows", "fit_features"]
+__all__ = ["DistinctRows", "check_feature_row_lengths", "distinct_joint_rows", "fit_features"]
 
 _MAX_ROW_LENGTH = 2**23 - 1  # so that products of lengths and factors fit int64
 
@@ -92,42 +92,21 @@ def _distinct(
     return np.stack(np.unravel_index(codes, sizes), axis=1), kind
 
 
-class FittedFeatures(NamedTuple):
-    """The samples that remain after the rule for samples that are too long.
-
-    Attributes:
-      lengths: int64[n, D], at most the row lengths.
-      kept: which of the given samples remain, as an index.
-      num_dropped: samples left out.
-      num_truncated: samples cut, in one feature or several.
-    """
-
-    lengths: Int64[np.ndarray, "n D"]
-    kept: Bool[np.ndarray, " N"] | slice
-    num_dropped: int
-    num_truncated: int
-
-
 def fit_features(
     lengths: Int64[np.ndarray, "N D"],
     row_lengths: Int64[np.ndarray, " D"],
     overlong: PackedOverlong,
     ids: Int64[np.ndarray, " N"],
-) -> FittedFeatures:
+) -> FittedLengths:
     """Applies the rule for samples that are longer than a row in any feature.
 
     Raises:
-      ValueError: as in `apply_overlong`; or the rule is to split, which would tear inputs from their targets.
+      ValueError: as in `fit_lengths`; or the rule is to split, which would tear inputs from their targets.
     """
     if overlong == "split":
         raise UserError('overlong="split" is for samples of one feature: pieces of others would not belong together')
-    is_long: Bool[np.ndarray, " N"] = np.any(lengths > row_lengths, axis=1)
     problem = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
-    limit, num_fitting = row_lengths.tolist(), int((~is_long).sum())
-    counts = apply_overlong(overlong, ids[is_long], lengths[is_long], limit, num_fitting, problem=problem)
-    if counts[0]:
-        return FittedFeatures(lengths[~is_long], ~is_long, *counts)
-    return FittedFeatures(np.minimum(lengths, row_lengths), slice(None), *counts)
+    return fit_lengths(lengths, row_lengths, overlong, ids, problem=problem)
 
 
 def check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:

@@ -27,6 +27,7 @@ __all__ = [
     "check_kind",
     "check_lengths",
     "check_pair_lengths",
+    "dropped_and_truncated",
     "ends_to_offsets",
     "fit_lengths",
     "ids_where",
@@ -236,13 +237,16 @@ def apply_overlong(
         message lists them as id, value, limit, by id.
     """
     check_choices(overlong=(overlong, Overlong))
-    if not len(ids) or overlong == "truncate":
-        return 0, len(ids)
-    if overlong == "drop" and num_fitting:
-        return len(ids), 0
+    if not len(ids) or overlong == "truncate" or (overlong == "drop" and num_fitting):
+        return dropped_and_truncated(len(ids), overlong)
     by_id = np.argsort(ids)
     problem = problem if overlong == "error" else 'overlong="drop" leaves no sample'
     raise UserError(f"{problem}: {list_offenders(ids[by_id], lengths[by_id], limit)}")
+
+
+def dropped_and_truncated(num_long: int, overlong: str) -> tuple[int, int]:
+    """How many of the samples that are too long a rule drops, and how many it truncates."""
+    return num_long * (overlong == "drop"), num_long * (overlong == "truncate")
 
 
 def overlong_counts(
@@ -267,28 +271,28 @@ def overlong_counts(
     if num_long and (overlong == "error" or (overlong == "drop" and not num_fitting)):
         ids = ids_where(lengths, lambda piece: piece > limit)
         apply_overlong(overlong, ids, lengths[ids], limit, num_fitting)
-    return num_long * (overlong == "drop"), num_long * (overlong == "truncate")
+    return dropped_and_truncated(num_long, overlong)
 
 
 class FittedLengths(NamedTuple):
     """The samples that remain after the rule for samples that are too long.
 
     Attributes:
-      lengths: int64[n], their lengths, at most the limit.
+      lengths: int64[n] or int64[n, D], their lengths, at most the limit.
       kept: which of the given samples remain, as an index.
       num_dropped: samples left out.
-      num_truncated: samples cut.
+      num_truncated: samples cut, of several features in one or more.
     """
 
-    lengths: Int64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n *D"]
     kept: Bool[np.ndarray, " N"] | slice
     num_dropped: int
     num_truncated: int
 
 
 def fit_lengths(
-    lengths: Int64[np.ndarray, " N"],
-    limit: int | None,
+    lengths: Int64[np.ndarray, " N *D"],
+    limit: int | Int64[np.ndarray, " D"] | None,
     overlong: str,
     ids: Int64[np.ndarray, " N"] | None = None,
     **problem: str,
@@ -296,8 +300,8 @@ def fit_lengths(
     """Applies `apply_overlong` to all samples.
 
     Args:
-      lengths: int64[N].
-      limit: the longest length that is allowed; None: any.
+      lengths: int64[N], or int64[N, D] of several features.
+      limit: the longest length that is allowed, int64[D] of several features; None: any.
       overlong: the rule.
       ids: int64[N], the sample ids; None: 0 to N − 1.
       problem: as in `apply_overlong`.
@@ -309,10 +313,11 @@ def fit_lengths(
       ValueError: as in `apply_overlong`.
     """
     limit = np.iinfo(np.int64).max if limit is None else limit
-    is_long = lengths > limit
+    is_long = lengths > limit if lengths.ndim == 1 else (lengths > limit).any(axis=1)
     places = np.flatnonzero(is_long)
     ids_of_long = places if ids is None else ids[places]
-    counts = apply_overlong(overlong, ids_of_long, lengths[places], limit, len(lengths) - len(places), **problem)
+    shown = limit.tolist() if isinstance(limit, np.ndarray) else limit
+    counts = apply_overlong(overlong, ids_of_long, lengths[places], shown, len(lengths) - len(places), **problem)
     if overlong == "drop" and len(places):
         return FittedLengths(lengths[~is_long], ~is_long, *counts)
     return FittedLengths(np.minimum(lengths, limit) if len(places) else lengths, slice(None), *counts)

@@ -28,6 +28,7 @@ from jvarlen.planning.lengths import (
     check_counts,
     check_feature_lengths,
     check_lengths,
+    dropped_and_truncated,
     ends_to_offsets,
     fit_lengths,
 )
@@ -284,6 +285,7 @@ def _pack_jointly(
         fitted = fit_features(lengths, size, overlong, np.arange(len(lengths)))
         rows, _ = distinct_joint_rows(fitted.lengths, num_of_each[fitted.kept], size, max_samples_per_row)
         num_too_long = int(num_of_each[(lengths > size).any(axis=1)].sum())
+        num_dropped, num_truncated = dropped_and_truncated(num_too_long, overlong)
         return PackedHistogram(
             sample_lengths=rows.lengths,
             row_offsets=rows.offsets,
@@ -291,8 +293,8 @@ def _pack_jointly(
             counts=rows.counts,
             row_lengths=tuple(size.tolist()),
             overlong=overlong,
-            num_dropped=num_too_long if overlong == "drop" else 0,
-            num_truncated=num_too_long if overlong == "truncate" else 0,
+            num_dropped=num_dropped,
+            num_truncated=num_truncated,
         )
     ids = _ids_in_order(lengths.sum(axis=1), order, seed, epoch)
     fitted = fit_features(lengths[ids], size, overlong, ids)
@@ -373,7 +375,7 @@ def _pack_histogram(
     overlong: PackedOverlong,
 ) -> PackedHistogram:
     fitted = _fit(lengths, int(capacities[-1]), overlong)
-    num_too_long = int(counts[lengths > capacities[-1]].sum())
+    num_dropped, num_truncated = dropped_and_truncated(int(counts[lengths > capacities[-1]].sum()), overlong)
     distinct, which = np.unique(fitted.lengths, return_inverse=True)
     num_of_each = np.zeros(len(distinct), np.int64)
     np.add.at(num_of_each, which, counts[fitted.which])
@@ -388,8 +390,8 @@ def _pack_histogram(
         counts=np.array(list(num_alike.values())),
         row_lengths=tuple(capacities.tolist()),
         overlong=overlong,
-        num_dropped=num_too_long if overlong == "drop" else 0,
-        num_truncated=num_too_long if overlong == "truncate" else 0,
+        num_dropped=num_dropped,
+        num_truncated=num_truncated,
     )
 
 

@@ -22,11 +22,12 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
-from jvarlen.planning.grouping import Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
 from jvarlen.planning.lengths import (
     Overlong,
     apply_overlong,
     check_lengths,
+    dropped_and_truncated,
     ends_to_offsets,
     fit_lengths,
     length_histogram,
@@ -183,23 +184,23 @@ def plan_distributed(
     own_lengths = _checked_or_empty(lengths)
     sizes = spread_local_rows(len(own_lengths), mesh, axis_name)
     own_ids = _ids_of_shards(sizes, own_shards(mesh, axis_name))
+    bucket_of_length = BucketTable(edges, overlong)
     num_samples = np.zeros(len(edges) + 1, np.int64)
-    np.add.at(num_samples, np.searchsorted(edges, distinct), counts)
-    num_overlong = int(num_samples[-1])
+    np.add.at(num_samples, bucket_of_length(distinct), counts)
+    num_long = int(counts[distinct > edges[-1]].sum())
+    num_dropped, num_truncated = dropped_and_truncated(num_long, overlong)
     with together("fit the samples into the buckets"):
         fit_lengths(own_lengths, _LONGEST, "error", own_ids, problem="samples longer than a distributed plan can sort")
         is_long = own_lengths > edges[-1]
-        num_fitting = int(num_samples[:-1].sum())
+        num_fitting = int(counts.sum()) - num_long
         apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
-    if overlong == "truncate":
-        num_samples[-2] += num_overlong
 
     ordering = Ordering(order, None, None, seed, epoch, None)
     steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
     first_by = edges if longest_first else None
     emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), shuffle_steps, first_by, int(onset_spacing))
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
-    keys, payload = _make_keys(own_lengths, own_ids, edges, ordering, overlong)
+    keys, payload = _make_keys(own_lengths, own_ids, bucket_of_length, ordering)
     lengths_of = _length_of_descending_key if order == "length_descending" else _length_of_key
     row_ids, own_num_tokens, num_tokens = sort_to_places(
         keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
@@ -223,8 +224,8 @@ def plan_distributed(
         step_offsets=step_offsets,
         num_tokens=num_tokens[emitted],
         overlong=overlong,
-        num_dropped=num_overlong if overlong == "drop" else 0,
-        num_truncated=num_overlong if overlong == "truncate" else 0,
+        num_dropped=num_dropped,
+        num_truncated=num_truncated,
         onset_spacing=int(onset_spacing),
         digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunks),
         microbatches=microbatches,
@@ -257,18 +258,14 @@ def _ids_of_shards(sizes: Int64[np.ndarray, " p"], shards: Int64[np.ndarray, " q
 def _make_keys(
     lengths: Int64[np.ndarray, " n"],
     ids: Int64[np.ndarray, " n"],
-    edges: Int64[np.ndarray, " K"],
+    bucket_of_length: BucketTable,
     ordering: Ordering,
-    overlong: Overlong,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Keys that sort samples by bucket, and within it as ordered; and the lengths, where the keys do not hold them."""
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
     if order == "length":
         return lengths.astype(np.uint32), None
-    bucket = np.searchsorted(edges, lengths)
-    if overlong == "truncate":
-        bucket = np.minimum(bucket, len(edges) - 1)
-    high = bucket.astype(np.uint64) << np.uint64(32)
+    high = bucket_of_length(lengths).astype(np.uint64) << np.uint64(32)
     if order == "length_descending":
         return high | (_LONGEST - lengths).astype(np.uint64), None
     breaks = np.flatnonzero(np.diff(ids) != 1) + 1  # ids of neighbouring shards follow each other
