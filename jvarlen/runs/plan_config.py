@@ -198,7 +198,7 @@ class PlanConfig:
             self.budget,
             max_shapes=self.max_shapes,
             max_length=self.max_length,
-            overlong=self.overlong or "error",
+            overlong=self.packed_overlong,
             max_samples_per_row=self.max_samples_per_row,
         )
         rows = self._packed(lengths, row_lengths, "dataset", 0, 0)  # of the same sizes in every epoch
@@ -286,6 +286,11 @@ class PlanConfig:
             return "error"
         return self.overlong
 
+    @property
+    def packed_overlong(self) -> PackedOverlong:
+        """The rule for samples that are longer than the longest packed row."""
+        return self.overlong or "error"
+
     def _pacing(self) -> Pacing | None:
         if self.pacing == "none":
             return None
@@ -313,7 +318,7 @@ class PlanConfig:
             order=order,
             seed=seed,
             epoch=epoch,
-            overlong=self.overlong or "error",
+            overlong=self.packed_overlong,
         )
 
 
