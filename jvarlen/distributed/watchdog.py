@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from jvarlen._common.checks import list_first
-from jvarlen.distributed.processes import key_value_store
+from jvarlen.distributed.processes import is_main_process, key_value_store
 
 __all__ = ["Ticks", "ending_stalled_processes"]
 
@@ -117,6 +117,6 @@ def _end(message: str, ticks: Mapping[int, int], interval_s: float) -> None:
     print(f"jvarlen: {message}", file=sys.stderr, flush=True)
     if ticks[jax.process_index()] == min(ticks.values()):
         faulthandler.dump_traceback(sys.stderr)
-    if jax.process_index() == 0:
+    if is_main_process():
         time.sleep(3 * interval_s)  # without it, the others end before they can say why
     os._exit(_EXIT_CODE)

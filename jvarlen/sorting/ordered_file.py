@@ -31,7 +31,7 @@ from jvarlen._common.checks import UserError, check_choices, is_integer, list_of
 from jvarlen._common.files import check_place, move_into_place, take_space
 from jvarlen._common.interrupts import raise_if_interrupted, remembered_interrupts
 from jvarlen._common.progress import progress_bar
-from jvarlen.distributed.processes import agree, gather_texts, together
+from jvarlen.distributed.processes import agree, gather_texts, is_main_process, together
 from jvarlen.sorting.sample_sort import Layout
 
 __all__ = ["write_ordered"]
@@ -104,7 +104,7 @@ def write_ordered(
         try:
             _fill(part, path, array, layout, shared_disk, progress)
             with together(f"give {path.name} its name"):
-                if jax.process_index() == 0:  # the only one that can still fail
+                if is_main_process():  # the only one that can still fail
                     raise_if_interrupted()
                     move_into_place(part.path, path)
             with together(f"return, with {path.name} in place"):  # no: Ctrl-C while one waited for that
@@ -218,7 +218,7 @@ def _fill(
     blocks = _to_blocks(array) if layout == "interleaved" else array
     with _step(f"make room for {path.name}"):
         jax.block_until_ready(blocks)
-        if jax.process_index() == 0:
+        if is_main_process():
             check_place(path)
             part.create()
     own = _own_blocks(blocks)
@@ -266,19 +266,19 @@ def _write_own(part: _Part, own: list[tuple[int, jax.Array | np.ndarray]], progr
 def _write_gathered(part: _Part, blocks: jax.Array, piece_size: int, progress: bool) -> None:
     """Process 0 writes what the others send it."""
     with _step("reach process 0"):
-        if jax.process_index() == 0 and not blocks.addressable_shards:
+        if is_main_process() and not blocks.addressable_shards:
             raise UserError("process 0 has no device, and shares no disk with the processes that do")
     with _bar(part.num_samples, progress) as bar:
         for first_rank in range(0, part.num_samples, max(1, piece_size)):
             piece = _gather(blocks, first_rank, piece_size)[: part.num_samples - first_rank]
             with _step(_WRITE):
-                if jax.process_index() == 0:
+                if is_main_process():
                     part.write(first_rank, piece)
                     bar.update(len(piece))
 
 
 def _bar(num_samples: int, progress: bool) -> tqdm:
-    shown = progress and jax.process_index() == 0
+    shown = progress and is_main_process()
     return progress_bar(total=num_samples, desc="ordered file", unit="sample", unit_scale=True, progress=shown)
 
 
