@@ -21,6 +21,7 @@ __all__ = [
     "check_choices",
     "check_fraction",
     "check_setting",
+    "if_given",
     "is_integer",
     "is_number",
     "list_first",
@@ -41,6 +42,11 @@ UserError.__module__ = "jvarlen"  # its public name
 def check_at_least_one(**values: Any) -> None:
     """Raises ValueError that lists the arguments which are not integers from 1 to 2**63 − 1."""
     _check_integers(1, values)
+
+
+def if_given(**options: Any) -> dict[str, Any]:
+    """The options that are not None, for a check of those that may be left out."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def check_at_least_zero(**values: Any) -> None:

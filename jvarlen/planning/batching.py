@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int32, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_offenders
 from jvarlen.planning._kernels import close_by_budget, close_by_capacity
 from jvarlen.planning.lengths import check_lengths, ends_to_offsets
 from jvarlen.planning.order import sample_order
@@ -154,7 +154,5 @@ def _check_limit(ids: Int64[np.ndarray, " n"], ordered: Int64[np.ndarray, " n"],
 def _check_options(max_tokens: int, budget: str, max_sequences: int | None, sequence_multiple: int) -> None:
     check_choices(budget=(budget, BatchBudget))
     check_at_least_one(
-        max_tokens=max_tokens,
-        max_sequences=1 if max_sequences is None else max_sequences,
-        sequence_multiple=sequence_multiple,
+        max_tokens=max_tokens, **if_given(max_sequences=max_sequences), sequence_multiple=sequence_multiple
     )

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float64, Int64
 from jvarlen._common.checks import (
     UserError,
     check_at_least_one,
+    if_given,
     is_integer,
     list_first,
     list_offenders,
@@ -158,7 +159,7 @@ def make_buckets(
     """
     budget = as_budget(max_tokens, options)
     length_multiple = budget.length_multiple
-    check_at_least_one(max_shapes=max_shapes, max_length=1 if max_length is None else max_length)
+    check_at_least_one(max_shapes=max_shapes, **if_given(max_length=max_length))
     given: Int64[np.ndarray, " K"] | None = None
     if not isinstance(strategy, str):
         given = np.unique(round_up(check_edges(strategy), length_multiple))

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
 from jvarlen.planning.edges import check_edges
 from jvarlen.planning.joint_packing import check_feature_row_lengths, distinct_joint_rows, fit_features
 from jvarlen.planning.lengths import (
@@ -233,7 +233,7 @@ def pack_samples(
       descending size is within 11/9 of the optimum plus a constant: Johnson et al. 1974. Several features: the
       dot-product heuristic of Panigrahy et al. 2011, "Heuristics for Vector Bin Packing".
     """
-    check_at_least_one(max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row)
+    check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
     if np.ndim(lengths) == 2:
         return _pack_jointly(
             check_feature_lengths(lengths), row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong

@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, list_offenders, offenders_where
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_at_least_zero,
+    if_given,
+    list_offenders,
+    offenders_where,
+)
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets
 from jvarlen.planning.grouping import (
@@ -354,7 +361,7 @@ def make_plan(
         has_more = isinstance(lengths, Packing) or isinstance(buckets[0], PairBucket)
         if has_more or pacing is not None or difficulty is not None or not isinstance(order, str):
             raise UserError("out is for samples of one length, in an order by name, without difficulty and pacing")
-        check_at_least_one(block_size=1 if block_size is None else block_size)
+        check_at_least_one(**if_given(block_size=block_size))
         from jvarlen.planning.on_disk.out_of_core import plan_out_of_core  # here: few plans need it
 
         plan_out_of_core(

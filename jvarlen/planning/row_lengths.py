@@ -16,7 +16,7 @@ from typing import Unpack
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import check_at_least_one
+from jvarlen._common.checks import check_at_least_one, if_given
 from jvarlen.planning.buckets import CountedSamples
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
 from jvarlen.planning.edges import least_rows_when_packed, optimal_edges, trimmed_costs
@@ -83,9 +83,7 @@ def choose_row_lengths(
     """
     budget = as_budget(max_tokens, options)
     check_at_least_one(
-        max_shapes=max_shapes,
-        max_length=1 if max_length is None else max_length,
-        max_samples_per_row=1 if max_samples_per_row is None else max_samples_per_row,
+        max_shapes=max_shapes, **if_given(max_length=max_length, max_samples_per_row=max_samples_per_row)
     )
     if overlong == "split":
         overlong = "error"

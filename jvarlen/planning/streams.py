@@ -31,7 +31,7 @@ import dacite
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer, list_offenders
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_offenders
 from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import Overlong, apply_overlong
@@ -137,8 +137,7 @@ def stream_batches(
     check_at_least_one(
         microbatches_per_step=microbatches_per_step,
         num_estimate=num_estimate,
-        max_waiting=1 if max_waiting is None else max_waiting,
-        shuffle_buffer=1 if shuffle_buffer is None else shuffle_buffer,
+        **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer),
     )
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
@@ -397,7 +396,7 @@ def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_le
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     if not first:
         raise UserError("the stream is empty, so that no buckets can be estimated from it")
-    check_at_least_one(max_length=1 if max_length is None else max_length)
+    check_at_least_one(**if_given(max_length=max_length))
     longest = None if max_length is None else round_up(int(max_length), budget.length_multiple)
     # The rule of the stream comes when it is read.
     estimated = make_buckets(first, budget, max_shapes=max_shapes, max_length=longest, overlong="truncate")
@@ -460,10 +459,9 @@ def _read_state(fields: Mapping[str, Any]) -> _StreamState:
         if state.version != _STATE_VERSION:
             raise UserError(f"version {state.version}, and not {_STATE_VERSION}")
         buckets = _check_single_buckets([tuple(bucket) for bucket in state.buckets])
-        max_waiting = 1 if state.max_waiting is None else state.max_waiting
-        buffer_size = 1 if state.shuffle_buffer is None else state.shuffle_buffer
         check_at_least_one(
-            microbatches_per_step=state.microbatches_per_step, max_waiting=max_waiting, shuffle_buffer=buffer_size
+            microbatches_per_step=state.microbatches_per_step,
+            **if_given(max_waiting=state.max_waiting, shuffle_buffer=state.shuffle_buffer),
         )
         check_seed(state.seed, state.epoch)
         _check_waiting(state, buckets)

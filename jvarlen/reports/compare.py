@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one
+from jvarlen._common.checks import UserError, check_at_least_one, if_given
 from jvarlen._common.text_table import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
@@ -111,8 +111,7 @@ def compare_strategies(
       >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
       [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
-    longest = 1 if max_length is None else max_length
-    check_at_least_one(max_shapes=max_shapes, max_length=longest)
+    check_at_least_one(max_shapes=max_shapes, **if_given(max_length=max_length))
     budget = as_budget(max_tokens, options)
     lengths = check_lengths(lengths)
     counted = fit_lengths(lengths, max_length, overlong)
