@@ -32,8 +32,8 @@ def have_same_containers(one: Any, other: Any) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether an array, or a `jax.ShapeDtypeStruct`, holds typed random keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    """Whether a leaf, which may be a `jax.ShapeDtypeStruct`, holds typed random keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def zeros_of(spec: jax.ShapeDtypeStruct) -> Any:

@@ -271,7 +271,7 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     def on_all_devices(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(whole, leaf.ndim):
             return leaf
-        if isinstance(leaf, jax.Array) and is_key(leaf):
+        if is_key(leaf):
             data = on_all_devices(jax.random.key_data(leaf))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
         array = np.asarray(leaf)

@@ -125,7 +125,7 @@ def digest_of_state(state: Any) -> str:
     """SHA-256 of names, dtypes, shapes and bytes of all arrays of a pytree, as hex digits."""
     digest = hashlib.sha256()
     for name, leaf in leaves_by_name(state).items():
-        array = np.asarray(jax.random.key_data(leaf) if hasattr(leaf, "dtype") and is_key(leaf) else leaf)
+        array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()

@@ -431,17 +431,13 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     return place, about["leaves"]
 
 
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and is_key(leaf)
-
-
 def _written(state: Any) -> Any:
     """What is written of a state: the words of typed keys in their place, and JAX's arrays in place of NumPy's."""
 
     def written(leaf: Any) -> Any:
         if isinstance(leaf, np.ndarray | np.generic):  # as a user's first state may hold
             return jnp.array(leaf)
-        return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
     return jax.tree.map(written, state)
 
@@ -450,7 +446,7 @@ def _with_keys(restored: Any, state: Any) -> Any:
     """The restored state with typed keys where `state` has them."""
 
     def typed(leaf: Any, like: Any) -> Any:
-        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if _is_key(like) else leaf
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like)) if is_key(like) else leaf
 
     return jax.tree.map(typed, restored, state)
 

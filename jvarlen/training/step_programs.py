@@ -157,7 +157,7 @@ def split_microbatches(batch: Any) -> list[Any]:
 
 def host_arrays(tree: Any) -> list[np.ndarray]:
     """The leaves as arrays on the host, in the dtypes that JAX computes them in; typed keys as their data."""
-    leaves = [jax.random.key_data(leaf) if _is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
+    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(tree)]
     return [np.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)) for leaf in jax.device_get(leaves)]
 
 
@@ -166,12 +166,8 @@ def _from_arrays(leaves: Sequence[Any], like: Any) -> Any:
     templates, structure = jax.tree.flatten(like)
 
     def leaf_of(array: Any, template: Any) -> Any:
-        if not _is_key(template):
+        if not is_key(template):
             return array
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(template))
 
     return jax.tree.unflatten(structure, list(map(leaf_of, leaves, templates)))
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and is_key(leaf)
