@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -17,6 +16,7 @@ from jvarlen._common.pytree import leaves_by_name
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings
 from jvarlen.parallel.layers import LayeredModel, layered_loss_fn
+from jvarlen.testing.partition import in_float64
 from jvarlen.training.losses import LossFn
 from jvarlen.training.step import make_train_step
 from jvarlen.training.train_state import TrainState, init_train_state
@@ -75,7 +75,7 @@ def assert_layout_invariant(
     whole_loss_fn = layered_loss_fn(model) if isinstance(model, LayeredModel) else model
     chosen = [Layout.parse(layout) if isinstance(layout, str) else layout for layout in layouts]
     with jax.enable_x64(True):
-        params, batch = (jax.tree.map(_in_float64, tree) for tree in (params, batch))
+        params, batch = in_float64((params, batch))
         whole = jax.jit(make_train_step(whole_loss_fn, optimizer, norms=True))
         _, expected = _take_steps(whole, init_train_state(params, optimizer, seed=seed), batch, num_steps)
 
@@ -131,8 +131,3 @@ def _differences(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], 
         if not error <= rtol:
             differences.append(f"{name} by {error:.1e}")
     return differences
-
-
-def _in_float64(leaf: Any) -> Any:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return np.asarray(leaf, np.float64) if jnp.issubdtype(dtype, jnp.floating) else leaf

@@ -22,7 +22,7 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import TrainState, divide_once, init_train_state
 
-__all__ = ["Split", "assert_partition_invariant"]
+__all__ = ["Split", "assert_partition_invariant", "in_float64"]
 
 _ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
 
@@ -120,8 +120,8 @@ def assert_partition_invariant(
     """
     is_fixed = takes_argument(loss_fn, "key") or takes_argument(loss_fn, "extra")
     with jax.enable_x64(True):
-        state = init_train_state(_in_float64(params), optax.identity(), extra=_in_float64(extra), seed=seed)
-        batch = jax.tree.map(_on_host, _in_float64(batch))
+        state = init_train_state(in_float64(params), optax.identity(), extra=in_float64(extra), seed=seed)
+        batch = jax.tree.map(_on_host, in_float64(batch))
         num_microbatches, rows = _leading_axes(batch)
         shards = _checked_shards(num_shards, num_microbatches, *(() if is_fixed else (num_microbatches * rows,)))
         meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
@@ -201,7 +201,9 @@ def _padded(leaf: Any, added: list[tuple[int, int]]) -> Any:
     return jnp.pad(leaf, widths, mode="edge") if is_key(leaf) else np.pad(leaf, widths)
 
 
-def _in_float64(tree: Any) -> Any:
+def in_float64(tree: Any) -> Any:
+    """A pytree with its floating-point leaves in float64."""
+
     def cast(leaf: Any) -> jax.Array:
         array = jnp.asarray(leaf)
         return array.astype(np.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
