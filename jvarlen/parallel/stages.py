@@ -17,7 +17,7 @@ from jvarlen.distributed.grad_buckets import reduce_in_buckets
 from jvarlen.distributed.mesh import STAGE_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredParams
 from jvarlen.parallel.zero import gather_shards, staged_specs
-from jvarlen.training.step_sums import StepSums, split_step
+from jvarlen.training.step_sums import StepSums, count_once, sharded_dims, split_step
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
@@ -75,10 +75,7 @@ def sum_over_stages(
 
     def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
         whole = params if param_specs is None else gather_shards(params, param_specs)
-        sums = sum_on_device(arrange(whole), microbatches_and_keys)
-        if rows_along is not None and sums.num_tokens is not None:  # all devices along it see the same rows
-            is_first = jax.lax.axis_index(rows_along) == 0
-            sums = sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
+        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
         if not with_grads:
             return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
         _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
@@ -104,8 +101,7 @@ def sum_over_stages(
 def _reduce(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
     """Sums over the data shards; of layers not over the stages, which have different ones."""
     leaves, structure = jax.tree.flatten(sums.grads)
-    specs: list[PartitionSpec] = jax.tree.leaves(grad_specs) or [PartitionSpec()] * len(leaves)
-    dims = [spec.index(axis_name) if axis_name in spec else None for spec in specs]
+    dims = sharded_dims(grad_specs, sums.grads, axis_name)
     sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
     leaves = reduce_in_buckets(leaves, sharded, axis_name, dims)
     whole = [place for place, dim in enumerate(dims) if dim is None]

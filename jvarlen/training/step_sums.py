@@ -34,9 +34,11 @@ __all__ = [
     "StepSums",
     "accumulate",
     "check_differentiable",
+    "count_once",
     "field_of",
     "microbatches_of",
     "next_extra",
+    "sharded_dims",
     "split_step",
     "step_key",
     "sum_microbatch",
@@ -114,19 +116,22 @@ def sum_step(
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
             if tap is not None and with_grads:
                 leaves, structure = jax.tree.flatten(state.params)
-                dims = _sharded_dims(param_specs, state.params, axis_name)
+                dims = sharded_dims(param_specs, state.params, axis_name)
                 num_shards = num_shards_of(mesh, axis_name)
                 whole_shapes = (_gathered_shape(*each, num_shards) for each in zip(leaves, dims, strict=True))
                 zeros = jax.tree.unflatten(structure, map(jnp.zeros, whole_shapes, (leaf.dtype for leaf in leaves)))
-                one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
+                of_one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
             else:
-                one = _microbatch_sums(loss_fn, state, with_grads)
-            one = _counting_once(one, rows_along)
+                of_one = _microbatch_sums(loss_fn, state, with_grads)
+
+            def one(microbatch: Any) -> StepSums:
+                return count_once(of_one(microbatch), rows_along)
+
             traced, shapes = jax.make_jaxpr(one, return_shape=True)(_first_of(microbatches))
             for name in axes_in(axis_name):
                 are_reduced = jax.tree.unflatten(jax.tree.structure(shapes), which_are_reduced(traced, name))
                 _check_reduced(are_reduced, getattr(loss_fn, "__name__", "loss_fn"), name)
-            dims = _sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
+            dims = sharded_dims(grad_specs if with_grads else None, shapes.grads, axis_name)
             buckets, together = _buckets_of(traced, shapes, dims, sizes)
 
             def one_in_shards(microbatch: Any) -> StepSums:
@@ -135,7 +140,7 @@ def sum_step(
 
             if accumulates_shards:
                 return _reduce(accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
-            is_gathered = any(dim is not None for dim in _sharded_dims(param_specs, state.params, axis_name))
+            is_gathered = any(dim is not None for dim in sharded_dims(param_specs, state.params, axis_name))
             if is_gathered and tap is None:  # gathering reduces what is sharded
                 return _reduce(accumulate(one, microbatches), (), together, dims, axis_name)
             sums = accumulate(one, microbatches, last_apart=sizes is not None)
@@ -159,19 +164,12 @@ def sum_step(
     return sums_of
 
 
-def _counting_once(one: Callable[[Any], StepSums], rows_along: str | None) -> Callable[[Any], StepSums]:
-    """Tokens that all devices along an axis see, counted by the first of them."""
-    if rows_along is None:
-        return one
-
-    def one_counted(microbatch: Any) -> StepSums:
-        sums = one(microbatch)
-        if sums.num_tokens is None:
-            return sums
-        is_first = jax.lax.axis_index(rows_along) == 0
-        return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
-
-    return one_counted
+def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
+    """The sums, with tokens that all devices along an axis see counted by the first of them."""
+    if rows_along is None or sums.num_tokens is None:
+        return sums
+    is_first = jax.lax.axis_index(rows_along) == 0
+    return sums._replace(num_tokens=jnp.where(is_first, sums.num_tokens, 0))
 
 
 def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
@@ -222,7 +220,7 @@ def _axes_of(specs: Any) -> set[str]:
     return {axis for spec in leaves for axis in axes_in(spec)}
 
 
-def _sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
+def sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
     """Of each gradient, the dimension that lies along the axis; None: it is whole."""
     if specs is None:
         return (None,) * len(jax.tree.leaves(grads))
@@ -238,7 +236,7 @@ def _buckets_of(
     Args:
       traced: what gives the sums of a microbatch.
       shapes: of these sums.
-      dims: as of `_sharded_dims`.
+      dims: as of `sharded_dims`.
       sizes: of buckets; None: each gradient that becomes a shard is a bucket, and all others are reduced together.
 
     Returns:
@@ -272,7 +270,7 @@ def _reduce(
       sums: of a shard.
       buckets: places of gradients with a collective each.
       together: places of gradients that are reduced with the other sums.
-      dims: as of `_sharded_dims`.
+      dims: as of `sharded_dims`.
       axis_name: of the mesh, or several.
     """
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
