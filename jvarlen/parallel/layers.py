@@ -16,7 +16,16 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.training.losses import LossFn
 
-__all__ = ["Axes", "LayeredModel", "LayeredParams", "check_layer", "keeping_inputs", "layered_loss_fn", "num_layers_of"]
+__all__ = [
+    "Axes",
+    "LayeredModel",
+    "LayeredParams",
+    "axes_at",
+    "check_layer",
+    "keeping_inputs",
+    "layered_loss_fn",
+    "num_layers_of",
+]
 
 
 class Axes(NamedTuple):
@@ -110,24 +119,26 @@ def layered_loss_fn(model: LayeredModel, *, takes_key: bool = True) -> LossFn:
         params = params if model.stack is None else model.stack(params)
         num_layers = num_layers_of(params)
 
-        def axes_at(index: Any) -> Axes:
-            return Axes(key=None if key is None else jax.random.fold_in(key, index))
-
         def run_layer(x: Any, layer_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
             layer_params, index = layer_and_index
-            following = model.layer(layer_params, x, microbatch, axes_at(index))
+            following = model.layer(layer_params, x, microbatch, axes_at(key, index))
             check_layer(x, following)
             return following, None
 
-        x = model.embed(params.ends, microbatch, axes_at(num_layers))
+        x = model.embed(params.ends, microbatch, axes_at(key, num_layers))
         x = jax.tree.map(jnp.asarray, x)
         x, _ = jax.lax.scan(run_layer, x, (params.layers, jnp.arange(num_layers)))
-        return model.loss(params.ends, x, microbatch, axes_at(num_layers + 1))
+        return model.loss(params.ends, x, microbatch, axes_at(key, num_layers + 1))
 
     def loss_without_key(params: Any, microbatch: Any) -> tuple[Any, ...]:
         return loss_fn(params, microbatch)
 
     return loss_fn if takes_key else loss_without_key
+
+
+def axes_at(key: Any, index: Any, **others: Any) -> Axes:
+    """The axes of a layer: its key is that of the microbatch, if there is one, with the layer's index folded in."""
+    return Axes(key=None if key is None else jax.random.fold_in(key, index), **others)
 
 
 def keeping_inputs(model: LayeredModel) -> LayeredModel:

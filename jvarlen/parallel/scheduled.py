@@ -25,7 +25,7 @@ from jvarlen.compiling.jaxprs import primitives_in
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import schedules
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
+from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
 from jvarlen.parallel.residuals import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
 from jvarlen.parallel.stages import (
@@ -352,10 +352,10 @@ class _Device:
         return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
 
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
-        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, _axes_at(key, self.num_layers)))
+        return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_at(key, self.num_layers)))
 
     def run_layer(self, own: Any, x: Any, microbatch: Any, key: Any, index: Any) -> Any:
-        following = self.model.layer(own, x, microbatch, _axes_at(key, index))
+        following = self.model.layer(own, x, microbatch, axes_at(key, index))
         check_layer(x, following)
         return following
 
@@ -427,7 +427,7 @@ class _Device:
 
         def loss_fn(ends_and_floats: Any, microbatch: Any) -> tuple[Any, ...]:
             ends, floats = ends_and_floats
-            return self.model.loss(ends, with_floats(x, floats), microbatch, _axes_at(key, self.num_layers + 1))
+            return self.model.loss(ends, with_floats(x, floats), microbatch, axes_at(key, self.num_layers + 1))
 
         state = TrainState((self.ends, floats_of(x)), None)
         return sum_microbatch(loss_fn, state, microbatch, with_grads=with_grads)
@@ -605,10 +605,6 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
         stored = functools.partial(_add_at, index=jnp.asarray(chunk_of_target)[stage])
         chunks = jax.tree.map(stored, chunks, arrived)
     return chunks
-
-
-def _axes_at(key: Any, index: Any) -> Axes:
-    return Axes(key=None if key is None else jax.random.fold_in(key, index))
 
 
 def _chunk_at(chunks: Any, index: Any) -> Any:

@@ -25,9 +25,8 @@ from jax.sharding import Mesh
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.layout import Keeps, Layout
-from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, check_shards_divide, num_shards_of
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, check_layer, num_layers_of
-from jvarlen.parallel.pipeline import STAGE_AXIS
+from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
 from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
 from jvarlen.parallel.scheduled import sum_scheduled
@@ -266,7 +265,7 @@ class _Device:
 
     def axes_at(self, k: int, key: Any, index: Any, earlier: Callable[[Any], Any] | None = None) -> Axes:
         positions = np.arange(*self.plan.edges[k : k + 2], dtype=np.int32)
-        return Axes(positions=positions, key=_key_at(key, index), earlier=earlier or _refuse)
+        return axes_at(key, index, positions=positions, earlier=earlier or _refuse)
 
     def embed(self, ends: Any, k: int, microbatch: Any, key: Any) -> Any:
         x = jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, self.axes_at(k, key, self.num_layers)))
@@ -492,10 +491,6 @@ def _run_ticks(device: _Device) -> StepSums:
 
 def _refuse(_: Any) -> Any:
     raise UserError("embed and loss look at no earlier slices: only layers may attend to other positions")
-
-
-def _key_at(key: Any, index: Any) -> Any:
-    return None if key is None else jax.random.fold_in(key, index)
 
 
 def _of_length(tree: Any, length: int, *, axis: int) -> Any:
