@@ -25,7 +25,7 @@ from jvarlen.data.split import HELD_OUT
 from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig
-from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
+from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
 from jvarlen.runs.trackers import TrackerName
 
 __all__ = [
@@ -46,7 +46,6 @@ __all__ = [
 
 
 AUTO = "auto"  # as `parallel`
-_MODELS = ("cost_model", "memory_model")  # files that a run directory has copies of
 
 Scope = Literal["run", "course", "process", "call"]
 """What a setting belongs to, in the metadata of its field; nested settings have the scope of their field.
@@ -268,7 +267,7 @@ class FitConfig(DataConfig, DeviceConfig):
 def saved_settings(config: FitConfig) -> dict[str, Any]:
     """The settings of a run as JSON values: cost models by file name, and nothing that belongs to a single call."""
     settings = dataclasses.asdict(_of_this_call(config))
-    for name in _MODELS:
+    for name in MODEL_FILES:
         if settings["plan"][name] is not None:
             settings["plan"][name] = settings["plan"][name].name
     return json.loads(json.dumps(settings, default=str))
@@ -295,7 +294,7 @@ def load_config(path: Path) -> FitConfig:
         if isinstance(settings.get("field"), str):  # as it was saved when there was one field
             settings["field"] = [settings["field"]]
         config = dacite.from_dict(FitConfig, settings, dacite.Config(cast=[Path, tuple], strict=True, check_types=True))
-        models = {name: model for name in _MODELS if (model := getattr(config.plan, name)) is not None}
+        models = {name: model for name in MODEL_FILES if (model := getattr(config.plan, name)) is not None}
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no run to resume: {path} is missing") from None
     except (dacite.DaciteError, ValueError, TypeError, AttributeError) as error:

@@ -23,7 +23,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import Change, FitConfig, changes_between, load_config, save_config
-from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.plan_config import MODEL_FILES, PlanConfig
 
 __all__ = ["is_run_dir", "lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
 
@@ -183,7 +183,7 @@ def _load_keys(path: Path) -> dict[str, str]:
 def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
     """The settings with copies of the cost models, so that a run keeps its models if a file is measured again."""
     copies: dict[str, Any] = {}
-    for name in ("cost_model", "memory_model"):
+    for name in MODEL_FILES:
         source = getattr(plan, name)
         if source is not None:
             copies[name] = Path(shutil.copyfile(source, (run_dir / f"{name}.json").absolute()))
@@ -193,7 +193,7 @@ def _with_own_models(plan: PlanConfig, run_dir: Path) -> PlanConfig:
 def _with_saved_models(plan: PlanConfig, saved: PlanConfig) -> PlanConfig:
     """The settings with the run's own copies of cost models in place of equal ones."""
     same: dict[str, Any] = {}
-    for name in ("cost_model", "memory_model"):
+    for name in MODEL_FILES:
         given, copy = getattr(plan, name), getattr(saved, name)
         if given is not None and copy is not None and given.read_bytes() == copy.read_bytes():
             same[name] = copy

@@ -22,9 +22,10 @@ from jvarlen.planning.packing import Packing, pack_samples
 from jvarlen.planning.plan import Plan, make_plan
 from jvarlen.planning.row_lengths import packed_row_lengths
 
-__all__ = ["DEFAULT_MAX_SHAPES", "BatchSizeRule", "PlanConfig"]
+__all__ = ["DEFAULT_MAX_SHAPES", "MODEL_FILES", "BatchSizeRule", "PlanConfig"]
 
 DEFAULT_MAX_SHAPES = 12
+MODEL_FILES = ("cost_model", "memory_model")  # settings that name files, of which a run directory has copies
 
 PacingName = Literal["none", "linear", "root", "competence", "discrete"]
 
