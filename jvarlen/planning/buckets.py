@@ -32,8 +32,8 @@ from jvarlen.planning.lengths import (
     check_lengths,
     ends_to_offsets,
     fit_lengths,
+    histogram_of,
     ids_where,
-    length_histogram,
     overlong_counts,
 )
 
@@ -231,7 +231,7 @@ class CountedSamples:
     ):
         self._mapped = lengths if counts is None and isinstance(lengths, np.memmap) else None
         if self._mapped is not None:
-            counted = length_histogram(self._mapped)
+            counted = histogram_of(self._mapped)
             overlong_counts(self._mapped, counted, max_length, overlong)  # here, as it lists samples
             lengths, counts = counted
         self._lengths = check_lengths(lengths)

@@ -30,8 +30,8 @@ __all__ = [
     "dropped_and_truncated",
     "ends_to_offsets",
     "fit_lengths",
+    "histogram_of",
     "ids_where",
-    "length_histogram",
     "overlong_counts",
 ]
 
@@ -90,7 +90,7 @@ class LengthHistogram(NamedTuple):
     counts: Int64[np.ndarray, " D"]
 
 
-def length_histogram(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
+def histogram_of(lengths: Integer[np.ndarray, " N"]) -> LengthHistogram:
     """Counts lengths in pieces, so that those of a memory-mapped file need not fit memory.
 
     Args:
@@ -313,7 +313,7 @@ def fit_lengths(
       ValueError: as in `apply_overlong`.
     """
     limit = np.iinfo(np.int64).max if limit is None else limit
-    is_long = lengths > limit if lengths.ndim == 1 else (lengths > limit).any(axis=1)
+    is_long: Bool[np.ndarray, " N"] = lengths > limit if lengths.ndim == 1 else (lengths > limit).any(axis=1)
     places = np.flatnonzero(is_long)
     ids_of_long = places if ids is None else ids[places]
     shown = limit.tolist() if isinstance(limit, np.ndarray) else limit

@@ -30,7 +30,7 @@ from jvarlen.planning.lengths import (
     dropped_and_truncated,
     ends_to_offsets,
     fit_lengths,
-    length_histogram,
+    histogram_of,
 )
 from jvarlen.planning.order import check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
@@ -104,7 +104,7 @@ def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int6
     """
     with together("count the lengths"):
         own_lengths = _checked_or_empty(lengths)
-        values, counts = length_histogram(own_lengths) if len(own_lengths) else (own_lengths, own_lengths)
+        values, counts = histogram_of(own_lengths) if len(own_lengths) else (own_lengths, own_lengths)
     most = int(gather_arrays(np.array([len(values)])).max())
     if most == 0:
         raise UserError("lengths are empty: at least one sample is needed")

@@ -32,7 +32,7 @@ from jvarlen.planning.lengths import (
     Overlong,
     check_kind,
     ends_to_offsets,
-    length_histogram,
+    histogram_of,
     overlong_counts,
 )
 from jvarlen.planning.on_disk import stages
@@ -234,7 +234,7 @@ class _Kept:
         """The histogram of all lengths, counted once."""
         path = self.directory / "histogram.npy"
         if not self.done("histogram"):
-            np.save(path, np.stack(length_histogram(lengths)))
+            np.save(path, np.stack(histogram_of(lengths)))
             self.commit("histogram", 1, 1)
         return LengthHistogram(*np.load(path, allow_pickle=False))
 

@@ -277,7 +277,7 @@ def test_what_is_kept_of_a_finished_stage_is_deleted(lengths_file, tmp_path, mon
 
 def test_long_lengths_are_counted():
     lengths = np.array([5, 2**40, 5, 2**24, 2**40 + 1, 7])
-    plan_lengths, counts = out_of_core.length_histogram(lengths)
+    plan_lengths, counts = out_of_core.histogram_of(lengths)
     assert plan_lengths.tolist() == [5, 7, 2**24, 2**40, 2**40 + 1]
     assert counts.tolist() == [2, 1, 1, 1, 1]
 
