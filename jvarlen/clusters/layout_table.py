@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen.distributed.layout import Keeps, Layout, Schedule
+from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
 from jvarlen.planning.buckets import Bucket
 
 __all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
 
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 class LayoutTable(NamedTuple):

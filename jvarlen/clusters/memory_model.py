@@ -19,7 +19,7 @@ from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.distributed.layout import Layout, Schedule
+from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.parallel.memory import StateBytes, batch_bytes, memory_bill, state_bytes, temporary_bytes
 from jvarlen.parallel.microbatch import ArrayBytes, DeviceArrays, OneMicrobatch, shapes_on, stacked_shapes, with_layers
@@ -328,7 +328,7 @@ class MemoryModel:
             "sequence_parallel": kind.sequence_parallel,
         }
         if kind.what in ("staged", "splits"):
-            schedule: Schedule = "zero_bubble" if kind.what == "splits" else "1f1b"
+            schedule: ScheduleName = "zero_bubble" if kind.what == "splits" else "1f1b"
             layout = Layout(**axes, stage=2, schedule=schedule)
         else:
             layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)

@@ -12,11 +12,11 @@ from typing import Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
 
-__all__ = ["MESH_AXES", "Keeps", "Layout", "Schedule", "surviving_layout"]
+__all__ = ["MESH_AXES", "Keeps", "Layout", "ScheduleName", "surviving_layout"]
 
 MESH_AXES = ("data", "stage", "sequence", "tensor")
 
-Schedule = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
+ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
 
 Keeps = Literal["inputs", "residuals"]
 
@@ -57,7 +57,7 @@ class Layout:
     zero: int = 0
     """ZeRO level: what is sharded over `"data"` and `"sequence"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3
     also parameters."""
-    schedule: Schedule = "eager_1f1b"
+    schedule: ScheduleName = "eager_1f1b"
     """Schedule of the pipeline."""
     chunks: int = 1
     """Model chunks of each stage, for interleaved schedules."""
@@ -72,7 +72,7 @@ class Layout:
     def __post_init__(self):
         check_at_least_one(**{name: getattr(self, name) for name in (*MESH_AXES, "chunks")})
         check_at_least_zero(zero=self.zero, sequence_from=self.sequence_from)
-        check_choices(schedule=(self.schedule, Schedule))
+        check_choices(schedule=(self.schedule, ScheduleName))
         if self.keeps is not None:
             check_choices(keeps=(self.keeps, Keeps))
         if not isinstance(self.sequence_parallel, bool):
@@ -105,7 +105,7 @@ class Layout:
             match = re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word)
             if match:
                 name, value = match[1], int(match[2])
-            elif word in get_args(Schedule):
+            elif word in get_args(ScheduleName):
                 name, value = "schedule", word
             elif word == "sequence_parallel":
                 name, value = word, True
@@ -117,7 +117,7 @@ class Layout:
             given.setdefault(name, []).append(word)
             values[name] = value
         if unknown:
-            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(Schedule), *_KEEP_WORDS]
+            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(ScheduleName), *_KEEP_WORDS]
             raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
         if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
             raise UserError(f"the layout {text!r} says one thing more than once: {list_first(repeated, '; ')}")

@@ -44,7 +44,7 @@ from jvarlen.training.train_state import TrainState
 __all__ = ["BufferSlots", "buffer_slots", "check_chunks", "make_schedule", "sum_scheduled"]
 
 
-def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
+def make_schedule(name: layout.ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
     """The schedule of a word of a layout.
 
     Args:
@@ -63,7 +63,7 @@ def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int,
       >>> make_schedule("1f1b", 2, 4).name
       'one_f_one_b'
     """
-    check_choices(schedule=(name, layout.Schedule))
+    check_choices(schedule=(name, layout.ScheduleName))
     check_chunks(name, num_chunks)
     if name == "interleaved":
         return schedules.interleaved(num_stages, num_microbatches, num_chunks)
@@ -76,11 +76,11 @@ def make_schedule(name: layout.Schedule, num_stages: int, num_microbatches: int,
     return make(num_stages, num_microbatches)
 
 
-def check_chunks(schedule: layout.Schedule, num_chunks: int) -> None:
+def check_chunks(schedule: layout.ScheduleName, num_chunks: int) -> None:
     """Raises ValueError if a schedule has no chunks."""
     check_at_least_one(num_chunks=num_chunks)
     if num_chunks > 1 and schedule != "interleaved":
-        others = ", ".join(name for name in get_args(layout.Schedule) if name != "interleaved")
+        others = ", ".join(name for name in get_args(layout.ScheduleName) if name != "interleaved")
         raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
 
 
@@ -100,7 +100,7 @@ class BufferSlots(NamedTuple):
     gradients: Any
 
 
-def buffer_slots(name: layout.Schedule, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+def buffer_slots(name: layout.ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
     """The slots of the buffers of a schedule, without its tables; at most one more of `inputs` and `gradients`.
 
     Args:
@@ -128,7 +128,7 @@ def sum_scheduled(
     model: LayeredModel,
     *,
     mesh: Mesh,
-    schedule: layout.Schedule = "eager_1f1b",
+    schedule: layout.ScheduleName = "eager_1f1b",
     num_chunks: int = 1,
     keeps: layout.Keeps = "inputs",
     with_grads: bool = True,

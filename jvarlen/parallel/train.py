@@ -19,7 +19,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.layout import Keeps, Layout, Schedule
+from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
 from jvarlen.parallel.scheduled import check_chunks, make_schedule, sum_scheduled
@@ -317,7 +317,7 @@ def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step:
 
 
 @functools.lru_cache(maxsize=4096)
-def _check_schedule(name: Schedule, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
+def _check_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int) -> None:
     """Raises ValueError if there is no such schedule. Many layouts and buckets share one."""
     make_schedule(name, num_stages, num_microbatches, num_chunks)
 
