@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -35,9 +35,9 @@ from jvarlen.parallel.tensor import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from jvarlen.training.losses import LossFn
 
 __all__ = [
-    "LossFn",
     "Rows",
     "Transformer",
     "TransformerConfig",
@@ -52,8 +52,6 @@ __all__ = [
 
 _ROTARY_BASE = 10_000.0
 _UNSPLIT = Axes()
-
-LossFn = Callable[[nnx.State, Batch | PackedBatch], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
