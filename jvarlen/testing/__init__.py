@@ -7,12 +7,14 @@
 """
 
 from jvarlen.testing.layouts import assert_layout_invariant
-from jvarlen.testing.partition import Split, assert_partition_invariant
+from jvarlen.testing.partition import Partition, assert_partition_invariant
 from jvarlen.testing.plans import assert_exactly_once, assert_same_batches
 from jvarlen.testing.recompiles import assert_no_recompiles
 
+Split = Partition  # its earlier name
+
 __all__ = [
-    "Split",
+    "Partition",
     "assert_exactly_once",
     "assert_layout_invariant",
     "assert_no_recompiles",

@@ -22,12 +22,12 @@ from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step_sums import sum_step
 from jvarlen.training.train_state import TrainState, divide_once, init_train_state
 
-__all__ = ["Split", "assert_partition_invariant", "in_float64"]
+__all__ = ["Partition", "assert_partition_invariant", "in_float64"]
 
 _ROUNDING = 1e-5  # a relative error below it is what float32 makes of a long sum
 
 
-class Split(NamedTuple):
+class Partition(NamedTuple):
     """One way to divide the rows of a step.
 
     Attributes:
@@ -56,7 +56,7 @@ def assert_partition_invariant(
     seed: int = 0,
     num_shards: Sequence[int] | None = None,
     rtol: float = 1e-12,
-) -> list[Split]:
+) -> list[Partition]:
     """Asserts that a step has the same loss and gradient however it is split, and that dummy rows change nothing.
 
     The rows of the batch are computed as one microbatch, as every number of microbatches that divides M, and one by
@@ -127,7 +127,7 @@ def assert_partition_invariant(
         meshes = {p: data_mesh(p) if p > 1 else None for p in {1, *shards}}
         steps = {p: jax.jit(_make_step(loss_fn, mesh)) for p, mesh in meshes.items()}
 
-        def values_of(split: Split, batch: Any) -> dict[str, np.ndarray]:
+        def values_of(split: Partition, batch: Any) -> dict[str, np.ndarray]:
             mesh = meshes[split.num_shards]
             if mesh is not None:
                 batch = jax.device_put(batch, batch_shardings(batch, mesh))
@@ -241,7 +241,7 @@ def _checked_shards(num_shards: Sequence[int] | None, *numbers: int) -> list[int
 
 def _splits(
     batch: Any, num_microbatches: int, rows: int, shards: list[int], *, is_fixed: bool
-) -> Iterator[tuple[Split, Any]]:
+) -> Iterator[tuple[Partition, Any]]:
     """Every split and its batch; first the whole step as one microbatch or, where these are fixed, as it is."""
     num_rows = num_microbatches * rows
 
@@ -258,15 +258,15 @@ def _splits(
         numbers = [num_microbatches]
     else:
         numbers = sorted({n for n in range(1, num_microbatches + 1) if num_microbatches % n == 0} | {num_rows})
-    yield Split(numbers[0], num_rows // numbers[0]), split_into(numbers[0])
+    yield Partition(numbers[0], num_rows // numbers[0]), split_into(numbers[0])
     for number in numbers:
         for p in shards:
             if number % p == 0 and (number, p) != (numbers[0], 1):
-                yield Split(number, num_rows // number, p), split_into(number)
+                yield Partition(number, num_rows // number, p), split_into(number)
     if not is_fixed:
-        yield Split(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
+        yield Partition(num_microbatches, rows + 1, num_dummies=num_microbatches), with_dummies(0, 1)
     for p in sorted({1, 2} & set(shards)) or [1]:
-        yield Split(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
+        yield Partition(2 * num_microbatches, rows, p, num_rows), with_dummies(num_microbatches, 0)
 
 
 class _Difference(NamedTuple):
@@ -307,7 +307,7 @@ def _differences(got: dict[str, np.ndarray], expected: dict[str, np.ndarray], rt
     return sorted(found, key=lambda one: -one.error)
 
 
-def _likely_mistake(differing: dict[Split, list[_Difference]]) -> str:
+def _likely_mistake(differing: dict[Partition, list[_Difference]]) -> str:
     found = [one for differences in differing.values() for one in differences]
     with_real_rows_only = [one for split, ones in differing.items() if not split.num_dummies for one in ones]
     if all(one.error < _ROUNDING for one in found):

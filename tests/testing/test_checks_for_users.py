@@ -25,7 +25,7 @@ from jvarlen import (
     token_batch_spec,
 )
 from jvarlen.testing import (
-    Split,
+    Partition,
     assert_exactly_once,
     assert_no_recompiles,
     assert_partition_invariant,
@@ -117,18 +117,24 @@ def never_finite(params, microbatch):
 
 def test_a_right_loss_passes_every_split():
     splits = assert_partition_invariant(right, PARAMS, make_rows(4, 2))
-    assert splits[0] == Split(1, 8)
+    assert splits[0] == Partition(1, 8)
     assert set(splits) == {
-        Split(1, 8), Split(2, 4), Split(2, 4, 2), Split(4, 2), Split(4, 2, 2), Split(4, 2, 4),
-        Split(8, 1), Split(8, 1, 2), Split(8, 1, 4), Split(8, 1, 8),
-        Split(4, 3, 1, 4), Split(8, 2, 1, 8), Split(8, 2, 2, 8), Split(1, 8, 1, 8),
+        Partition(1, 8), Partition(2, 4), Partition(2, 4, 2), Partition(4, 2), Partition(4, 2, 2), Partition(4, 2, 4),
+        Partition(8, 1), Partition(8, 1, 2), Partition(8, 1, 4), Partition(8, 1, 8),
+        Partition(4, 3, 1, 4), Partition(8, 2, 1, 8), Partition(8, 2, 2, 8), Partition(1, 8, 1, 8),
     }  # fmt: skip
     assert len(splits) == 14
 
 
 def test_one_microbatch_is_split_into_its_rows():
     splits = assert_partition_invariant(right, PARAMS, make_rows(1, 3), num_shards=[3])
-    assert splits == [Split(1, 3), Split(3, 1, 3), Split(1, 4, 1, 1), Split(2, 3, 1, 3), Split(1, 3, 1, 3)]
+    assert splits == [
+        Partition(1, 3),
+        Partition(3, 1, 3),
+        Partition(1, 4, 1, 1),
+        Partition(2, 3, 1, 3),
+        Partition(1, 3, 1, 3),
+    ]
 
 
 @pytest.mark.parametrize(
