@@ -35,13 +35,13 @@ _EXIT_CODES_OF_TRAINING = (
     "with all steps so far saved."
 )
 _COMMANDS = {
-    "plan": ("page_commands", "PlanCommand"),
-    "sort": ("sort_command", "SortCommand"),
-    "train": ("config", "FitConfig"),
-    "report": ("page_commands", "ReportCommand"),
-    "sample": ("model_commands", "SampleCommand"),
-    "export": ("model_commands", "ExportCommand"),
-    "measure": ("measure_command", "MeasureCommand"),
+    "plan": ("runs.page_commands", "PlanCommand"),
+    "sort": ("sorting.sort_file", "SortCommand"),
+    "train": ("runs.config", "FitConfig"),
+    "report": ("runs.page_commands", "ReportCommand"),
+    "sample": ("runs.model_commands", "SampleCommand"),
+    "export": ("runs.model_commands", "ExportCommand"),
+    "measure": ("runs.measure_command", "MeasureCommand"),
 }
 
 
@@ -218,7 +218,7 @@ def _parse(args: list[str]) -> Any:
 def _command(name: str, args: list[str]) -> Any:
     """The dataclass of a command, with the words and defaults for parsing it."""
     module, class_name = _COMMANDS[name]
-    command = getattr(importlib.import_module(f"jvarlen.runs.{module}"), class_name)
+    command = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
     if name != "train":
         return Annotated[command, tyro.conf.subcommand(name)]
     about = f"{command.__doc__} {_EXIT_CODES_OF_TRAINING}"

@@ -401,7 +401,7 @@ def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys,
     def fail(*args, **kwargs):
         raise ProcessesError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
 
-    monkeypatch.setattr("jvarlen.runs.sort_command.sort_file", fail)
+    monkeypatch.setattr("jvarlen.sorting.sort_file.sort_file", fail)
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
     assert capsys.readouterr().err == (
         "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
@@ -415,7 +415,7 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
     def fail(*args, **kwargs):
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr("jvarlen.runs.sort_command.sort_file", fail)
+    monkeypatch.setattr("jvarlen.sorting.sort_file.sort_file", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
         main(["sort", lengths_file])
 

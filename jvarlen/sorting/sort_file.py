@@ -1,4 +1,4 @@
-"""Sorts a `.npy` of lengths or other keys on all devices, and writes the order as a `.npy`.
+"""`jvarlen sort`: sorts a `.npy` of lengths or other keys on all devices, and writes the order as a `.npy`.
 
 Letters: N keys, p devices.
 """
@@ -6,24 +6,56 @@ Letters: N keys, p devices.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import tyro
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
-from jvarlen.distributed.processes import gather_arrays, together
-from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, exchange_volume, shard_balance
+from jvarlen.distributed.launch import DeviceConfig, launch
+from jvarlen.distributed.processes import gather_arrays, is_main_process, together
+from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, balance_table, exchange_volume, shard_balance
 from jvarlen.sorting.ordered_file import write_ordered
 from jvarlen.sorting.sample_sort import local_sort, sample_sort
 from jvarlen.sorting.shard_sort import has_ragged
 from jvarlen.sorting.sharded_rows import shard_local_rows
 
-__all__ = ["SortedFile", "sort_file"]
+__all__ = ["SortCommand", "SortedFile", "sort_file"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SortCommand(DeviceConfig):
+    """Sort a file of lengths or other keys on several devices, and write the order of the samples."""
+
+    lengths: tyro.conf.Positional[Path]
+    """A .npy file of integers or floats, one a sample."""
+    out: Path = Path("order.npy")
+    """Where to write the ids of the samples, sorted by key, ties by id."""
+    progress: bool = True
+    """Show progress bars."""
+
+    def run(self) -> None:
+        """Sorts, writes the order, and prints how evenly it was spread over the devices."""
+        if self.out.is_dir() or self.out.resolve() == self.lengths.resolve():
+            raise UserError(f"out {self.out} must be a file, and another one than the lengths")
+        sorted_file = sort_file(self.lengths, self.out, launch(self), progress=self.progress)
+        if is_main_process():
+            print(balance_table({"exact": sorted_file.exact, "each for itself": sorted_file.local}))
+            volume = sorted_file.volume
+            sent = "what each sent depends on the keys"
+            if volume is not None:
+                sent = f"each sent {volume.messages:,} messages, {volume.num_bytes / 1e6:,.1f} MB"
+            print(
+                f"{sorted_file.num_rows:,} keys on {sorted_file.num_shards} devices: {sorted_file.seconds:.2f} s with "
+                f"compilation; {sent}"
+            )
+            print(self.out)
 
 
 class SortedFile(NamedTuple):
