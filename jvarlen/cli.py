@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -61,14 +61,16 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(command: Any, shows_traceback: bool) -> int:
-    """Runs a command."""
+    """Runs a command, or trains with the settings that `train` has parsed."""
 
     def run() -> int:
-        if type(command).__name__ != "FitConfig":
+        if hasattr(command, "run"):
             command.run()
             return 0
         if command.elastic is not None and not command.dry_run:
-            return _train_elastically(command, shows_traceback)
+            from jvarlen.runs.elastic import train_elastically  # here: it imports all of training
+
+            return train_elastically(command, lambda own: _run(own, shows_traceback))
         return _train(command)
 
     return _ending(command, run, shows_traceback)
@@ -96,77 +98,6 @@ def _train(config: FitConfig) -> int:
     if config.devices in (None, 1) and config.parallel is None and not config.has_processes:
         keep_memory_of_steps()
     return exit_code_of_interrupt() if fit(config).summary.interrupted else 0
-
-
-def _train_elastically(config: FitConfig, shows_traceback: bool) -> int:
-    """Supervises processes that train on what is left of the layout."""
-    import jvarlen.runs.fit  # noqa: F401  # once, for all processes
-    from jvarlen.distributed.elastic import Start, keep_training
-    from jvarlen.distributed.layout import Layout, surviving_layout
-    from jvarlen.runs.config import AUTO
-
-    if config.parallel == AUTO:
-        raise UserError(
-            f"parallel auto would choose anew for the survivors: name a layout with elastic ({config.elastic}); "
-            "`jvarlen plan --cluster --model` shows the choice"
-        )
-    num_processes, devices = cast(int, config.elastic), config.devices or 1
-    run_dir = cast(Path, config.run_dir or config.resume).resolve()  # once: the link `latest` may come to mean another
-    layout = config.layout or Layout(data=num_processes * devices)
-    if layout.num_devices != num_processes * devices:
-        raise UserError(
-            f"the layout {layout} takes {layout.num_devices} devices, and {num_processes} processes of {devices} have "
-            f"{num_processes * devices}"
-        )
-
-    def layout_on(num_devices: int) -> Layout:
-        return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)
-
-    if layout_on(layout.num_devices) != layout:
-        raise UserError(
-            f"{config.plan.microbatches_per_step} microbatches a step do not spread over the shards of {layout}: they "
-            "must divide plan.microbatches_per_step"
-        )
-
-    def survivors(alive: int) -> int:
-        """The most processes whose devices a layout takes all."""
-        for size in range(alive, 0, -1):
-            if layout_on(size * devices).num_devices == size * devices:
-                return size
-        raise UserError(f"no part of the layout {layout} takes all devices of at most {alive} processes of {devices}")
-
-    def train(start: Start) -> int:
-        own = dataclasses.replace(
-            config,
-            elastic=None,
-            run_dir=config.run_dir and run_dir,
-            resume=config.resume and run_dir,
-            # The latest, once a process has gone back to the best, which removes later ones, or has gone on from there.
-            resume_from="latest" if checkpoints() != found else config.resume_from,
-            coordinator=start.coordinator,
-            num_processes=start.num_processes,
-            process_id=start.process_id,
-        )
-        if config.layout is not None:
-            own = dataclasses.replace(own, parallel=str(layout_on(start.num_processes * devices)))
-        return _run(own, shows_traceback)
-
-    def checkpoints() -> dict[str, float]:
-        """Their times, by name."""
-        times = {}
-        for path in (run_dir / "checkpoints").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-                times[path.name] = path.stat().st_mtime
-        return times
-
-    found = checkpoints()
-    return keep_training(
-        train,
-        num_processes,
-        progress=lambda: sorted(checkpoints()),
-        survivors=survivors,
-        devices_per_process=devices,
-    )
 
 
 def _is_of_user(error: Exception) -> bool:

@@ -317,7 +317,7 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
         latest.symlink_to("another")
         return run(start._replace(is_again=True))
 
-    monkeypatch.setattr(importlib.import_module("jvarlen.distributed.elastic"), "keep_training", keep_training)
+    monkeypatch.setattr(importlib.import_module("jvarlen.runs.elastic"), "keep_training", keep_training)
     own, latest = tmp_path / "own", tmp_path / "latest"
     newest = own / "checkpoints" / "200"
     newest.mkdir(parents=True)
