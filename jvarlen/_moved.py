@@ -1,4 +1,4 @@
-"""Old module names from before the packages existed. They can be imported for one more release."""
+"""Old module names, most from before the packages existed. They can be imported for one more release."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _RENAMED = """
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
     measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
-    planned_steps=planning.steps report=reports.report,reports.run_figures run_lines=reports.figures
+    planned_steps=planning.steps report=reports.histogram,reports.run_records,reports.run_figures
+    reports.report=reports.histogram,reports.run_records run_lines=reports.figures
     svg_figures=reports.figures portable_errors=_common.worker_errors progress=_common.progress,runs.step_display
     recipe=compiling.lowering run_dir=runs.directory run_report=reports.run_page setting_checks=_common.checks
     sort=sorting.sample_sort sort_figures=sorting.balance source_texts=data.stdlib_corpus stream_state=planning.streams

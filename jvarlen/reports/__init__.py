@@ -1,6 +1,6 @@
 """Pages and pictures of plans and runs, from values and files.
 
-- `report`: histograms and records, as text.
+- `histogram`: a histogram of lengths as text.
 - `compare`: the figures of several strategies for the same lengths, as a table.
 - `figures`: how all pictures are drawn, as SVG or PNG.
 - `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,6 @@ from jaxtyping import Float64
 from jvarlen._common.checks import UserError
 from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger, LedgerRow
-from jvarlen.reports.report import iterate_metrics
 
 __all__ = [
     "BucketUse",
@@ -31,6 +30,7 @@ __all__ = [
     "bucket_uses",
     "differing_settings_of",
     "loss_unit",
+    "read_metrics",
     "read_run",
     "run_names",
     "run_of_records",
@@ -167,7 +167,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
     if missing:
         raise FileNotFoundError(f"{path} is not the directory of a run: there is no {' and no '.join(missing)}")
     metrics, summary_path, ledger_path = (path / name for name in ("metrics.jsonl", "summary.json", "ledger.json"))
-    steps, evaluations, in_bits = _columns_of(iterate_metrics(metrics), f"{metrics} is damaged: ")
+    steps, evaluations, in_bits = _columns_of(_iterate_metrics(metrics), f"{metrics} is damaged: ")
     summary = _read_object(summary_path) if summary_path.exists() else None
     return Run(
         path=path.resolve(),
@@ -179,6 +179,37 @@ def read_run(run_dir: str | os.PathLike[str]) -> Run:
         ledger=Ledger.load(ledger_path) if ledger_path.exists() else None,
         settings=_read_settings(path / "config.json"),
     )
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a `metrics.jsonl`, in order, without an incomplete last line.
+
+    Args:
+      path: the file.
+
+    Returns:
+      One record a line.
+
+    Raises:
+      ValueError: any other line is not a JSON object with a step; it is named.
+    """
+    return list(_iterate_metrics(path))
+
+
+def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of `read_metrics`, one at a time."""
+    wrong: ValueError | None = None
+    with path.open(errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if wrong is not None:
+                raise wrong
+            try:
+                row = json.loads(line)
+                row["step"]
+            except (ValueError, KeyError, TypeError) as error:
+                wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
+            else:
+                yield row
 
 
 def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:

@@ -12,8 +12,8 @@ from jvarlen._common.text_table import text_table
 from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.report import read_metrics
 from jvarlen.reports.run_figures import plot_curves, plot_ledger
+from jvarlen.reports.run_records import read_metrics
 
 __all__ = ["EvaluatedIn", "Evaluation", "Summary", "write_summary"]
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
-from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.charts import TensorBoardTracker, WandbTracker
 
 __all__ = ["MetricsLog", "Tracker", "TrackerName", "Trackers", "open_trackers"]

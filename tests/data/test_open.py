@@ -19,7 +19,7 @@ from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
 from jvarlen.data.split import split_held_out
 from jvarlen.models import TransformerConfig
-from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import PlanConfig, load_config
 
 

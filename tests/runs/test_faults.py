@@ -14,7 +14,7 @@ import pytest
 
 from jvarlen import fit
 from jvarlen.cli import main
-from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from tests import forks, processes
 from tests.run_faults_of_processes import HEARTBEAT_S
 from tests.run_fit import make_config, make_data

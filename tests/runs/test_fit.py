@@ -19,7 +19,7 @@ import pytest
 from jvarlen import CompileOptions, FitConfig, Ledger, Plan, fit
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir
 from tests.conftest import random_dataset

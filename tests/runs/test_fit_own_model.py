@@ -11,8 +11,8 @@ import pytest
 
 from jvarlen import CompileOptions, FitConfig, Plan, fit, scale_by_batch_size
 from jvarlen.data.split import Split
-from jvarlen.reports.report import read_metrics
 from jvarlen.reports.run_page import read_runs
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.plan_config import PlanConfig
 from jvarlen.training.checkpoint import open_checkpoints
 

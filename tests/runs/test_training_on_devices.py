@@ -18,7 +18,7 @@ from jvarlen import FitConfig, cli, data_mesh, fit
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.reports.report import read_metrics
+from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
 from tests import run_fit
 from tests.processes import COMPILE_FAST, run, started

@@ -1,19 +1,13 @@
-"""Histograms of lengths as text, and the records of a run."""
+"""Histograms of lengths as text."""
 
 from __future__ import annotations
-
-import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 
-__all__ = ["iterate_metrics", "length_histogram", "read_metrics"]
+__all__ = ["length_histogram"]
 
 _MOST_BINS = 14
 _BAR = 40  # characters of the longest bar
@@ -41,34 +35,3 @@ def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
         f"{table}\n{len(lengths):,} samples, {lengths.sum():,} tokens; shortest {lengths.min():,}, "
         f"median {int(np.median(lengths)):,}, 99 % up to {int(np.percentile(lengths, 99)):,}, longest {lengths.max():,}"
     )
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a `metrics.jsonl`, in order, without an incomplete last line.
-
-    Args:
-      path: the file.
-
-    Returns:
-      One record a line.
-
-    Raises:
-      ValueError: any other line is not a JSON object with a step; it is named.
-    """
-    return list(iterate_metrics(path))
-
-
-def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of `read_metrics`, one at a time."""
-    wrong: ValueError | None = None
-    with path.open(errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            if wrong is not None:
-                raise wrong
-            try:
-                row = json.loads(line)
-                row["step"]
-            except (ValueError, KeyError, TypeError) as error:
-                wrong = UserError(f"{path}, line {number}, is no record of a step: {error!r}")
-            else:
-                yield row
