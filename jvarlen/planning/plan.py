@@ -45,7 +45,7 @@ from jvarlen.planning.lengths import (
     ends_to_offsets,
     fit_lengths,
 )
-from jvarlen.planning.on_disk.plan_files import PlanFile, is_plan_file, open_plan_file
+from jvarlen.planning.on_disk.raw_plan import PlanFile, is_plan_file, open_plan_file
 from jvarlen.planning.order import (
     Difficulty,
     check_difficulty,

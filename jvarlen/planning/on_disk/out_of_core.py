@@ -37,7 +37,7 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.on_disk import stages
 from jvarlen.planning.on_disk.columns import PartFiles
-from jvarlen.planning.on_disk.plan_files import PlanFileWriter
+from jvarlen.planning.on_disk.raw_plan import PlanFileWriter
 from jvarlen.planning.on_disk.stages import (
     Grouped,
     Pieces,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jvarlen import Plan, make_buckets, make_plan
 from jvarlen.planning import plan_file
-from jvarlen.planning.on_disk import out_of_core, plan_files, stages
+from jvarlen.planning.on_disk import out_of_core, raw_plan, stages
 
 ORDERS = ("length", "length_descending", "shuffle", "dataset")
 
@@ -23,7 +23,7 @@ ORDERS = ("length", "length_descending", "shuffle", "dataset")
 def small_pieces(monkeypatch):
     """Pieces and chunks of few samples, so that small plans have many."""
     monkeypatch.setattr(stages, "PIECE", 64)
-    for module in (plan_file, plan_files, out_of_core):
+    for module in (plan_file, raw_plan, out_of_core):
         monkeypatch.setattr(module, "DIGEST_CHUNK", 50)
 
 

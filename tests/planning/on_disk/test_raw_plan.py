@@ -10,7 +10,7 @@ import pytest
 import torch_ref
 from jvarlen import Plan, load, make_plan
 from jvarlen.planning import plan_file
-from jvarlen.planning.on_disk import out_of_core, plan_files
+from jvarlen.planning.on_disk import out_of_core, raw_plan
 
 LENGTHS = np.random.default_rng(0).integers(1, 41, 300)
 BUCKETS = [(4, 10), (2, 40)]
@@ -19,7 +19,7 @@ BUCKETS = [(4, 10), (2, 40)]
 @pytest.fixture
 def path(tmp_path, monkeypatch):
     """The file of a plan with six chunks of sample ids."""
-    for module in (plan_file, plan_files, out_of_core):
+    for module in (plan_file, raw_plan, out_of_core):
         monkeypatch.setattr(module, "DIGEST_CHUNK", 50)
     monkeypatch.setattr(torch_ref.plan_file, "_CHUNK", 50)
     return make_plan(LENGTHS, BUCKETS, order="shuffle", out=tmp_path / "plan", progress=False)._file.path
@@ -38,7 +38,7 @@ def rewrite(path, offset, keeps_time=True):
 
 
 def offset_of(path, name):
-    return plan_files.open_plan_file(path).header["arrays"][name]["offset"]
+    return raw_plan.open_plan_file(path).header["arrays"][name]["offset"]
 
 
 def test_opening_maps_the_arrays(path):
@@ -61,7 +61,7 @@ def test_verify_names_the_damaged_places(path):
 def test_verify_finds_every_change(name, path):
     rewrite(path, offset_of(path, name))
     with pytest.raises(ValueError, match="damaged"):
-        plan_files.open_plan_file(path).verify(progress=False)
+        raw_plan.open_plan_file(path).verify(progress=False)
 
 
 def test_a_copy_is_verified_when_it_is_opened(path, tmp_path):
