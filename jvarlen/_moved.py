@@ -15,8 +15,8 @@ from typing import Any
 __all__ = ["install", "is_module"]
 
 _PACKAGES = (
-    "_common", "attention", "batches", "compiling", "data", "distributed", "loading", "models", "parallel", "planning",
-    "reports", "runs", "sorting", "testing", "training",
+    "_common", "attention", "batches", "clusters", "compiling", "data", "distributed", "loading", "models", "parallel",
+    "planning", "reports", "runs", "sorting", "testing", "training",
 )  # fmt: skip
 # What an old module held is in modules of other names; the rest kept theirs, in a package.
 _RENAMED = """
@@ -24,7 +24,8 @@ _RENAMED = """
     compile_log=compiling.jax_log compiled_file=compiling.program_store costs=planning.cost_model course=runs.epochs
     curriculum=planning.order data_config=runs.config data_files=data.open
     datasets=data.tokens,data.split,data.stdlib_corpus,data.measure emission=planning.grouping
-    executables=compiling.program_store html_page=reports.page html_report=reports.plan_page kernels=planning._kernels
+    evaluation=runs.loop,runs.summary executables=compiling.program_store html_page=reports.page
+    html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
     measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps

@@ -83,6 +83,11 @@ if __name__ == "__main__":
     assert run.stdout.strip() == "[1, 1, 1, 1]"
 
 
+def test_every_package_is_an_attribute():
+    assert set(_moved._PACKAGES) == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert all(hasattr(jvarlen, package) for package in _moved._PACKAGES)
+
+
 @pytest.mark.parametrize(
     "old", [*sorted(_moved._NOW), "arrow_files", "batching", "checkpoint", "config", "plan", "recompiles"]
 )
