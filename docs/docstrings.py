@@ -109,7 +109,7 @@ def _as_rst(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: li
             return r"\|"  # text between two bars is not a substitution
         content = " ".join(match[1].split())
         end = r"\ " if match.string[match.end() : match.end() + 1].isalnum() else ""  # as in `Subset`s
-        place = _place_of(vars(package)[content] if content in package.__all__ else around.get(content))
+        place = _place_of(getattr(package, content) if content in package.__all__ else around.get(content))
         if place:
             return f":py:obj:`{content} <{place}>`{end}"
         # Of a lower-case name alone, several classes may have an attribute.

@@ -8,10 +8,10 @@ A table of contents: each name is imported from its module when it is first used
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jvarlen import _moved
+from jvarlen._common.lazy_imports import lazy_imports
 from jvarlen._version import __version__ as __version__
 
 _moved.install()
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from jvarlen.batches.batches import (
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
+    from jvarlen.batches.mixed import MixedBatch, mixed_batch_spec
     from jvarlen.clusters.choice import choose_layout
     from jvarlen.clusters.cluster import Cluster
-    from jvarlen.batches.mixed import MixedBatch, mixed_batch_spec
     from jvarlen.clusters.cutting import cut_layers
     from jvarlen.clusters.links import measure_cluster
     from jvarlen.clusters.model_file import ModelFile
@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from jvarlen.training.step import make_eval_step, make_train_step
     from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
-_NAMES = {
+_NAMES_OF = {
     "_common.checks": ("UserError",),
     "attention.attention": ("attend", "attend_within_segments",),
     "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
@@ -88,9 +88,9 @@ _NAMES = {
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
+    "batches.mixed": ("MixedBatch", "mixed_batch_spec",),
     "clusters.choice": ("choose_layout",),
     "clusters.cluster": ("Cluster",),
-    "batches.mixed": ("MixedBatch", "mixed_batch_spec",),
     "clusters.cutting": ("cut_layers",),
     "clusters.links": ("measure_cluster",),
     "clusters.model_file": ("ModelFile",),
@@ -144,7 +144,6 @@ _NAMES = {
     "training.step": ("make_eval_step", "make_train_step",),
     "training.train_state": ("Metrics", "TrainState", "init_train_state",),
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "ArrivalLog", "AsyncRun", "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
@@ -166,16 +165,4 @@ __all__ = [
     "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        value = getattr(importlib.import_module(f"jvarlen.{_MODULE_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    if _moved.is_module(name):
-        return importlib.import_module(f"jvarlen.{name}")
-    raise AttributeError(f"module 'jvarlen' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF, _moved.is_module)

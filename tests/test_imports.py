@@ -39,7 +39,7 @@ def test_the_package_is_a_table_of_contents():
 def test_editors_see_the_names_that_are_imported_when_used():
     (block,) = (node for node in ast.parse((ROOT / "__init__.py").read_text()).body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body for alias in node.names}
-    assert seen == {name: f"jvarlen.{module}" for name, module in jvarlen._MODULE_OF.items()}
+    assert seen == {name: f"jvarlen.{module}" for module, names in jvarlen._NAMES_OF.items() for name in names}
     assert sorted(seen) == sorted(jvarlen.__all__)
 
 
