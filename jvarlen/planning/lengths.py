@@ -313,7 +313,7 @@ def fit_lengths(
       ValueError: as in `apply_overlong`.
     """
     limit = np.iinfo(np.int64).max if limit is None else limit
-    is_long: Bool[np.ndarray, " N"] = lengths > limit if lengths.ndim == 1 else (lengths > limit).any(axis=1)
+    is_long: Bool[np.ndarray, " N"] = lengths > limit if lengths.ndim == 1 else np.any(lengths > limit, axis=1)
     places = np.flatnonzero(is_long)
     ids_of_long = places if ids is None else ids[places]
     shown = limit.tolist() if isinstance(limit, np.ndarray) else limit
