@@ -1,6 +1,7 @@
 """Each module lists exactly the names that others may use."""
 
 import ast
+import re
 from pathlib import Path
 
 import jvarlen
@@ -81,4 +82,17 @@ def test_what_is_listed_is_there_and_documented():
                 problems.append(f"{name}.{each} is not there")
             elif each in definitions and not ast.get_docstring(definitions[each]):
                 problems.append(f"{name}.{each} is not documented")
+    assert not problems
+
+
+def test_packages_list_their_modules():
+    """In the lists of their docstrings, before colons. That of `torch_ref` itself has none."""
+    problems = []
+    for path in [*ROOT.glob("jvarlen/*/**/__init__.py"), *ROOT.glob("torch_ref/*/**/__init__.py")]:
+        docstring = " ".join(ast.get_docstring(ast.parse(path.read_text())).split())
+        named = re.findall(r"\w+", " ".join(re.findall(r"(?:`\w+`, )*`\w+`(?=:)", docstring)))
+        modules = {each.stem for each in path.parent.glob("*.py")} - {"__init__"}
+        modules |= {each.parent.name for each in path.parent.glob("*/__init__.py")}
+        problems += [f"{path.parent.name} lists {each}" for each in named if each not in modules]
+        problems += [f"{path.parent.name} does not list {each}" for each in modules - {*named}]
     assert not problems
