@@ -16,6 +16,7 @@ from jvarlen.planning.buckets import AnyBucket
 __all__ = ["StepDisplay"]
 
 _BAR_S = 0.5  # between two changes of what a bar tells of the steps
+_LINE_S = 10.0  # between two lines in a log
 
 
 class StepDisplay:
@@ -23,13 +24,12 @@ class StepDisplay:
 
     A line has the step and the number of steps, the loss, real tokens a second and the share of time spent waiting for
     data (both since the previous line), the learning rate in force, the bucket, and the seconds of training so far.
-    Lines go to standard error, like bars.
+    The first and the last step have one each. Lines go to standard error, like bars.
 
     Args:
       num_steps: of the whole training.
       num_steps_done: of the earlier part, if training was resumed.
       progress: False shows nothing.
-      seconds: between two lines in a log. The first and the last step have one each.
       in_bits: whether the loss is in nats a token and shown in bits.
 
     Example:
@@ -43,7 +43,6 @@ class StepDisplay:
         num_steps_done: int = 0,
         *,
         progress: bool = True,
-        seconds: float = 10.0,
         in_bits: bool = True,
     ):
         is_bar = progress and sys.stderr.isatty()
@@ -51,7 +50,7 @@ class StepDisplay:
         self._num_steps = num_steps
         self._in_bits = in_bits
         self._bar = tqdm(total=num_steps, initial=num_steps_done, desc="train", unit="step", disable=not is_bar)
-        self._seconds = _BAR_S if is_bar else seconds
+        self._seconds = _BAR_S if is_bar else _LINE_S
         self._next_line = -math.inf
         self._pending: Sequence[AnyBucket] = ()
         self._unshown: Mapping[str, Any] | None = None  # the latest record, where no line told of it
