@@ -4,9 +4,11 @@ import collections
 import contextlib
 import gc
 import hashlib
+import math
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ sys.dont_write_bytecode = False  # what that variable has set
 gc.disable()  # until all tests are collected: nothing of them is garbage
 KEEPING_PROGRAMS = ("attention", "foreign", "models", "parallel", "parity", "planning", "sorting", "training")
 MOST_PROGRAMS = 20_000
+SECONDS_OF_GARBAGE = 20
 
 # The same examples in every run: one that fails fails again. HYPOTHESIS_PROFILE=default draws others.
 with contextlib.suppress(ImportError):  # GPU machines may lack it
@@ -60,16 +63,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From now on there is garbage; it is looked for less often than by default."""
+    """From now on there is garbage; it is looked for far less often than by default."""
     gc.enable()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(1_000_000, 50, 1_000)
+
+
+@pytest.fixture(scope="session")
+def last_collections():
+    return [-math.inf]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def garbage_of_before():
-    """What outlives a module's tests, such as JAX's caches, is not looked through again, which takes ever longer."""
-    gc.collect()
-    gc.freeze()
+def garbage_of_before(last_collections):
+    """What outlives modules' tests, such as JAX's caches, is not looked through again, which takes ever longer."""
+    if time.monotonic() - last_collections[-1] > SECONDS_OF_GARBAGE:
+        gc.collect()
+        gc.freeze()
+        last_collections.append(time.monotonic())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -164,7 +164,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         importlib.import_module(name)
     gc.freeze()  # forks share what was imported, and needn't look for garbage in it
-    gc.set_threshold(50_000, 20, 20)  # as tests do
+    gc.set_threshold(1_000_000, 50, 1_000)  # as tests do
     with connection:
         order = _serve(connection)
     if order is None:
