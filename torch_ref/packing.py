@@ -32,7 +32,7 @@ class Packing:
         sample_lengths: int64[n], in tokens, cut to the longest row.
         capacity: int64[R], the length that each row was opened with.
         row_lengths: the lengths that rows can have, ascending; or the D lengths of every row.
-        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate".
+        overlong: the rule for samples above the longest row: "error" | "drop" | "truncate" | "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest row.
         piece_starts: int64[n], how many tokens of its sample come before each piece; None if no sample was split. A

@@ -42,7 +42,7 @@ class Plan:
             `sample_ids[row_offsets[r]:row_offsets[r + 1]]`. None where each sample is a row.
         piece_starts: int64[n] for packed rows of split samples: how many tokens of the sample come before each piece.
             None where no sample is split.
-        overlong: the rule the plan was made with: "error" | "drop" | "truncate".
+        overlong: the rule the plan was made with: "error" | "drop" | "truncate", or of packed rows "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
         onset_spacing: what the plan was made with, for its report; a plan that was loaded has 0.
