@@ -28,12 +28,12 @@ FOLDER = Path(__file__).parent
 DEADLINE_S = 480  # of a process that hangs
 # All compilations are cold; and JAX takes nearly all memory, as nothing else is on the GPU while it runs.
 ENVIRONMENT = {"JAX_ENABLE_COMPILATION_CACHE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-ON_PROCESSOR = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ON_CPU = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def ask(module: str, *, quick: bool) -> dict[str, Any]:
     """What a process answered; under "failed", by part, what did not work."""
-    environment = os.environ | ENVIRONMENT | (ON_PROCESSOR | environment_for_bfloat16() if quick else {})
+    environment = os.environ | ENVIRONMENT | (ON_CPU | environment_for_bfloat16() if quick else {})
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(FOLDER.parent), str(FOLDER), os.environ.get("PYTHONPATH")))
     )
@@ -67,10 +67,10 @@ def why_no_torch(*, quick: bool) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model on the processor, and no report")
+    parser.add_argument("--quick", action="store_true", help="a tiny model on the CPU, and no report")
     quick = parser.parse_args().quick
     if not quick and not is_true("jax", "(jax.default_backend() == 'gpu')"):
-        sys.exit("no GPU: nothing to do (--quick runs a tiny model on the processor)")
+        sys.exit("no GPU: nothing to do (--quick runs a tiny model on the CPU)")
     of_jax = ask("gpu_jax", quick=quick)
     missing = why_no_torch(quick=quick)
     of_torch = {"missing": missing} if missing else ask("gpu_torch", quick=quick)

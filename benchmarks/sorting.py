@@ -184,7 +184,7 @@ def main() -> None:
         f"# Sorting, {datetime.date.today()}",
         "",
         "Seconds are those of the fastest call, after one that is not counted; calls that are compared take turns. "
-        "Ratios are of seconds of one run. Devices are XLA's devices of one processor.",
+        "Ratios are of seconds of one run. Devices are XLA devices of one CPU.",
         "",
         *sort_tables.list_goals(sizes, answers),
         "",

@@ -121,7 +121,7 @@ def programs_of_before(tmp_path_factory, pytestconfig):
     if (cache := getattr(pytestconfig, "cache", None)) is None:
         yield own
         return
-    # A program is of the instructions of one processor.
+    # A program is of the instructions of one CPU.
     told = Path("/proc/cpuinfo").read_bytes() if Path("/proc/cpuinfo").exists() else b""
     instructions = hashlib.sha256(told.partition(b"flags")[2].partition(b"\n")[0]).hexdigest()
     kept = cache.mkdir(f"programs-{instructions[:8]}")

@@ -47,7 +47,7 @@ def run_kit(*arguments, **environment):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_the_tests_for_a_gpu_pass_on_a_processor_with_few_packages(tmp_path):
+def test_the_tests_for_a_gpu_pass_on_a_cpu_with_few_packages(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     run = run_kit("--platform", "cpu", "--part", "tests", PYTHONPATH=str(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr

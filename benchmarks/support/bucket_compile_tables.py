@@ -379,7 +379,7 @@ def make_report(
             for name, seconds in found.host["dispatch"].items()
         )
         + f". Idling: {main.buckets[0]}, steps through `jvarlen.load` against the same loop over batches that lie on "
-        "the device. Here the device is the processor, which loading needs too.",
+        "the device. Here the device is the CPU, which loading needs too.",
         "",
         f"All took {minutes:.0f} minutes. {versions_and_hardware('jax', 'jaxlib', 'torch')}",
     ]

@@ -56,7 +56,7 @@ def process_seconds(answers: dict[str, Any]) -> dict[str, list[float]]:
 
 def compare_keys(sizes: Sizes, answers: dict[str, Any]) -> list[str]:
     lines = [
-        f"## {sizes.num_keys:,} keys on {sizes.num_devices} devices of one processor",
+        f"## {sizes.num_keys:,} keys on {sizes.num_devices} devices of one CPU",
         "",
         f"The {sizes.num_devices} devices share the {os.cpu_count()} cores; on one device, and with NumPy, it is one "
         "core. Ratios to the first row of a table. Keys lie on their devices before; `sample_sort` returns NumPy's "

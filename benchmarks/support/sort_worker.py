@@ -264,7 +264,7 @@ def time_plans(num_samples: int) -> list[dict[str, Any]]:
 def time_one_device(num_rows: int, platform: str) -> dict[str, list[float]] | None:
     """Seconds of `sample_sort` and `torch.sort` on one device of a platform; None where there is no such."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # leaves torch its share
-    jax.config.update("jax_platforms", None)  # workers are confined to the processor otherwise
+    jax.config.update("jax_platforms", None)  # workers are confined to the CPU otherwise
     if jax.default_backend() != platform:
         return None
     keys = make_keys(num_rows)

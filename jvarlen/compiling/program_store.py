@@ -57,7 +57,7 @@ def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "platform version": client.platform_version,
         "device kinds": [device.device_kind for device in devices],
         "device ids": [device.id for device in devices],
-        "processor": _processor(),
+        "processor": _cpu_kind(),
         "processes": jax.process_count(),
         "process": jax.process_index(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -164,8 +164,8 @@ def _read_key(path: Path) -> bytes:
     return key
 
 
-def _processor() -> str:
-    """The kind of the host's processor; where the system tells, with what it can do."""
+def _cpu_kind() -> str:
+    """The kind of the host's CPU; where the system tells, with what it can do."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
