@@ -26,9 +26,8 @@ test: lint docs lowest suite
 check: lint
 	$(VENV)/bin/python -m pytest -q --numprocesses 2 --dist loadfile -m 'not slow and not multiprocess and not gpu' $(CHECK_TESTS)
 
-# One process of tests more than two cores: some tests wait for other processes.
 suite: $(VENV)/installed-dev
-	$(VENV)/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # 200 random layouts and models for ten steps each, of which the suite tries a few for three.
 compositions: $(VENV)/installed-dev

@@ -65,6 +65,7 @@ def assert_layout_invariant(
       ValueError: too few devices, or a layout that is not for this model, its parameters or this batch.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> def loss_fn(params, microbatch):
       ...     return jnp.sum((microbatch @ params) ** 2), jnp.float32(len(microbatch))
       >>> assert_layout_invariant(loss_fn, np.ones((8, 8)), np.ones((2, 3, 8)), ["data1"])

@@ -31,7 +31,7 @@ def main() -> int:
     chosen = parser.parse_args()
     environment = os.environ | environment_of(chosen.platform)
     if chosen.platform == "gpu" and not has_gpu(environment):
-        print("no GPU: nothing to do (PLATFORM=cpu runs the same on the processor)", file=sys.stderr)
+        print("no GPU: nothing to do (PLATFORM=cpu runs the same on the CPU)", file=sys.stderr)
         return NO_GPU
     # The benchmark runs in any case: time on a GPU is rare.
     codes = {
@@ -58,7 +58,7 @@ def environment_of(platform: str) -> dict[str, str]:
     environment = {"PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "JVARLEN_TEST_PLATFORM": platform}
     if platform == "gpu":
         return environment
-    # What is asked of the processor is whether it runs, and soon.
+    # What is asked of the CPU is whether it runs, and soon.
     return environment | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "OMP_NUM_THREADS": "1"}
 
 
