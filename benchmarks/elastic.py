@@ -26,7 +26,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from support.timing import digits, report, table, versions_and_hardware
+from support.timing import EMIT_FAST, digits, report, table, versions_and_hardware
 
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.data.split import Split
@@ -185,11 +185,10 @@ class Training:
 @contextlib.contextmanager
 def supervised(folder: Path) -> Iterator[Training]:
     """A block in which the training runs; after it, it has ended with all saved."""
-    flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     with (folder.parent / "output").open("w") as output:
         process = subprocess.Popen(
             [sys.executable, __file__, *sys.argv[1:], "--supervise", str(folder)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": flags},
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": EMIT_FAST},
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

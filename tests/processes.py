@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import os
 import socket
 import subprocess
@@ -14,7 +15,9 @@ from .forks import ROOT, Fork
 
 # Flags of XLA that make compiling for a CPU some four times faster: no kernels emitted through MLIR, no splitting of
 # modules that are small anyway. They change how programs are compiled, not which.
-COMPILE_FAST = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+COMPILE_FAST = "--xla_cpu_parallel_codegen_split_count=1"
+if importlib.metadata.version("jaxlib") < "0.11":  # XLA ends a process for a flag that it does not know
+    COMPILE_FAST += " --xla_cpu_use_fusion_emitters=false"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 import os
 import platform
@@ -17,6 +18,7 @@ from support.reports import RESULTS
 __all__ = [
     "COLLECTED_IN",
     "COMPILE_FAST",
+    "EMIT_FAST",
     "REPEATS",
     "RESULTS",
     "best_seconds",
@@ -27,11 +29,11 @@ __all__ = [
 ]
 
 REPEATS = 1 if "--quick" in sys.argv else 5
-# Flags for XLA: quick forms spend most of their time on compiling.
-COMPILE_FAST = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+# Flags for XLA. It ends a process for a flag that it does not know.
+_EMITTERS = " --xla_cpu_use_fusion_emitters=false" if importlib.metadata.version("jaxlib") < "0.11" else ""
+EMIT_FAST = f"--xla_cpu_parallel_codegen_split_count=1{_EMITTERS}"
+# Quick forms spend most of their time on compiling.
+COMPILE_FAST = f"--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true {EMIT_FAST}"
 COLLECTED_IN = "JVARLEN_BENCH_REPORTS"  # the folder in which `run.py` finds the report of what it ran
 
 T = TypeVar("T")
