@@ -8,6 +8,7 @@
 - `lazy_imports`: packages that import their names when they are first used.
 - `progress`: progress bars on a terminal, plain lines in a log.
 - `pytree`: names, shapes and zeros of pytree leaves. It and `compile_anew` are the only modules here that import JAX.
+- `scans`: the parts of a traced loop.
 - `text_table`: aligned columns of text.
 - `units`: nats to bits.
 - `worker_errors`: exceptions that can be sent between processes.

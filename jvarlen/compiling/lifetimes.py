@@ -12,6 +12,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Float64, Int64
 
+from jvarlen._common.scans import scan_parts
+
 __all__ = ["Lifetimes", "lifetimes_of"]
 
 _VIEWS = {"reshape", "squeeze", "expand_dims", "stop_gradient", "name", "copy", "optimization_barrier"}
@@ -128,7 +130,7 @@ class _Flat:
 
     def _run_scan(self, eqn: Any, takes: list[int | None]) -> list[int | None]:
         params = eqn.params
-        body, num_consts, num_carry = params["jaxpr"], params["num_consts"], params["num_carry"]
+        body, (num_consts, num_carry) = params["jaxpr"], scan_parts(eqn)
         begin = num_consts + num_carry
         consts, init, stacked = takes[:num_consts], takes[num_consts:begin], takes[begin:]
         is_loop = params["length"] > 1

@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
+from jvarlen._common.scans import scan_parts
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument", "which_are_reduced"]
@@ -129,7 +130,7 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
         if eqn.primitive.name == "axis_index":
             return [differs]
         if eqn.primitive.name == "scan":
-            num_fixed, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+            num_fixed, num_carry = scan_parts(eqn)
             fixed, carry, xs = given[:num_fixed], given[num_fixed:][:num_carry], given[num_fixed + num_carry :]
             while True:
                 made = walk(eqn.params["jaxpr"].jaxpr, fixed + carry + xs)
