@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from jax.extend.core import JaxprEqn
+from typing import Any
 
 __all__ = ["scan_parts"]
 
 
-def scan_parts(eqn: JaxprEqn) -> tuple[int, int]:
+def scan_parts(eqn: Any) -> tuple[int, int]:
     """How many arrays a scan keeps fixed, and how many it carries; its other arguments are sliced.
 
     What is sliced or stacked has one axis more outside of the loop than inside.
+
+    Args:
+      eqn: the equation, a `jax.extend.core.JaxprEqn`.
     """
     body = eqn.params["jaxpr"].jaxpr
     num_sliced, num_stacked = (
