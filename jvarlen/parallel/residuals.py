@@ -183,10 +183,17 @@ def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with the equations of jitted functions in place of their calls, which could not be cut."""
 
     def is_call(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name in ("jit", "pjit") and not eqn.params["inline"]
+        return eqn.primitive.name in ("jit", "pjit") and eqn.params["inline"] != always(eqn)
+
+    def always(eqn: JaxprEqn) -> Any:
+        kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration
+        return True if kind is bool else kind["JAX_EARLY"]
 
     while any(map(is_call, closed.jaxpr.eqns)):  # what is called may call in turn
-        eqns = [eqn.replace(params=eqn.params | {"inline": True}) if is_call(eqn) else eqn for eqn in closed.jaxpr.eqns]
+        eqns = [
+            eqn.replace(params=eqn.params | {"inline": always(eqn)}) if is_call(eqn) else eqn
+            for eqn in closed.jaxpr.eqns
+        ]
         inlined = ClosedJaxpr(closed.jaxpr.replace(eqns=eqns), closed.consts)
         closed = jax.make_jaxpr(jaxpr_as_fun(inlined))(*closed.in_avals)
     return closed
