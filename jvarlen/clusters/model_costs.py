@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError
+from jvarlen._common.jaxprs import OperationCounts, count_operations
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.clusters.cluster import Kind
-from jvarlen.compiling.jaxprs import OperationCounts, count_operations
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import os
 import time
 import warnings
@@ -16,23 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 
-from jvarlen._common.checks import UserError, check_at_least_one, list_first
-from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen._common.progress import progress_bar
-from jvarlen._common.pytree import leaves_by_name, zeros_of
+from jvarlen._common.checks import UserError
 from jvarlen.compiling import recompiles
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.donation import identity, without_aliases
+from jvarlen.compiling.donation import check_deleted, identity, without_aliases
 from jvarlen.compiling.hlo import Collectives, count_collectives
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
 from jvarlen.compiling.mismatch import (
     UnplannedShapeError,
+    canonical,
     explain_unplanned,
     explain_unplanned_state,
     nearest_larger,
@@ -41,16 +36,13 @@ from jvarlen.compiling.mismatch import (
 )
 from jvarlen.compiling.pending import PendingPrograms, Programs, largest_first
 from jvarlen.compiling.program_store import serialized, write_compiled
-from jvarlen.compiling.row_search import most_rows
+from jvarlen.compiling.row_search import suggest_rows
 from jvarlen.compiling.step_clock import StepClock
-from jvarlen.planning.buckets import AnyBucket, check_buckets
+from jvarlen.compiling.warm_up import prepare_arithmetic, warm_up
+from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["CompiledBuckets"]
-
-_MAX_ROWS = 2**24  # that `suggest_rows` tries
-_MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
-_RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
 class CompiledBuckets:
@@ -138,7 +130,7 @@ class CompiledBuckets:
         """
         self._raise_failure()
         try:
-            bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := _canonical(batch))]
+            bucket = self._bucket_of.get(signature(batch)) or self._bucket_of[signature(batch := canonical(batch))]
         except (KeyError, AttributeError):  # a Python number has no shape
             bucket, batch = self._fall_back(batch)
         if self._pending is not None:
@@ -149,13 +141,13 @@ class CompiledBuckets:
         if not self._is_state_checked:
             self._check_state(state)
         if identity(state) != self._returned:
-            _check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
+            check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
             if self._recipe.donate and not self._programs.keeps_state:
                 state = without_aliases(state, self._programs.constants.values())
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
-            outputs = self._run(executable, bucket, state, batch)
+            outputs = self._programs.run(executable, bucket, state, batch)
         except (TypeError, ValueError, RuntimeError) as error:
             self._explain(state, batch, bucket, error)
             raise
@@ -196,11 +188,6 @@ class CompiledBuckets:
             self._returned = ()  # the state may hold one of them
         if self._pending.is_done:
             self._pending = None
-
-    def _run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
-        constants = self._programs.constants.get(bucket)
-        outputs = executable(state, batch, *([constants] if constants else []))
-        return (state, outputs) if self._programs.keeps_state else outputs
 
     @property
     def is_complete(self) -> bool:
@@ -300,30 +287,7 @@ class CompiledBuckets:
           ValueError: not even `row_multiple` rows fit; a limit or a multiple below 1; no limit is given and the device
             reports none; or it does not report what programs need.
         """
-        (checked,) = check_buckets([bucket])
-        if memory_limit is None:
-            memory_limit = self._recipe.bytes_limit
-            if memory_limit is None:
-                raise UserError(f"{self.device} does not report its memory: pass memory_limit")
-        check_at_least_one(memory_limit=memory_limit, row_multiple=row_multiple)
-        needed: dict[int, int] = {}
-
-        def bytes_of(rows: int) -> int:
-            raise_if_interrupted()
-            tried = checked._replace(rows=rows)
-            row = self._recipe.compile(self._recipe.lower(tried)).row
-            if not row.total_bytes:
-                raise UserError(f"{self.device} does not report the memory of a program")
-            needed[rows] = row.total_bytes
-            return row.total_bytes
-
-        rows = most_rows(bytes_of, memory_limit, start=checked.rows, multiple=row_multiple, max_rows=_MAX_ROWS)
-        if rows == 0:
-            raise UserError(
-                f"{row_multiple} rows of length {'×'.join(map(str, checked.lengths))} need {needed[row_multiple]:,} "
-                f"bytes, more than the {memory_limit:,} of the limit"
-            )
-        return rows
+        return suggest_rows(self._recipe, bucket, memory_limit, row_multiple=row_multiple)
 
     def collectives(self, bucket: tuple[int, ...]) -> dict[str, Collectives]:
         """How often the devices communicate in a step of the bucket, by kind of collective, from the compiled program.
@@ -409,19 +373,8 @@ class CompiledBuckets:
         Raises:
           ValueError: a state of `jax.ShapeDtypeStruct`.
         """
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            raise UserError("warming up runs the step: it needs a state of arrays, not of shapes")
         self.wait()
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self._recipe.state_spec)
-        state = jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=shardings)(state)
-        held = [(bucket, spec) for bucket, spec in self.specs.items() if self._executables.has(bucket)]
-        bar = progress_bar(held, desc=f"warm up {self._recipe.name}", unit="bucket", progress=progress)
-        for bucket, spec in bar:
-            raise_if_interrupted()
-            bar.set_postfix_str(str(bucket))
-            for _ in range(1 if self._recipe.device.platform == "cpu" else _RUNS_TO_RECORD):
-                batch = jax.tree.map(zeros_of, spec)
-                state, _ = jax.block_until_ready(self._run(self._executables.get(bucket), bucket, state, batch))
+        warm_up(self._recipe, self._programs, list(self.specs), state, progress=progress)
 
     def prepare_arithmetic(self, state: Any) -> None:
         """Compiles the arithmetic that loops do on metrics, such as sums, so that a guard allows it.
@@ -431,18 +384,9 @@ class CompiledBuckets:
         Args:
           state: decides whether the arrays are committed to their devices, as the results of a step will be.
         """
-        mesh = self._recipe.mesh
-        is_committed = mesh is not None or any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
-        infos = jax.tree.leaves(self._programs.metrics)
-        shardings: list[jax.sharding.Sharding] = [SingleDeviceSharding(self._recipe.device)] * len(infos)
-        if mesh is not None:
+        if self.mesh is not None:
             self.wait(next(iter(self.specs)))
-            of_outputs = self._executables.any_live().output_shardings
-            shardings = jax.tree.leaves(of_outputs if self._programs.keeps_state else of_outputs[1])
-        for info, sharding in zip(infos, shardings, strict=True):
-            is_summed = info.shape == () or (sharding.is_fully_replicated and info.size <= _MAX_SIZE_OF_METRICS)
-            if is_summed and jnp.issubdtype(info.dtype, jnp.floating):
-                _prepare_arithmetic(info.shape, info.dtype, sharding if is_committed else None)
+        prepare_arithmetic(self._recipe, self._programs, state)
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)
@@ -486,7 +430,7 @@ class CompiledBuckets:
 
     def _explain(self, state: Any, batch: Any, bucket: AnyBucket, error: Exception) -> None:
         """Raises an error that names what the executable rejected: deleted arrays, or what was not planned."""
-        _check_deleted(state, batch, error)
+        check_deleted(state, batch, error)
         device = self._recipe.device
         difference = explain_unplanned(batch, {bucket: self.specs[bucket]}, device) or explain_unplanned_state(
             state, self._recipe.state_spec, device
@@ -500,47 +444,3 @@ class CompiledBuckets:
         if unknown:
             raise UserError(f"buckets were not compiled: {unknown}")
         return [by_shape[tuple(bucket)] for bucket in buckets]
-
-
-def _check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:
-    """Raises an error that names the arrays that were deleted, if there are any."""
-    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
-        return
-    gone = [
-        f"{name}{path}"
-        for name, tree in (("state", state), ("batch", batch))
-        for path, leaf in leaves_by_name(tree).items()
-        if _is_deleted(leaf)
-    ]
-    raise UserError(
-        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
-        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
-    ) from error
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def _canonical(batch: Any) -> Any:
-    """The batch with counts on the host in the types that they have on a device, such as float32 for float64."""
-
-    def cast(leaf: Any) -> Any:
-        if not isinstance(leaf, np.ndarray | np.generic) or leaf.ndim:
-            return leaf
-        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
-
-    return jax.tree.map(cast, batch)
-
-
-def _prepare_arithmetic(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
-    """Sums of arrays; of scalars differences, products and quotients as well.
-
-    JAX keeps the last few thousand programs of a process: those of an earlier call may be gone.
-    """
-    array = jax.device_put(np.ones(shape, dtype), sharding)
-    operations = [operator.add] if shape else [operator.add, operator.sub, operator.mul, operator.truediv]
-    with recompiles.uncounted_in_thread():
-        for calculate in operations:
-            for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
-                calculate(*pair)

@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["identity", "without_aliases"]
+from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.pytree import leaves_by_name
+
+__all__ = ["check_deleted", "identity", "without_aliases"]
 
 
 def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
@@ -48,6 +51,22 @@ def identity(state: Any) -> tuple[int, ...]:
     return id(state), *map(id, inside.values())
 
 
+def check_deleted(state: Any, batch: Any, error: Exception | None = None) -> None:
+    """Raises an error that names the arrays that were deleted, if there are any."""
+    if not any(map(_is_deleted, jax.tree.leaves((state, batch)))):
+        return
+    gone = [
+        f"{name}{path}"
+        for name, tree in (("state", state), ("batch", batch))
+        for path, leaf in leaves_by_name(tree).items()
+        if _is_deleted(leaf)
+    ]
+    raise UserError(
+        f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
+        "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
+    ) from error
+
+
 def _buffers(leaf: Any) -> list[Any]:
     """A key by which arrays that share memory are found."""
     if not isinstance(leaf, jax.Array) or leaf.size == 0 or leaf.is_deleted():
@@ -63,3 +82,7 @@ def _copy(leaf: jax.Array) -> jax.Array:
         return jax.device_put(leaf, leaf.sharding, may_alias=False)
     shards = [jax.device_put(shard.data, shard.device, may_alias=False) for shard in leaf.addressable_shards]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.scans import scan_parts
+from jvarlen._common.jaxprs import scan_parts
 
 __all__ = ["Lifetimes", "lifetimes_of"]
 

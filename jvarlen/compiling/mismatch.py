@@ -20,6 +20,7 @@ from jvarlen.planning.buckets import AnyBucket
 
 __all__ = [
     "UnplannedShapeError",
+    "canonical",
     "explain_unplanned",
     "explain_unplanned_state",
     "nearest_larger",
@@ -44,6 +45,17 @@ def signature(batch: Any) -> Hashable:
     """
     leaves, structure = jax.tree.flatten(batch)
     return structure, *map(_shape_and_dtype, leaves)
+
+
+def canonical(batch: Any) -> Any:
+    """The batch with counts on the host in the types that they have on a device, such as float32 for float64."""
+
+    def cast(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic) or leaf.ndim:
+            return leaf
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+
+    return jax.tree.map(cast, batch)
 
 
 def explain_unplanned(batch: Any, specs: Mapping[AnyBucket, Any], device: jax.Device | None = None) -> str | None:

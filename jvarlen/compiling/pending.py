@@ -62,6 +62,12 @@ class Programs:
     metrics: Any = None
     keeps_state: bool = False
 
+    def run(self, executable: jax.stages.Compiled, bucket: AnyBucket, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Runs a bucket's executable: the next state, and the metrics."""
+        constants = self.constants.get(bucket)
+        outputs = executable(state, batch, *([constants] if constants else []))
+        return (state, outputs) if self.keeps_state else outputs
+
     def fingerprint(self, recipe: Recipe, buckets: Sequence[AnyBucket]) -> str:
         """SHA-256 of the buckets, and of the lowered programs of the largest and the smallest."""
         ordered = largest_first(buckets)

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
-from jvarlen.compiling.jaxprs import primitives_in
+from jvarlen._common.jaxprs import primitives_in
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel import schedules

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jvarlen._common.checks import UserError, list_first
+from jvarlen._common.jaxprs import scan_parts
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
-from jvarlen._common.scans import scan_parts
 from jvarlen.training.train_state import TrainState
 
 __all__ = ["LossFn", "LossOutputs", "bind_loss", "takes_argument", "which_are_reduced"]

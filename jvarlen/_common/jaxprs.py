@@ -1,4 +1,4 @@
-"""What a traced function does: its primitives, products of matrices, and collectives."""
+"""What a traced function does: its primitives, products of matrices, collectives, and the parts of its scans."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-__all__ = ["OperationCounts", "count_operations", "primitives_in"]
+__all__ = ["OperationCounts", "count_operations", "primitives_in", "scan_parts"]
 
 OperationCounts = collections.Counter
 """Operations of products under `"flops"`; of collectives, how often under (kind, `"times"`), and (kind, `"bytes"`)."""
@@ -67,6 +67,24 @@ def count_operations(jaxpr: Jaxpr, axis_names: Collection[str], times: float = 1
         for each in inner:
             counts.update(each)
     return counts
+
+
+def scan_parts(equation: Any) -> tuple[int, int]:
+    """How many arrays a scan keeps fixed, and how many it carries; its other arguments are sliced.
+
+    They are told by shapes, as versions of JAX name them differently. What is sliced or stacked has one axis more
+    outside of the loop than inside.
+
+    Args:
+      equation: the scan, a `JaxprEqn`.
+    """
+    body = equation.params["jaxpr"].jaxpr
+    num_sliced, num_stacked = (
+        sum(whole.aval.shape != part.aval.shape for whole, part in zip(outside, inside, strict=True))
+        for outside, inside in ((equation.invars, body.invars), (equation.outvars, body.outvars))
+    )
+    num_carry = len(equation.outvars) - num_stacked
+    return len(equation.invars) - num_carry - num_sliced, num_carry
 
 
 def _axes_of(params: dict[str, Any]) -> set[Any]:
