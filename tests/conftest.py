@@ -28,6 +28,11 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # of programs that set the number of 
 # Where in the source an operation comes from takes a while to write down, and nobody reads it.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 
+with contextlib.suppress(ImportError):  # GPU machines may lack it
+    from tests import type_checks
+
+    type_checks.install()
+
 import jax
 import numpy as np
 import pytest

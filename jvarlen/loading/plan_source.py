@@ -228,7 +228,7 @@ def _planned_lengths(plan: AnyPlan, lengths: npt.ArrayLike) -> Int64[np.ndarray,
 def _longest(plan: AnyPlan) -> Int64[np.ndarray, " *sides"]:
     """The length of the longest bucket, or of pairs the longest of each side."""
     lengths = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
-    return lengths if len(lengths) == 2 else lengths[0]
+    return lengths if len(lengths) == 2 else np.asarray(lengths[0])
 
 
 def _lengths_of(samples: list[Any], ids: Int64[np.ndarray, " n"], is_pairs: bool) -> Int64[np.ndarray, " n *sides"]:

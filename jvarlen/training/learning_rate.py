@@ -101,7 +101,7 @@ def table_schedule(rates_S: Float64[np.ndarray, " S"]) -> optax.Schedule:
 
 
 def scale_by_batch_size(
-    base_batch_size: float, *, rule: Rule = "linear", unit: BatchSizeUnit = "sequences"
+    base_batch_size: float | jax.Array, *, rule: Rule = "linear", unit: BatchSizeUnit = "sequences"
 ) -> optax.GradientTransformationExtraArgs:
     """Scales updates by the batch size of the step, which scales the learning rate of the optimizer before it.
 

@@ -113,7 +113,7 @@ def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
     lines = [" ".join(f"word{(i * k) % 450}" for k in range(1 + i % 5)) for i in range(200)]
     path = tmp_path / "t.jsonl"
     path.write_text("\n".join(json.dumps({"body": line}) for line in lines))
-    config = config_of(path, field="body", tokenizer=tmp_path / "tokenizer.json")
+    config = config_of(path, field=("body",), tokenizer=tmp_path / "tokenizer.json")
     data = open_training_data(config)
     assert data.vocab_size == 401
     wanted = [[words.get(word, 400) for word in line.split()] for line in lines]
@@ -121,7 +121,7 @@ def test_a_tokenizer_with_more_ids_than_a_byte_raises_the_vocabulary(tmp_path):
     assert sorted(
         found + [data.evaluation["held_out"][i].tolist() for i in range(len(data.evaluation["held_out"]))]
     ) == (sorted(wanted))
-    larger = open_training_data(config_of(path, field="body", model=TransformerConfig(vocab_size=1000)))
+    larger = open_training_data(config_of(path, field=("body",), model=TransformerConfig(vocab_size=1000)))
     assert larger.vocab_size == 1000
 
 
