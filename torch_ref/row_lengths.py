@@ -12,7 +12,8 @@ from torch import Tensor
 from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.checks import check_integer
 from torch_ref.lengths import check_lengths
-from torch_ref.packing import fill_rows, split_samples
+from torch_ref.packing import split_samples
+from torch_ref.placing import fill_rows
 from torch_ref.rows import Cost
 
 __all__ = ["choose_row_lengths"]

@@ -1,20 +1,15 @@
 """Packs several samples into each row.
 
-NumPy only. Everything happens on the histogram. Without a limit on the samples of a row: best fit, longest samples
-first; samples of one length are placed together, and rows with the same free space are kept together. With a limit: row
-by row; a row is repeated as often as its samples allow. So the time depends on the number of distinct lengths and
-hardly on the number of samples. `joint_packing` has the rule for samples of several features. Letters: N samples, n of
-them packed, R rows, D distinct lengths, G distinct rows.
+NumPy only. Everything happens on the histogram; `placing` has the rules. Letters: N samples, n of them packed, D
+features, R rows, G distinct rows.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, overload
+from collections.abc import Sequence
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +17,8 @@ from jaxtyping import Bool, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
 from jvarlen.planning.edges import check_edges
-from jvarlen.planning.joint_packing import check_feature_row_lengths, distinct_joint_rows, fit_features
 from jvarlen.planning.lengths import (
+    FittedLengths,
     PackedOverlong,
     check_counts,
     check_feature_lengths,
@@ -33,9 +28,11 @@ from jvarlen.planning.lengths import (
     fit_lengths,
 )
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
+from jvarlen.planning.placing import distinct_joint_rows, place_samples
 
-__all__ = ["PackedHistogram", "Packing", "pack_samples", "rows_by_tokens", "split_lengths"]
+__all__ = ["PackedHistogram", "Packing", "pack_samples", "split_lengths"]
 
+_MAX_ROW_LENGTH = 2**23 - 1  # of several features: so that products of lengths and factors fit int64
 _TOO_LONG = 'samples longer than the longest row (overlong="drop", "truncate" or "split" allows them)'
 
 
@@ -251,7 +248,7 @@ def pack_samples(
     ids, ordered = ids[fitted.which][descending], fitted.lengths[descending]
     first = np.flatnonzero(np.diff(ordered, prepend=-1))  # of each distinct length
     counts = np.diff(first, append=len(ordered))
-    placed = _placed(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
+    placed = place_samples(ordered[first].tolist(), counts.tolist(), capacities.tolist(), max_samples_per_row)
     row, capacity = placed.row_of_samples(), placed.capacity()
     by_row = stable_argsort(row)
     return Packing(
@@ -278,11 +275,11 @@ def _pack_jointly(
     overlong: PackedOverlong,
 ) -> Packing | PackedHistogram:
     """`pack_samples` of several features."""
-    size = check_feature_row_lengths(row_lengths, lengths.shape[1])
+    size = _check_feature_row_lengths(row_lengths, lengths.shape[1])
     check_choices(overlong=(overlong, PackedOverlong))
     if counts is not None:
         num_of_each = _checked_counts(counts, len(lengths), order)
-        fitted = fit_features(lengths, size, overlong, np.arange(len(lengths)))
+        fitted = _fit_features(lengths, size, overlong, np.arange(len(lengths)))
         rows, _ = distinct_joint_rows(fitted.lengths, num_of_each[fitted.kept], size, max_samples_per_row)
         num_too_long = int(num_of_each[(lengths > size).any(axis=1)].sum())
         num_dropped, num_truncated = dropped_and_truncated(num_too_long, overlong)
@@ -297,7 +294,7 @@ def _pack_jointly(
             num_truncated=num_truncated,
         )
     ids = _ids_in_order(lengths.sum(axis=1), order, seed, epoch)
-    fitted = fit_features(lengths[ids], size, overlong, ids)
+    fitted = _fit_features(lengths[ids], size, overlong, ids)
     rows, kind = distinct_joint_rows(fitted.lengths, None, size, max_samples_per_row)
     which, row_offsets = rows.filled(kind)
     return Packing(
@@ -357,6 +354,38 @@ def _fit(
     return _Fitted(which, of_pieces, starts, 0, 0)
 
 
+def _fit_features(
+    lengths: Int64[np.ndarray, "N D"],
+    row_lengths: Int64[np.ndarray, " D"],
+    overlong: PackedOverlong,
+    ids: Int64[np.ndarray, " N"],
+) -> FittedLengths:
+    """Applies the rule for samples that are longer than a row in any feature.
+
+    Raises:
+      ValueError: as in `fit_lengths`; or the rule is to split, which would tear inputs from their targets.
+    """
+    if overlong == "split":
+        raise UserError('overlong="split" is for samples of one feature: pieces of others would not belong together')
+    problem = 'samples longer than the rows (overlong="drop" or "truncate" allows them)'
+    return fit_lengths(lengths, row_lengths, overlong, ids, problem=problem)
+
+
+def _check_feature_row_lengths(row_lengths: int | Sequence[int], num_features: int) -> Int64[np.ndarray, " D"]:
+    """Checks the length of rows in each of D features: integers from 1 to 2**23 − 1.
+
+    Raises:
+      ValueError: another number of lengths than of features, or lengths that are not as described; they are listed.
+    """
+    given: list[Any] = [row_lengths] if isinstance(row_lengths, int) else list(row_lengths)
+    if len(given) != num_features:
+        raise UserError(f"lengths of {num_features} features need a row length for each, not {given}")
+    wrong = [f"feature {d}: {t!r}" for d, t in enumerate(given) if not is_integer(t) or not 1 <= t <= _MAX_ROW_LENGTH]
+    if wrong:
+        raise UserError(f"row lengths must be integers from 1 to {_MAX_ROW_LENGTH}: {', '.join(wrong)}")
+    return np.array(given, np.int64)
+
+
 def split_lengths(
     lengths: Int64[np.ndarray, " N"], longest: int
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
@@ -379,7 +408,9 @@ def _pack_histogram(
     distinct, which = np.unique(fitted.lengths, return_inverse=True)
     num_of_each = np.zeros(len(distinct), np.int64)
     np.add.at(num_of_each, which, counts[fitted.which])
-    placed = _placed(distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row)
+    placed = place_samples(
+        distinct[::-1].tolist(), num_of_each[::-1].tolist(), capacities.tolist(), max_samples_per_row
+    )
     num_alike = collections.Counter[tuple[int, tuple[int, ...]]]()
     for capacity, row, number in placed.rows():
         num_alike[capacity, tuple(row)] += number
@@ -393,234 +424,3 @@ def _pack_histogram(
         num_dropped=num_dropped,
         num_truncated=num_truncated,
     )
-
-
-def rows_by_tokens(
-    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None = None
-) -> dict[int, int]:
-    """The histogram of tokens in the rows of `pack_samples`.
-
-    Args:
-      lengths: distinct lengths of samples, descending, each at most the last capacity.
-      counts: samples of each.
-      capacities: the lengths that rows may have, ascending.
-      max_samples_per_row: as in `pack_samples`.
-
-    Returns:
-      Numbers of rows by their tokens; some may be 0.
-    """
-    placed = _placed(lengths, counts, capacities, max_samples_per_row)
-    num_rows: collections.Counter[int] = collections.Counter()
-    for capacity, opened in placed.opened:
-        num_rows[capacity] += opened
-    for capacity, space, num_alike in placed.unfilled:
-        num_rows[capacity] -= num_alike
-        num_rows[capacity - space] += num_alike
-    return num_rows
-
-
-class _Placed(NamedTuple):
-    """Samples in the order of placing, as runs: `num_samples` of `length`, `per_row` a row, from `first_row` on.
-
-    Rows in the order of opening as (capacity, number), and those with space left as (capacity, space, number).
-    """
-
-    length: list[int]
-    first_row: list[int]
-    per_row: list[int]
-    num_samples: list[int]
-    opened: list[tuple[int, int]]
-    unfilled: list[tuple[int, int, int]]
-
-    def capacity(self) -> Int64[np.ndarray, " R"]:
-        """int64[R], the tokens that each row has room for."""
-        return np.repeat(*np.array(self.opened).T)
-
-    def row_of_samples(self) -> Int64[np.ndarray, " n"]:
-        """int64[n], the row of each sample."""
-        num_samples = np.array(self.num_samples)
-        run = np.repeat(np.arange(len(num_samples)), num_samples)
-        place_in_run = np.arange(len(run)) - (np.cumsum(num_samples) - num_samples)[run]
-        return np.array(self.first_row)[run] + place_in_run // np.array(self.per_row)[run]
-
-    def rows(self) -> Iterator[tuple[int, list[int], int]]:
-        """Rows in the order of opening: the capacity, the lengths of its samples, and how many rows in turn are so."""
-        begins = collections.defaultdict[int, list[tuple[int, int]]](list)
-        ends = collections.defaultdict[int, list[tuple[int, int]]](list)
-        for length, first, per_row, num_samples in zip(*self[:4], strict=True):
-            num_full, rest = divmod(num_samples, per_row)
-            last = first + num_full  # it gets the rest
-            for start, end, each in ((first, last, per_row), (last, last + 1, rest)):
-                if each and start < end:
-                    begins[start].append((length, each))
-                    ends[end].append((length, each))
-        capacities, opened = zip(*self.opened, strict=True)
-        first_opened = list(itertools.accumulate(opened))
-        in_row = collections.Counter[int]()
-        for row, next_row in itertools.pairwise(sorted({*begins, *ends})):
-            for length, each in ends[row]:
-                in_row[length] -= each
-            for length, each in begins[row]:
-                in_row[length] += each
-            lengths = sorted((+in_row).elements(), reverse=True)
-            yield capacities[bisect.bisect_right(first_opened, row)], lengths, next_row - row
-
-
-def _placed(
-    lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples_per_row: int | None
-) -> _Placed:
-    """Places `counts` samples of each of the descending `lengths` by the rule of `pack_samples`."""
-    if max_samples_per_row is None:
-        return _best_fit(lengths, counts, capacities)
-    return _row_by_row(lengths, counts, capacities, max_samples_per_row)
-
-
-def _best_fit(lengths: list[int], counts: list[int], capacities: Sequence[int]) -> _Placed:
-    """Places `counts` samples of each of the descending `lengths`.
-
-    A row that took a sample and still holds another of that length is again the one with the least space that does, so
-    each row takes as many as it holds before the next one is looked at.
-    """
-    runs: list[tuple[int, int, int, int]] = []
-    opened: list[tuple[int, int]] = []
-    num_rows = 0
-    spaces: list[int] = []  # of open rows, ascending, distinct
-    rows_with: dict[int, collections.deque[tuple[int, int, int]]] = {}  # by space: first row, number, capacity
-    for length, count in zip(lengths, counts, strict=True):
-        while count:
-            place = bisect.bisect_left(spaces, length)
-            if place < len(spaces):
-                space = spaces[place]
-                rows = rows_with[space]
-                first, num_alike, capacity = rows.popleft()
-                per_row = space // length
-                used = min(num_alike, -(-count // per_row))
-                if used < num_alike:
-                    rows.appendleft((first + used, num_alike - used, capacity))
-                elif not rows:
-                    del spaces[place], rows_with[space]
-            else:
-                space = capacity = capacities[bisect.bisect_left(capacities, length)]
-                per_row = space // length
-                first, used = num_rows, -(-count // per_row)
-                num_rows += used
-                opened.append((capacity, used))
-            num_placed = min(count, used * per_row)
-            count -= num_placed
-            runs.append((length, first, per_row, num_placed))
-            num_full, rest = divmod(num_placed, per_row)
-            for row, num_alike, left in (
-                (first, num_full, space - per_row * length),
-                (first + num_full, int(rest > 0), space - rest * length),
-            ):
-                if num_alike and left:
-                    if left not in rows_with:
-                        bisect.insort(spaces, left)
-                        rows_with[left] = collections.deque()
-                    rows_with[left].append((row, num_alike, capacity))
-    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
-    unfilled = [(capacity, space, number) for space, rows in rows_with.items() for _, number, capacity in rows]
-    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
-
-
-class _Left:
-    """The samples that no row holds yet.
-
-    Attributes:
-      lengths: int64[D], ascending.
-      counts: int64[D], how many of each are left.
-      num_samples: all of them.
-      num_tokens: all of theirs.
-    """
-
-    def __init__(self, lengths: list[int], counts: list[int]):
-        self.lengths, self.counts = np.array(lengths[::-1]), np.array(counts[::-1])
-        self.num_samples = sum(counts)
-        self.num_tokens = sum(length * count for length, count in zip(lengths, counts, strict=True))
-
-    def move(self, row: list[int], number: int) -> None:
-        """Puts a row's samples back this many times; takes them if the number is below 0."""
-        for length in row:
-            self.counts[np.searchsorted(self.lengths, length)] += number
-        self.num_samples += number * len(row)
-        self.num_tokens += number * sum(row)
-
-    def take(self, most: int) -> list[int]:
-        """Takes the longest sample of at most this many tokens: its length, or nothing."""
-        place = int(np.searchsorted(self.lengths, most, side="right")) - 1
-        while place >= 0 and not self.counts[place]:
-            place -= 1
-        row = [int(self.lengths[place])] if place >= 0 else []
-        self.move(row, -1)
-        return row
-
-    def take_pair(self, space: int) -> list[int]:
-        """Takes two samples that fill the space exactly, of which most pairs are left, ties by the shorter; or none."""
-        num_shorter = np.searchsorted(self.lengths, space // 2, side="right")
-        shorter = self.lengths[:num_shorter]
-        place = np.searchsorted(self.lengths, space - shorter)
-        place[self.lengths.take(place, mode="clip") != space - shorter] = -1
-        num_pairs = np.where(place >= 0, np.minimum(self.counts[:num_shorter], self.counts[place]), 0)
-        num_pairs[2 * shorter == space] //= 2
-        if not num_pairs.any():
-            return []
-        pair = [space - int(shorter[num_pairs.argmax()]), int(shorter[num_pairs.argmax()])]
-        self.move(pair, -1)
-        return pair
-
-    def take_greedily(self, capacity: int, max_samples: int) -> list[int]:
-        """Takes a row of the longest sample and whatever is the longest that still fits."""
-        row: list[int] = []
-        while len(row) < max_samples and (taken := self.take(capacity - sum(row))):
-            row += taken
-        return row
-
-    def take_evenly(self, capacity: int, max_samples: int) -> list[int]:
-        """Takes a row of as many samples as it may have, if they fit."""
-        shortest, longest = int(self.lengths[0]), int(self.lengths[-1])
-        is_longest = (longest + shortest) * self.num_samples >= 2 * self.num_tokens
-        row = self.take(longest if is_longest else shortest)
-        while num_more := max_samples - len(row):
-            space = capacity - sum(row)
-            taken = self.take_pair(space) if num_more == 2 else []
-            taken = taken or self.take(space // num_more) or self.take(space)
-            if not taken:
-                break
-            row += taken
-        return row
-
-    def take_again(self, row: list[int]) -> int:
-        """Takes the samples of a row as often as they are left; returns how often."""
-        lengths, per_row = np.unique(row, return_counts=True)
-        number = int((self.counts[np.searchsorted(self.lengths, lengths)] // per_row).min())
-        self.move(row, -number)
-        is_left = self.counts > 0
-        if not is_left.all():
-            self.lengths, self.counts = self.lengths[is_left], self.counts[is_left]
-        return number
-
-
-def _row_by_row(lengths: list[int], counts: list[int], capacities: Sequence[int], max_samples: int) -> _Placed:
-    """Makes rows of at most `max_samples`, each as often as its samples last."""
-    left = _Left(lengths, counts)
-    runs: list[tuple[int, int, int, int]] = []
-    opened: list[tuple[int, int]] = []
-    unfilled: list[tuple[int, int, int]] = []
-    num_rows = 0
-    while left.num_samples:
-        capacity = capacities[bisect.bisect_left(capacities, left.lengths[-1])]
-        row = left.take_greedily(capacity, max_samples)
-        if left.num_samples * capacities[0] > max_samples * left.num_tokens:
-            left.move(row, 1)
-            row = left.take_evenly(capacity, max_samples)
-        num_alike = 1 + left.take_again(row)
-        capacity = capacities[bisect.bisect_left(capacities, sum(row))]
-        opened.append((capacity, num_alike))
-        if space := capacity - sum(row):
-            unfilled.append((capacity, space, num_alike))
-        for length, per_row in collections.Counter(row).items():
-            runs.append((length, num_rows, per_row, per_row * num_alike))
-        num_rows += num_alike
-    runs.sort(key=lambda run: -run[0])
-    length_of, first_row, per_rows, num_samples = map(list, zip(*runs, strict=True))
-    return _Placed(length_of, first_row, per_rows, num_samples, opened, unfilled)
