@@ -27,6 +27,7 @@ _RENAMED = """
     evaluation=runs.loop,runs.summary executables=compiling.program_store html_page=reports.page
     html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
+    joint_packing=planning.packing,planning.placing
     measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
     planned_steps=planning.steps report=reports.histogram,reports.run_records,reports.run_figures
