@@ -120,12 +120,16 @@ def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...
       Numbers of gradients, from 0, those that come first before others; of several from one operation, the last first.
       Gradients that depend on nothing, because the loss never uses the parameter, are left out.
     """
-    jaxpr = traced.jaxpr
+    jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[place] for place in places]
+    if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":  # JAX 0.11 inlines calls when it lowers them
+        (call,) = jaxpr.eqns
+        jaxpr = call.params["jaxpr"].jaxpr
+        inner = dict(zip(call.outvars, jaxpr.outvars, strict=True))
+        results = [result if isinstance(result, Literal) else inner.get(result, result) for result in results]
     known = dict.fromkeys((*jaxpr.invars, *jaxpr.constvars), -1)
     for number, equation in enumerate(jaxpr.eqns):
         if any(isinstance(variable, Var) and variable in known for variable in equation.invars):
             known |= dict.fromkeys(equation.outvars, number)
-    results = [jaxpr.outvars[place] for place in places]
     found = {
         i: known[result] for i, result in enumerate(results) if not isinstance(result, Literal) and result in known
     }

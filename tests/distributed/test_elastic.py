@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -97,7 +96,18 @@ def test_too_few_gpus_for_all_processes_are_named(monkeypatch):
         keep_training(lambda start: 0, 2, progress=list, devices_per_process=2)
 
 
+class NeverEnding(elastic._Process):
+    def __init__(self):
+        self.pid = 7
+
+    def kill(self):
+        pass
+
+    def poll(self):
+        return None
+
+
 def test_a_killed_process_that_does_not_end_is_not_waited_for(monkeypatch, capsys):
     monkeypatch.setattr(elastic, "_KILLED_S", 0.0)
-    elastic._end([SimpleNamespace(pid=7, kill=lambda: None, poll=lambda: None)])
+    elastic._end([NeverEnding()])
     assert "killed processes do not end, as while they wait for a disk: 7" in capsys.readouterr().err
