@@ -188,7 +188,7 @@ def main() -> None:
     samples = [dataset[i][:length] for i in order.tolist()]
     tiny, small = (TransformerConfig(num_layers=n, width=16 * n**2, num_heads=n) for n in (1, 2))
     model = tiny if quick else small
-    setting = Setting(model, samples, 4, length, 20 if quick else 1200, 1e-3)
+    setting = Setting(model, samples, 4, length, 10 if quick else 1200, 1e-3)
     uneven, by_bound = (QUICK_UNEVEN, QUICK_BY_BOUND) if quick else (UNEVEN, BY_BOUND)
     runs = tuple((uneven, *each) for each in by_bound)
     even = () if quick else ((EVEN, 4, 0), (EVEN, 4, None))
@@ -206,7 +206,7 @@ def main() -> None:
         "",
         *table(
             "ms a gradient|microbatches a step|bound|gradients a second|expected|ratio|mean staleness|largest",
-            sleeping_rows([*runs, *even], 5 if quick else 120),
+            sleeping_rows(runs[:1] if quick else [*runs, *even], 5 if quick else 120),
         ),
         "",
         "## Loss",
@@ -221,7 +221,7 @@ def main() -> None:
         *table(
             "microbatches a step|bound|gradients a second|mean staleness|largest|gradients at equal time|"
             "loss at equal time|loss at equal updates|loss at equal data",
-            training_rows(setting, uneven, by_bound, fast_s),
+            training_rows(setting, uneven, by_bound[-1:] if quick else by_bound, fast_s),
         ),
         "",
         "## Chosen staleness",

@@ -163,7 +163,7 @@ def main() -> None:
     config = FitConfig(progress=False, plan=plan)
     if quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        plan = dataclasses.replace(plan, max_tokens=256, max_shapes=2, max_length=64)
+        plan = dataclasses.replace(plan, max_tokens=256, max_shapes=1, max_length=64)
         config = dataclasses.replace(config, plan=plan, model=tiny)
     num_turns, num_steps = (2, 4) if quick else (16, 20)
     loop = TrainingLoop(config, num_steps)

@@ -67,7 +67,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3, {})
-QUICK = Form(2, 2, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1, "zero": 0})
+QUICK = Form(2, 2, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1, "tensor": 1, "zero": 0})
 
 
 class Case(NamedTuple):
@@ -133,6 +133,11 @@ def waiting_model(flops_per_second: float) -> LayeredModel:
     return LayeredModel(embed, layer, loss, specs=specs, by_positions=True)
 
 
+def restricted(model: LayeredModel, fixed: dict[str, Any]) -> LayeredModel:
+    """What the search need not trace with rows that are spread, where none may be."""
+    return model._replace(by_positions=model.by_positions and fixed.get("sequence") != 1)
+
+
 def waiting(form: Form) -> Case:
     bucket = form.buckets[0]
     flops_per_second = 2 * bucket.num_positions * WIDTH * WIDTH / (1e-3 * form.wait_ms)
@@ -148,12 +153,12 @@ def waiting(form: Form) -> Case:
         host_link=Link(1e12),
     )
     params = LayeredParams(np.ones((8, WIDTH), np.float32), {"up": kernels[0], "down": kernels[1]})
-    return Case(waiting_model(flops_per_second), params, cluster)
+    return Case(restricted(waiting_model(flops_per_second), form.fixed), params, cluster)
 
 
 def computing(form: Form, cluster: Cluster) -> Case:
     config = TransformerConfig(num_layers=form.num_layers, width=64, num_heads=8)
-    return Case(layered(config), stack_layers(init_params(config, seed=0)), cluster)
+    return Case(restricted(layered(config), form.fixed), stack_layers(init_params(config, seed=0)), cluster)
 
 
 def plan_of(buckets: tuple[Bucket, ...]) -> Plan:
@@ -233,22 +238,23 @@ def compare(case: Case, form: Form) -> list[str]:
     ]
 
 
-def search(num_hosts: int, max_shapes: int, num_known: int, fixed: dict[str, Any]) -> list[str]:
+def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed: dict[str, Any]) -> list[str]:
     """How long a choice takes for hosts of eight devices: the first one, and some for which the costs are known."""
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).clip(1, 16_384).astype(np.int64)
+    lengths = np.random.default_rng(0).lognormal(6, 1.2, 200_000).clip(1, longest).astype(np.int64)
     num_microbatches = 8 * num_hosts
     options: dict[str, Any] = {"max_shapes": max_shapes, "length_multiple": 128}
     buckets = make_buckets(lengths, 16_384, microbatches_per_step=num_microbatches, **options)
     plan = make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
     model = ModelFile(layers=32, width=4096, heads=32, vocabulary=32_000)
     cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), model.make_optimizer()
-    memory = MemoryModel(model.model, model.params, optimizer, plan.buckets)
+    searched = restricted(model.model, fixed)
+    memory = MemoryModel(searched, model.params, optimizer, plan.buckets)
     seconds = []
     known: dict[str, Any] = {"costs": None}
     for _ in range(1 + num_known):
         begun = time.perf_counter()
         given = {"params": model.params, "memory": memory, "fixed": fixed, **known}
-        choice = choose_layout(plan, model.model, optimizer, cluster, **given)
+        choice = choose_layout(plan, searched, optimizer, cluster, **given)
         seconds.append(time.perf_counter() - begun)
         known["costs"] = choice.costs
     num_layouts, num_fitting = len(choice.candidates.reasons), choice.candidates.num_fitting
@@ -274,7 +280,7 @@ def main() -> None:
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
     searched = (
-        search(1, 1, 1, form.fixed | {"tensor": 1, "zero": 3, "keeps": "inputs"}) if quick else search(128, 16, 3, {})
+        search(1, 128, 1, 1, form.fixed | {"zero": 3, "keeps": "inputs"}) if quick else search(128, 16_384, 16, 3, {})
     )
     loads.append(os.getloadavg()[0])
     lines = [

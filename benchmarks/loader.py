@@ -93,7 +93,7 @@ def main() -> None:
     num_turns = args.turns
     if args.quick:
         tiny = TransformerConfig(num_layers=1, width=16, num_heads=1)
-        plan = PlanConfig(max_tokens=256, max_shapes=2, max_length=64, overlong="truncate")
+        plan = PlanConfig(max_tokens=256, max_shapes=1, max_length=64, overlong="truncate")
         config = FitConfig(max_steps=4, progress=False, plan=plan, model=tiny)
         num_turns = 1
     data = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
@@ -102,13 +102,20 @@ def main() -> None:
         config, Course(config, lengths, {HELD_OUT: held_out_lengths}), data, config.max_steps or args.steps
     )
     kinds = [(num_workers, verify) for num_workers in (0, 1) for verify in (False, True)]
-    training.run(0, False)  # what is made once, for those that follow
+    if args.quick:
+        kinds.remove((1, False))  # starting a worker takes longest
+    else:
+        training.run(0, False)  # what is made once, for those that follow
     loops: dict[tuple[int, bool], list[Loop]] = {kind: [] for kind in kinds}
     for turn in range(num_turns):
         for kind in kinds if turn % 2 else kinds[::-1]:
             loops[kind].append(training.run(*kind))
 
-    def ratio(num_workers: int) -> str:
+    def ratio(num_workers: int, verify: bool) -> str:
+        if not verify:
+            return "1"
+        if (num_workers, False) not in loops:
+            return "–"
         pairs = zip(loops[num_workers, False], loops[num_workers, True], strict=True)
         return f"{statistics.median(without.all_s / with_verify.all_s for without, with_verify in pairs):.4f}"
 
@@ -128,7 +135,7 @@ def main() -> None:
                     f"{statistics.median(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
                     f"{max(loop.wait_s / loop.all_s for loop in of_kind):.2%}",
                     f"{statistics.median(loop.num_tokens / loop.all_s for loop in of_kind):,.0f}",
-                    ratio(num_workers) if verify else "1",
+                    ratio(num_workers, verify),
                 )
                 for (num_workers, verify), of_kind in loops.items()
             ],

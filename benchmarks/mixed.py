@@ -61,10 +61,10 @@ class Plans(NamedTuple):
         return float(ordinary), float(sum(busiest))
 
 
-def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int) -> Plans:
+def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int, *, max_shapes: int = 8) -> Plans:
     """Of log-normal lengths, median 180, at most 2,048."""
     lengths = np.clip(np.random.default_rng(0).lognormal(5.2, 0.9, num_samples), 1, 2048).astype(np.int64)
-    buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=8)
+    buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
     ordinary = make(microbatches_per_step=microbatches_per_step)
     return Plans(lengths, ordinary, jvarlen.make_mixed_plan(make(), microbatches_per_step))
@@ -112,12 +112,12 @@ def epoch_seconds(step: Any, state: Any, batches: Sequence[Any]) -> float:
     return time.perf_counter() - begun
 
 
-def measured(num_samples: int, scale: float) -> list[list[str]]:
+def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: Sequence[int]) -> list[list[str]]:
     mesh, optimizer = jvarlen.data_mesh(NUM_RANKS), optax.sgd(0.1)
     state = jvarlen.replicate(jvarlen.init_train_state(jnp.float32(1), optimizer), mesh)
     rows = []
-    for per_rank in (1, 4):
-        plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank)
+    for per_rank in each_per_rank:
+        plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank, max_shapes=max_shapes)
         samples = [np.ones(length, np.int32) for length in plans.lengths]
         ordinary = jax.jit(jvarlen.make_train_step(waiting_loss(scale), optimizer, mesh=mesh))
         mixed = jax.jit(jvarlen.make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, mesh=mesh))
@@ -137,9 +137,10 @@ def measured(num_samples: int, scale: float) -> list[list[str]]:
     return rows
 
 
-def program_cost(config: TransformerConfig, num_microbatches: int) -> list[list[str]]:
+def program_cost(
+    config: TransformerConfig, num_microbatches: int, buckets: Sequence[jvarlen.Bucket]
+) -> list[list[str]]:
     """Seconds of the same microbatches by both programs, on one device."""
-    buckets = [jvarlen.Bucket(32, 32), jvarlen.Bucket(8, 128), jvarlen.Bucket(2, 512)]
     mesh, optimizer, loss_fn = jvarlen.data_mesh(1), optax.adamw(1e-3), make_loss_fn(config)
     state = jvarlen.replicate(jvarlen.init_train_state(init_params(config, seed=0), optimizer), mesh)
     ordinary = jax.jit(jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh))
@@ -173,6 +174,7 @@ def main() -> None:
         os.environ["XLA_FLAGS"] = COMPILE_FAST
     split_cpu(NUM_RANKS)
     num_samples = 2_000 if quick else 50_000
+    buckets = [jvarlen.Bucket(32, 32), jvarlen.Bucket(8, 128), jvarlen.Bucket(2, 512)]
     lines = [
         f"# Mixed steps against ordinary ones, {datetime.date.today()}",
         "",
@@ -192,7 +194,11 @@ def main() -> None:
         "",
         *table(
             "steps|microbatches a step|steps an epoch|planned, s|measured, s|used, planned|used, measured",
-            measured(*((200, 2.0) if quick else (2_000, 20.0))),
+            (
+                measured(50, 2.0, max_shapes=2, each_per_rank=(1,))
+                if quick
+                else measured(2_000, 20.0, max_shapes=8, each_per_rank=(1, 4))
+            ),
         ),
         "",
         "## The same full microbatches, demo model, one device",
@@ -202,6 +208,7 @@ def main() -> None:
             program_cost(
                 TransformerConfig(num_layers=1, width=16) if quick else TransformerConfig(num_layers=4),
                 2 if quick else 4,
+                buckets[: 2 if quick else 3],
             ),
         ),
         "",

@@ -10,9 +10,12 @@ quick form, the link is not limited. Prints a table and writes it, with versions
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
+import importlib
 import json
 import os
+import shlex
 import shutil
 import socket
 import statistics
@@ -25,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from support import ranks
 from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 
 MBIT = 400
@@ -144,11 +148,26 @@ def torch_seconds(sizes: Sizes, rank: int, port: int) -> dict[str, float]:
             optimizer.step()
 
         found[name] = median_seconds(step, sizes.num_steps)
+    # A model that outlives this would free the group, and wait for its threads while they wait for the interpreter.
+    del model, optimizer, step
     distributed.destroy_process_group()
     return found
 
 
 WAYS = {"jax": jax_seconds, "torch": torch_seconds}
+IMPORTED = {"jax": ("jax", "optax", "jvarlen.compiling.lowering"), "torch": ("torch.nn.parallel", "torch._dynamo")}
+
+
+def answer(way: str, sizes: Sizes, port: int, folder: Path) -> None:
+    """Writes what each of two processes measures; the second one is a fork of this one, once it has imported."""
+    others: list[int] = []
+    atexit.register(ranks.wait_for, others)  # after what else is done at the end, in which both may meet
+    for name in IMPORTED[way]:
+        importlib.import_module(name)
+    pid = os.fork()
+    others += [pid] * (pid > 0)
+    rank = 0 if pid else 1
+    (folder / str(rank)).write_text(json.dumps(WAYS[way](sizes, rank, port)))
 
 
 def can_limit() -> bool:
@@ -167,15 +186,11 @@ def measure(way: str, sizes: Sizes, *, is_limited: bool, **environment: str) -> 
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        program = f"exec {sys.executable} {Path(__file__).resolve()} --way {way} --sizes '{json.dumps(sizes)}'"
-        both = (
-            f"({program} --rank 1 --port {port} --out {folder}/1) & {program} --rank 0 --port {port} --out {folder}/0"
-        )
-        command = ["unshare", "-n", "sh", "-c", LIMITED + both] if is_limited else ["sh", "-c", both]
+        command = [sys.executable, str(Path(__file__).resolve()), "--way", way, "--sizes", json.dumps(sizes)]
+        command += ["--port", str(port), "--out", folder]
+        if is_limited:
+            command = ["unshare", "-n", "sh", "-c", f"{LIMITED}exec {shlex.join(command)}"]
         subprocess.run(command, check=True, timeout=DEADLINE_S, env=os.environ | environment)
-        deadline = time.monotonic() + 60
-        while not Path(folder, "1").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
         found = [json.loads(Path(folder, rank).read_text()) for rank in "01"]
     return {name: max(seconds[name] for seconds in found) for name in BUCKETS}
 
@@ -185,15 +200,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, and no report")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--sizes", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way is not None:
-        found = WAYS[given.way](Sizes(*json.loads(given.sizes)), given.rank, given.port)
-        part = given.out.with_suffix(".part")
-        part.write_text(json.dumps(found))
-        part.rename(given.out)
+        answer(given.way, Sizes(*json.loads(given.sizes)), given.port, given.out)
         return
     sizes = QUICK if given.quick else FULL
     is_limited = not given.quick and can_limit()

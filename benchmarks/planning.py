@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="10,000 samples, and no report")
     options = parser.parse_args()
     num_samples = 10_000 if options.quick else options.num_samples
-    num_fixed, longest = (10_000, 224) if options.quick else (200_000, 4096)
+    num_fixed, longest = (10_000, 144) if options.quick else (200_000, 4096)
     num_for_peaks = 10_000 if options.quick else 100_000_000
     rows = measure(num_samples)
     sort_s = rows[0][1]

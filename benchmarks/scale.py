@@ -23,7 +23,7 @@ import jvarlen
 from jvarlen.sorting.balance import digest_volume, exchange_volume
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)
-QUICK_SIZES = (10_000, 30_000)
+QUICK_SIZES = (1_000, 3_000)
 TOTAL, HOSTS = 10**11, 1_000
 WORKS = ("count_lengths", "make_plan", "digest of the plan", "plan_distributed")
 
@@ -32,7 +32,7 @@ def measure(work: str, num_samples: int) -> tuple[float, float]:
     """Seconds of the faster of two calls, and bytes a sample at the peak, beyond the int64 lengths."""
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
     buckets = jvarlen.make_buckets(np.arange(128, 4096), 500_000, max_shapes=16, microbatches_per_step=8)
-    mesh = jvarlen.data_mesh()
+    mesh = jvarlen.data_mesh(1)
 
     def make(part: np.ndarray) -> jvarlen.Plan:
         return jvarlen.make_plan(part, buckets, microbatches_per_step=8, order="shuffle")
@@ -124,7 +124,7 @@ def on_paper(of_part: dict[str, tuple[float, float]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="10,000 and 30,000 samples, and no report")
+    parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 samples, and no report")
     parser.add_argument("--one", nargs=2, metavar=("WORK", "SAMPLES"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

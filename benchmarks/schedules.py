@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,8 +33,10 @@ from jvarlen.parallel.scheduled import make_schedule, sum_scheduled
 from jvarlen.reports.schedule_figures import draw_timelines
 from jvarlen.training.train_state import TrainState
 
-NUM_STAGES, NUM_MICROBATCHES = 4, 8
+NUM_STAGES, NUM_MICROBATCHES = (2, 4) if "--quick" in sys.argv else (4, 8)
 CHUNKS = {"gpipe": 1, "eager_1f1b": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+OF_TORCH = ("gpipe", "1f1b", "interleaved")  # those that PyTorch has
+BY_TORCH = Path(__file__).parent / "support" / "schedules_torch.py"
 KEEPS = ("residuals", "inputs")
 KINDS = "FBW"
 
@@ -50,7 +53,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(schedules=tuple(CHUNKS), forward=15, backward=30, num_timed=9, num_microbatches=(8, 16, 32))
-QUICK = Form(schedules=("gpipe", "zero_bubble"), forward=3, backward=6, num_timed=1, num_microbatches=(8,))
+QUICK = Form(schedules=("gpipe", "zero_bubble"), forward=3, backward=6, num_timed=1, num_microbatches=(4,))
 
 
 class Wait(NamedTuple):
@@ -63,11 +66,12 @@ class Wait(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Steps by a schedule: their seconds, and the waits of the fastest one."""
+    """Steps by a schedule: their seconds, the waits of the fastest one, and the seconds of steps with waits of 0 s."""
 
     schedule: Schedule
     seconds: list[float]
     waits: list[Wait]
+    seconds_without: list[float]
 
 
 def waiting_model(waits_s: dict[str, float], happened: list[Wait]) -> LayeredModel:
@@ -125,21 +129,26 @@ def measure(form: Form, name: str, keeps: str) -> Measured:
     layout = Layout(stage=NUM_STAGES, schedule=name, chunks=num_chunks)
     happened: list[Wait] = []
     schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
-    model = waiting_model({kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}, happened)
+    waits_s = {kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}
+    model = waiting_model(waits_s, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_chunks, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
     step = sum_scheduled(model, mesh=layout_mesh(layout), schedule=name, num_chunks=num_chunks, keeps=keeps)
     program = jax.jit(step).lower(state, batch).compile()
-    jax.block_until_ready(program(state, batch))
-    steps = []
-    for _ in range(form.num_timed):
+
+    def timed_step() -> tuple[float, float, list[Wait]]:
         happened.clear()
         begun = time.perf_counter()
         jax.block_until_ready(program(state, batch))
-        steps.append((time.perf_counter() - begun, begun, [*happened]))
+        return time.perf_counter() - begun, begun, [*happened]
+
+    timed_step()
+    steps = [timed_step() for _ in range(form.num_timed)]
     _, begun, waits = min(steps)
     waits = [each._replace(begun=each.begun - begun, ended=each.ended - begun) for each in waits]
-    return Measured(schedule, [seconds for seconds, _, _ in steps], waits)
+    waits_s.update(dict.fromkeys(waits_s, 0.0))  # the program reads them in every step
+    without = [timed_step()[0] for _ in range(form.num_timed)]
+    return Measured(schedule, [seconds for seconds, _, _ in steps], waits, without)
 
 
 def timeline_of(measured: Measured) -> Timeline:
@@ -171,7 +180,6 @@ def steps(form: Form) -> tuple[list[str], str]:
     for name in form.schedules:
         for keeps in KEEPS:
             measured = measure(form, name, keeps)
-            without = measure(form._replace(forward=0, backward=0), name, keeps)
             costs = costs_of(form, measured.schedule, keeps)
             lockstep, mpmd = (measured.schedule.simulate(costs, mode) for mode in ("lockstep", "mpmd"))
             median, fastest = (1e3 * of(measured.seconds) for of in (statistics.median, min))
@@ -184,7 +192,7 @@ def steps(form: Form) -> tuple[list[str], str]:
                     f"{lockstep.makespan:g}",
                     f"{median / lockstep.makespan:.3f}",
                     f"{mpmd.makespan:g}",
-                    f"{1e3 * statistics.median(without.seconds):.0f}",
+                    f"{1e3 * statistics.median(measured.seconds_without):.0f}",
                 ]
             )
             if keeps == "residuals":
@@ -203,11 +211,9 @@ def steps(form: Form) -> tuple[list[str], str]:
 
 
 def beside_torch(form: Form) -> list[str]:
-    from support import schedules_torch
-
-    chunks = {name: CHUNKS[name] for name in schedules_torch.SCHEDULES if name in form.schedules}
+    chunks = {name: CHUNKS[name] for name in OF_TORCH if name in form.schedules}
     given = (chunks, NUM_MICROBATCHES, 4, 1e-3 * form.forward, 1e-3 * form.backward, form.num_timed)
-    found = namespace.run(Path(schedules_torch.__file__), given, NUM_STAGES)
+    found = namespace.run(BY_TORCH, given, NUM_STAGES)
     rows = []
     for name, num_chunks in chunks.items():
         schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,23 +36,28 @@ from jvarlen.parallel import (
     shard_positions,
 )
 
-NUM_DEVICES = 8
+NUM_DEVICES = 2 if "--quick" in sys.argv else 8
 IMPLEMENTATIONS = ("gather", "ring")
 SPREAD = PartitionSpec(None, "sequence")
 
 
 class Form(NamedTuple):
-    """What is measured: positions of a row, layers, width, heads, and positions of rows that are timed."""
+    """What is measured: positions of a row, layers, width and heads; and positions of rows that are timed.
+
+    Rows are spread over each of some numbers of devices, and timed on each of others.
+    """
 
     length: int
     num_layers: int
     width: int
     num_heads: int
     timed_length: int
+    spread_over: tuple[int, ...]
+    timed_on: tuple[int, ...]
 
 
-FULL = Form(length=8192, num_layers=4, width=128, num_heads=2, timed_length=2048)
-QUICK = Form(length=64, num_layers=1, width=16, num_heads=2, timed_length=32)
+FULL = Form(8192, num_layers=4, width=128, num_heads=2, timed_length=2048, spread_over=(2, 4, 8), timed_on=(2, 4))
+QUICK = Form(64, num_layers=1, width=16, num_heads=2, timed_length=32, spread_over=(2,), timed_on=(2,))
 
 
 def transformer(form: Form, implementation: str) -> LayeredModel:
@@ -123,7 +129,7 @@ def sent_in_attention(program: jax.stages.Compiled) -> float:
 def memory(form: Form) -> list[str]:
     whole = compile_step(form, Layout(data=NUM_DEVICES), "gather").memory_analysis().temp_size_in_bytes
     rows = [[f"data{NUM_DEVICES}", "", digits(whole / 2**20), "1", "0", "0"]]
-    for num in (2, 4, 8):
+    for num in form.spread_over:
         layout = Layout(data=NUM_DEVICES // num, sequence=num)
         for implementation in IMPLEMENTATIONS:
             program = compile_step(form, layout, implementation)
@@ -171,7 +177,7 @@ def seconds(form: Form) -> list[str]:
     shape = (1, form.timed_length, form.num_heads, form.width // form.num_heads)
     qkv = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     rows = []
-    for num, implementation in [(1, "whole"), *((num, each) for num in (2, 4) for each in IMPLEMENTATIONS)]:
+    for num, implementation in [(1, "whole"), *((num, each) for num in form.timed_on for each in IMPLEMENTATIONS)]:
         mesh = layout_mesh(Layout(sequence=num))
         axes, options = (Axes(), {}) if num == 1 else (Axes(sequence="sequence"), {"implementation": implementation})
 

@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -104,7 +105,8 @@ def serve(make_step: MakeStep, config: FitConfig, lengths: Lengths, pipe: Connec
 
 @contextlib.contextmanager
 def process(make_step: MakeStep, config: FitConfig, lengths: Lengths) -> Iterator[Connection]:
-    context = multiprocessing.get_context("spawn")
+    # Nothing has used a device yet, so that a fork is as good, and need not import all of this.
+    context = multiprocessing.get_context("fork" if "--quick" in sys.argv else "spawn")
     pipe, its_pipe = context.Pipe()
     worker = context.Process(target=serve, args=(make_step, config, lengths, its_pipe))
     worker.start()

@@ -47,7 +47,9 @@ from jvarlen.parallel import (
 )
 
 NUM_DEVICES = 2
-LAYOUTS = ("tensor1", "tensor2", "tensor2.sequence_parallel")
+# Layouts, with the way of PyTorch that each is beside.
+WAYS_OF_TORCH = {"tensor1": "whole", "tensor2": "DTensor", "tensor2.sequence_parallel": "DTensor, sequence parallel"}
+LAYOUTS = tuple(WAYS_OF_TORCH)[:: 2 if "--quick" in sys.argv else 1]
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 PASSES = ("forward", "with the gradient", "step")
 DEADLINE_S = 600
@@ -144,7 +146,7 @@ def stepping(measured: Measured) -> Any:
 def by_torch(form: Form) -> dict[str, Any]:
     """What the processes of PyTorch found."""
     environment = os.environ | ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {})
-    given = json.dumps([form._asdict(), form.num_timed])
+    given = json.dumps([form._asdict(), form.num_timed, [WAYS_OF_TORCH[text] for text in LAYOUTS]])
     with tempfile.TemporaryDirectory() as folder:
         command = ranks.command(BY_TORCH, given, f"{folder}/meeting", num_processes=NUM_DEVICES)
         told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=DEADLINE_S)

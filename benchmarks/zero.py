@@ -18,19 +18,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from support import namespace, zero_jax, zero_torch
+from support import namespace, zero_jax
 from support.timing import COMPILE_FAST, digits, report, table, versions_and_hardware
 from support.zero_jax import Case, Sizes
 
 from jvarlen.distributed.mesh import split_cpu
 
+BY_TORCH = Path(__file__).parent / "support" / "zero_torch.py"
 NUM_DEVICES = 4
-LEVELS = range(4)
 
 
 class Form(NamedTuple):
     """What is measured."""
 
+    levels: Sequence[int]
     on_devices: Sizes
     many_microbatches: int
     by_layers: Sequence[Sizes]
@@ -42,6 +43,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(
+    levels=range(4),
     on_devices=Sizes(num_layers=6, width=768, rows=64),
     many_microbatches=8,
     by_layers=[Sizes(num_layers, 1024, 8) for num_layers in (4, 8, 16)],
@@ -50,6 +52,7 @@ FULL = Form(
     num_timed=12,
 )
 QUICK = Form(
+    levels=(0, 3),
     on_devices=Sizes(num_layers=2, width=16, rows=2),
     many_microbatches=2,
     by_layers=[Sizes(4, 128, 1)],
@@ -65,7 +68,7 @@ def mib(num_bytes: float) -> str:
 
 def on_devices(form: Form) -> list[str]:
     """Every level on the devices of one process, with one microbatch a shard and with several."""
-    cases = [Case(zero, num) for num in (1, form.many_microbatches) for zero in LEVELS]
+    cases = [Case(zero, num) for num in (1, form.many_microbatches) for zero in form.levels]
     compiled = {case: zero_jax.compile_step(form.on_devices, case, NUM_DEVICES) for case in cases}
     told = {case: each.step.ledger[0] for case, each in compiled.items()}
     seconds = zero_jax.medians_in_turn(
@@ -73,7 +76,7 @@ def on_devices(form: Form) -> list[str]:
     )
     each_a = (1, form.many_microbatches)
     memory, others = [], []
-    for zero in LEVELS:
+    for zero in form.levels:
         billed = zero_jax.bill_memory(form.on_devices, zero, NUM_DEVICES)
         of_state = billed.params + billed.opt_state
         numbers = [compiled[Case(zero, 1)].state_bytes, of_state, told[Case(zero, 1)].argument_bytes]
@@ -152,7 +155,7 @@ def on_processes(form: Form, **environment: str) -> list[str]:
     num_layers, width, num_rows = sizes
     counted, ways = [], []
     for num_processes, microbatches in form.counted:
-        cases = [Case(zero, num) for num in microbatches for zero in LEVELS]
+        cases = [Case(zero, num) for num in microbatches for zero in form.levels]
         given = (sizes, cases, 2, 0 if ways else form.num_timed)
         program = Path(zero_jax.__file__)
         found = dict(zip(cases, namespace.run(program, given, num_processes, **environment), strict=True))
@@ -169,9 +172,10 @@ def on_processes(form: Form, **environment: str) -> list[str]:
             for case, one in found.items()
         ]
         if not ways:
-            ways += [(f"jvarlen, zero{zero}", found[Case(zero, 1)], found[Case(0, 1)]) for zero in LEVELS]
-    theirs = namespace.run(Path(zero_torch.__file__), (*sizes, form.num_timed), 2)
-    ways += [(f"PyTorch, {way}", theirs[way], theirs[zero_torch.WAYS[0]]) for way in zero_torch.WAYS]
+            ways += [(f"jvarlen, zero{zero}", found[Case(zero, 1)], found[Case(0, 1)]) for zero in form.levels]
+    theirs = namespace.run(BY_TORCH, (*sizes, form.num_timed), 2)
+    first = next(iter(theirs.values()))
+    ways += [(f"PyTorch, {way}", one, first) for way, one in theirs.items()]
     return [
         "## On the wire",
         "",

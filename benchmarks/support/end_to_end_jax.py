@@ -66,7 +66,7 @@ class JaxRun:
         held_out = eval_batches(data.held_out, settings.longest)
         self._held_out = [jax.device_put(token_batch(*batch)) for batch in held_out]
         self._num_bytes = sum(map(len, data.held_out))
-        self._eval_step = jax.jit(lambda params, batch: self.loss_fn(params, batch)[0])
+        self._eval_step = evaluation(model)
         jax.block_until_ready((self.params, self._held_out))
 
     def wait(self, pending: Any) -> None:
@@ -76,6 +76,13 @@ class JaxRun:
     def evaluate(self) -> float:
         """Bits per byte of all held-out samples."""
         return bits_per_byte(lambda batch: float(self._eval_step(self.params, batch)), self._held_out, self._num_bytes)
+
+
+@functools.cache
+def evaluation(model: TransformerConfig) -> Callable[..., jax.Array]:
+    """The jitted sum of the losses of a batch; runs of one process share what is compiled for it."""
+    loss_fn = make_loss_fn(model)
+    return jax.jit(lambda params, batch: loss_fn(params, batch)[0])
 
 
 def with_weights(params: Any, path: str) -> Any:
@@ -328,6 +335,7 @@ WAYS = {
 }
 
 if __name__ == "__main__":
-    if all(given["way"].startswith("jvarlen") for given, _ in json.loads(sys.argv[1])):
+    runs = json.loads(sys.argv[1])
+    if all(given["way"].startswith("jvarlen") for given, _ in runs):
         keep_memory_of_steps()
-    answer_all(WAYS)
+    answer_all(WAYS, runs)

@@ -217,9 +217,11 @@ def train(trainer: Trainer, watch: Stopwatch, settings: Settings) -> dict[str, A
     return {"points": points, "end": end, "num_params": trainer.num_params}
 
 
-def answer_all(ways: dict[str, Callable[[Settings, Data, Stopwatch], Trainer]]) -> None:
-    """The main program of a worker: `sys.argv[1]` lists pairs of settings and the file for the figures."""
-    for given, path in json.loads(sys.argv[1]):
+def answer_all(
+    ways: dict[str, Callable[[Settings, Data, Stopwatch], Trainer]], runs: Iterable[tuple[dict[str, Any], str]]
+) -> None:
+    """What a worker does: runs are pairs of settings and the file for the figures."""
+    for given, path in runs:
         settings, watch = Settings(**given), Stopwatch()
         trainer = ways[settings.way](settings, read_data(settings.data), watch)
         figures = train(trainer, watch, settings) | {"settings": given, "code": commit()}

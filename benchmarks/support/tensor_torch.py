@@ -1,9 +1,9 @@
 """Steps of the built-in transformer by PyTorch on gloo: whole on one process, and split over all by `DTensor`.
 
-As a program it is one of several processes. Its arguments are the sizes and the number of timed steps as JSON, a file
-by which the processes meet, the number of processes and the rank. Prints JSON on process 0: for each way, the median
-"seconds" of a step, and of those that are split also how many collectives of each kind the pass "forward", that "with
-the gradient" and the "step" have.
+As a program it is one of several processes. Its arguments are the sizes, the number of timed steps and the ways as
+JSON, a file by which the processes meet, the number of processes and the rank. Prints JSON on process 0: for each way,
+the median "seconds" of a step, and of those that are split also how many collectives of each kind the pass "forward",
+that "with the gradient" and the "step" have.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def split_step(model: nn.Module, batch: torch_ref.Batch, mesh: DeviceMesh) -> tu
 
 def main() -> None:
     warnings.filterwarnings("ignore", "Full backward hook is firing")  # of CommDebugMode: tokens have no gradient
-    sizes, num_timed = json.loads(sys.argv[1])
+    sizes, num_timed, ways = json.loads(sys.argv[1])
     num_processes, rank = map(int, sys.argv[3:])
     distributed.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=num_processes)
     mesh = init_device_mesh("cpu", (num_processes,), mesh_dim_names=("tensor",))
@@ -88,7 +88,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     steps: dict[str, Step] = {}
 
-    for way, sequence_parallel in WAYS.items():
+    for way in ways:
+        sequence_parallel = WAYS[way]
         torch.manual_seed(0)
         model = torch_ref.Transformer(
             embed_dim=sizes["width"], num_layers=sizes["num_layers"], num_heads=sizes["num_heads"]
@@ -98,7 +99,7 @@ def main() -> None:
         else:
             shard_tensors(model, mesh, sequence_parallel=sequence_parallel)
             steps[way], found[way] = split_step(model, batch, mesh)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     cores = os.cpu_count() or 1
     for _ in range(num_timed + 2):
         for way, step in steps.items():
@@ -108,7 +109,7 @@ def main() -> None:
             step()
             distributed.barrier()
             seconds[way].append(time.perf_counter() - begun)
-    for way in WAYS:
+    for way in ways:
         found[way]["seconds"] = statistics.median(seconds[way][2:])
     distributed.destroy_process_group()
     if rank == 0:
