@@ -22,13 +22,13 @@ from torch_ref.parallel import gather_params, make_pipeline_step, make_tensor_st
 
 NUM_LAYERS, WIDTH, NUM_HEADS, VOCAB_SIZE = 4, 16, 2, 127  # an odd vocabulary: its parts are not of one size
 RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.4
-BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 20
+TWO_BUCKETS, NUM_MICROBATCHES, NUM_STEPS = ((3, 20), (2, 32)), 4, 20
 
 Results = dict[str, NDArray[Any]]
 
 
 class Way(NamedTuple):
-    """A layout's sizes and schedule, how many processes it takes, and whether rows hold several samples."""
+    """A layout's sizes and schedule, how many processes it takes, whether rows hold several samples, and buckets."""
 
     data: int = 1
     stage: int = 1
@@ -37,6 +37,7 @@ class Way(NamedTuple):
     schedule: str = ""
     sequence_parallel: bool = False
     packed: bool = False
+    buckets: tuple[tuple[int, int], ...] = ((2, 32),)
 
     @property
     def num_processes(self) -> int:
@@ -44,10 +45,10 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "tensor2": Way(tensor=2, packed=True),
+    "tensor2": Way(tensor=2, packed=True, buckets=TWO_BUCKETS),
     "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True),
     "stage2.gpipe": Way(stage=2, schedule="gpipe", packed=True),
-    "stage2.1f1b": Way(stage=2, schedule="1f1b"),
+    "stage2.1f1b": Way(stage=2, schedule="1f1b", buckets=TWO_BUCKETS),
     "stage2.chunks2.interleaved": Way(stage=2, chunks=2, schedule="interleaved", packed=True),
     "stage2.zero_bubble": Way(stage=2, schedule="zero_bubble"),
     "data2.tensor2": Way(data=2, tensor=2),
@@ -55,12 +56,12 @@ WAYS = {
 }
 
 
-def make_plan(package: Any, lengths: NDArray[np.int64], packed: bool) -> Any:
+def make_plan(package: Any, lengths: NDArray[np.int64], way: Way) -> Any:
     """Return the plan by a package, in shuffled order."""
     samples = lengths
-    if packed:
-        samples = package.pack_samples(lengths, [length for _, length in BUCKETS], order="shuffle", seed=2)
-    return package.make_plan(samples, BUCKETS, order="shuffle", seed=5, microbatches_per_step=NUM_MICROBATCHES)
+    if way.packed:
+        samples = package.pack_samples(lengths, [length for _, length in way.buckets], order="shuffle", seed=2)
+    return package.make_plan(samples, way.buckets, order="shuffle", seed=5, microbatches_per_step=NUM_MICROBATCHES)
 
 
 def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
@@ -86,7 +87,7 @@ def train(way: Way, samples: list[NDArray[np.uint8]], initial: Results) -> Resul
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     shard = mesh.get_local_rank("data") if way.data > 1 else 0
     model, step = prepare(way, mesh, initial)
-    plan = make_plan(torch_ref, np.array([len(sample) for sample in samples]), way.packed)
+    plan = make_plan(torch_ref, np.array([len(sample) for sample in samples]), way)
     batches = list(torch_ref.load(plan, samples, rank=shard, num_replicas=way.data))[:NUM_STEPS]
     with sdpa_kernel(SDPBackend.MATH):
         losses = [float(step(batch)["loss"]) for batch in batches]

@@ -27,7 +27,7 @@ import torch_ref
 from torch_ref.parallel import gather_params, make_ddp_step, make_fsdp_step, shard_model
 
 NUM_LAYERS, NUM_HEADS = 2, 2
-RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.6
+RATE, BETAS, EPS, WEIGHT_DECAY, MAX_NORM = 3e-3, (0.9, 0.95), 1e-8, 0.1, 0.7
 SMALL_CAP_MB, COMPILED_CAP_MB = 0.05, 1.0
 
 Results = dict[str, NDArray[Any]]
@@ -56,7 +56,7 @@ class Task(NamedTuple):
 
 
 TASKS = {
-    "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}),
+    "padded": Task(2, 4, {"ddp": 0, "redundancy": 1, "zero1": 1, "zero2": 2, "zero3": 3}, buckets=((2, 32),)),
     "packed": Task(2, 2, {"ddp": 3, "zero3": 3}, packed=True),
     "compiled": Task(2, 2, {"compiled": 0}, width=128, num_steps=4, buckets=((2, 32),)),
     "four": Task(4, 8, {"ddp": 3, "zero3": 3}),

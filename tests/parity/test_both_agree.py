@@ -15,7 +15,7 @@ from .inputs import ORDERS, moderate
 pytestmark = pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
 
 STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
-SIZE = 20_000
+SIZE = 6_000
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,7 @@ PACINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", PACINGS)
-@pytest.mark.parametrize("order", ["length", "length_descending"])
-@pytest.mark.parametrize("difficulty", [None, "floats"])
+@pytest.mark.parametrize(("order", "difficulty"), [("length", "floats"), ("length_descending", None)])
 def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficulty: str | None) -> None:
     """Each with its own pacing function, over the epochs of a run."""
     drawn = inputs(11)
@@ -273,8 +272,8 @@ def test_both_pace_alike(both: list[ModuleType], name: str, order: str, difficul
 
 @pytest.fixture(scope="module")
 def row_lengths(both: list[ModuleType]) -> Any:
-    """Chosen by each package."""
-    lengths = inputs(12)["lengths"]
+    """Chosen by each package for some of the lengths."""
+    lengths = inputs(12)["lengths"][::8]
     return [
         package.choose_row_lengths(lengths, 16_384, max_length=2048, overlong="truncate", max_shapes=3)
         for package in both
@@ -313,8 +312,7 @@ def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, o
         )
 
 
-@pytest.mark.parametrize("cost", [None, timed_cost])
-@pytest.mark.parametrize("max_shapes", [1, 4, 16])
+@pytest.mark.parametrize(("cost", "max_shapes"), [(None, 1), (None, 4), (timed_cost, 16)])
 def test_both_choose_the_same_row_lengths(both: list[ModuleType], cost: Any, max_shapes: int) -> None:
     """In tokens and in seconds, with limits and multiples."""
     lengths = inputs(13)["lengths"][::16]
@@ -443,7 +441,7 @@ def assert_equal_batches(batches: list[Any]) -> None:
 def test_both_make_the_same_batches(both: list[ModuleType], order: str, budget: str, sequence_multiple: int) -> None:
     """From batches of a few samples to batches of thousands."""
     drawn = inputs(5)
-    for max_tokens in (5000, 16_384, 1_000_000):
+    for max_tokens in (5000, 16_384, 200_000):
         for max_sequences in (None, 37, 1000):
             batches = [
                 package.batch_by_tokens(

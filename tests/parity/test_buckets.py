@@ -40,9 +40,8 @@ def as_pairs(buckets: Any) -> list[tuple[int, int]]:
     return [(int(rows), int(length)) for rows, length in buckets]
 
 
-@pytest.mark.parametrize("strategy", CLOSED_FORMS)
-@moderate
-@given(data=st.data())
+@many
+@given(strategy=st.sampled_from(CLOSED_FORMS), data=st.data())
 def test_closed_form_strategies_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
     """Edges in Python integers, rows by the row rule."""
     arguments = data.draw(bucket_arguments(strategy=strategy))
@@ -230,9 +229,8 @@ def test_the_cost_of_a_compiled_shape_is_asked_for_once(package: ModuleType) -> 
     assert max(calls) <= 1500
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@moderate
-@given(data=st.data())
+@many
+@given(strategy=st.sampled_from(STRATEGIES), data=st.data())
 def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
     package: ModuleType, strategy: str, data: st.DataObject
 ) -> None:
@@ -250,9 +248,8 @@ def test_buckets_ascend_fit_the_budget_and_hold_the_longest(
         assert len(buckets) <= arguments["max_shapes"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@moderate
-@given(data=st.data())
+@many
+@given(strategy=st.sampled_from(STRATEGIES), data=st.data())
 def test_limits_of_cost_and_bytes_match_the_contract(package: ModuleType, strategy: str, data: st.DataObject) -> None:
     """The most rows inside every limit, counted up one by one there."""
     sizes = {"max_samples": 14, "longest": 12} if strategy == "optimal" else {}

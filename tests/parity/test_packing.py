@@ -497,26 +497,16 @@ def test_no_row_lengths_plan_fewer_positions(
         assert planned_positions(package, lengths, edges, max_tokens, **options) >= fewest
 
 
-@pytest.mark.parametrize(
-    ("seed", "max_tokens", "num_microbatches", "least_by_class"),
-    [
-        (0, 16_384, 1, (4028, 4045, 4073, 4095)),
-        (0, 65_536, 8, (4050, 4069, 4083, 4095)),
-    ],
-)
-def test_uniform_lengths_get_rows_that_fill(
-    package: ModuleType, seed: int, max_tokens: int, num_microbatches: int, least_by_class: tuple[int, ...]
-) -> None:
+def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
     """No more positions than with the longest length alone or halves of it, fewer than with what is best by class."""
-    lengths = np.random.default_rng(seed).integers(1, 4096, 20_000)
-    options = {"microbatches_per_step": num_microbatches}
+    lengths = np.random.default_rng(0).integers(1, 4096, 20_000)
     chosen, alone, halves, by_class = (
-        planned_positions(package, lengths, row_lengths, max_tokens, **options)
+        planned_positions(package, lengths, row_lengths, 65_536, microbatches_per_step=8)
         for row_lengths in (
-            package.choose_row_lengths(lengths, max_tokens, **options),
+            package.choose_row_lengths(lengths, 65_536, microbatches_per_step=8),
             [4095],
             (512, 1024, 2048, 4095),
-            least_by_class,
+            (4050, 4069, 4083, 4095),
         )
     )
     assert chosen <= min(alone, halves)
@@ -525,11 +515,11 @@ def test_uniform_lengths_get_rows_that_fill(
 
 def test_samples_that_share_no_row_get_the_best_buckets(package: ModuleType) -> None:
     """All longer than half the longest: a row is a sample, so the exact lengths are those of `make_buckets`."""
-    lengths = np.random.default_rng(0).integers(1000, 1999, 5_000)
-    buckets = package.make_buckets(lengths, 16_000, max_shapes=4)
-    best = planned_positions(package, lengths, [length for _, length in buckets], 16_000, microbatches_per_step=1)
-    chosen = package.choose_row_lengths(lengths, 16_000)
-    assert planned_positions(package, lengths, chosen, 16_000, microbatches_per_step=1) == best
+    lengths = np.random.default_rng(0).integers(100, 199, 1_000)
+    buckets = package.make_buckets(lengths, 1_600, max_shapes=4)
+    best = planned_positions(package, lengths, [length for _, length in buckets], 1_600, microbatches_per_step=1)
+    chosen = package.choose_row_lengths(lengths, 1_600)
+    assert planned_positions(package, lengths, chosen, 1_600, microbatches_per_step=1) == best
 
 
 def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
@@ -590,10 +580,9 @@ def test_counts_of_a_packed_plan_add_up(package: ModuleType, drawn: tuple[Any, A
     assert isinstance(plan.report(), str)
 
 
-@pytest.mark.parametrize("row", [[6], [6, 2]], ids=["one sample a row", "two samples a row"])
-def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleType, row: list[int]) -> None:
+def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleType) -> None:
     """Of four rows, two to a step, two given ones meet in a third of the seeds: within 3.3 standard deviations."""
-    num_seeds, lengths = 2_000, sorted(row * 4, reverse=True)
+    num_seeds, lengths = 2_000, [6] * 4 + [2] * 4
     num_met = 0
     for seed in range(num_seeds):
         packing = package.pack_samples(lengths, 8, order="shuffle", seed=seed)

@@ -339,7 +339,8 @@ def test_a_process_that_is_gone_or_stuck_does_not_hang_the_others(tmp_path: Path
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("num_processes", "name"),
-    named(distinct),
+    # Each by itself is NumPy's order on any number; of the two, every second problem is enough on either number.
+    [of_two_or_four for place, of_two_or_four in enumerate(named(distinct)) if place % 2 == 0],
 )
 def test_both_packages_put_the_same_rows_in_the_same_places(sorted_by: Any, num_processes: int, name: str) -> None:
     """A process of one has what a device of the other has, but for padding."""

@@ -176,7 +176,7 @@ def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
 @pytest.mark.parametrize("implementation", ["xla", "chunked"])
 def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implementation):
     """In float64, where nothing but a wrong term can differ."""
-    config = TransformerConfig(num_layers=2, width=16, num_heads=2, packed_attention=implementation)
+    config = TransformerConfig(num_layers=1, width=16, num_heads=2, packed_attention=implementation)
     loss_fn = make_loss_fn(config)
     ids = np.arange(24)
     packing = pack_samples(LENGTHS[ids], 64)
@@ -224,25 +224,12 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
     assert weights == plan.num_tokens.tolist()
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_packed_steps_give_the_same_loss_on_any_number_of_devices(num_shards):
+def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
     packing = pack_samples(LENGTHS, 64)
     buckets = make_buckets(packing.num_tokens, 128, max_shapes=1, microbatches_per_step=4)
     plan = make_plan(packing, buckets, microbatches_per_step=4)
-    mesh = data_mesh(num_shards)
     loss_fn = make_loss_fn(TransformerConfig(num_layers=1, width=8, num_heads=1))
-    params = init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0)
-    step = compile_buckets(
-        make_eval_step(loss_fn, mesh=mesh),
-        params,
-        plan.buckets,
-        microbatches_per_step=4,
-        mesh=mesh,
-        batch_spec=packed_batch_spec,
-        progress=False,
-    )
-    batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))
-    _, metrics = step(jax.tree.map(jnp.copy, params), batch)
+    params = jax.tree.map(np.asarray, init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0))
     samples = [np.asarray(DATASET[i]) for i in plan.sample_ids[: plan.step_offsets[1]]]
     padded = np.zeros((len(samples), 40), np.int32)
     for row, sample in zip(padded, samples, strict=True):
@@ -250,6 +237,19 @@ def test_packed_steps_give_the_same_loss_on_any_number_of_devices(num_shards):
     lengths = np.array([len(sample) for sample in samples], np.int32)
     weights = (np.arange(40) < lengths[:, None]).astype(np.float32)
     alone = jax.tree.map(jnp.asarray, Batch(padded, lengths, weights, np.float32(len(samples))))
-    expected, weight = loss_fn(params, alone)
-    assert float(metrics.weight_sum) == float(weight)
-    np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)
+    expected, weight = jax.jit(loss_fn)(params, alone)
+    for num_shards in (1, 2, 4):
+        mesh = data_mesh(num_shards)
+        step = compile_buckets(
+            make_eval_step(loss_fn, mesh=mesh),
+            params,
+            plan.buckets,
+            microbatches_per_step=4,
+            mesh=mesh,
+            batch_spec=packed_batch_spec,
+            progress=False,
+        )
+        batch = next(load(plan, DATASET, mesh=mesh, collate=pack_to_bucket))
+        _, metrics = step(jax.tree.map(jnp.asarray, params), batch)
+        assert float(metrics.weight_sum) == float(weight)
+        np.testing.assert_allclose(metrics.loss_sum, expected, rtol=1e-5)

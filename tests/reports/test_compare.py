@@ -1,5 +1,6 @@
 """Comparison of strategies: its figures are those of the plans, and of batches counted one by one."""
 
+import functools
 from typing import get_args
 
 import numpy as np
@@ -11,7 +12,8 @@ from jvarlen.planning.edges import Strategy
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.compare import best_of, compare_strategies, comparison_table
 
-LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900)
+# Of some eighty distinct lengths: choosing row lengths takes time for each.
+LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
 COST = CostModel(constant=1e-3, linear=1e-6, quadratic=1e-8)
 NO_PLAN = ["no plan, sorted", "no plan, dataset order"]
 
@@ -20,12 +22,20 @@ def by_name(figures):
     return {each.name: each for each in figures}
 
 
-@pytest.mark.parametrize(("max_length", "overlong"), [(None, "error"), (400, "drop"), (400, "truncate")])
-@pytest.mark.parametrize("cost", [None, COST])
+@functools.cache
+def compared(**options):
+    """Some tests look at the same comparison."""
+    return compare_strategies(LENGTHS, 4096, **options)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "overlong", "cost"),
+    [(None, "error", COST), (400, "drop", None), (400, "truncate", None), (400, "truncate", COST)],
+)
 def test_the_figures_are_those_of_the_plans(max_length, overlong, cost):
     shared = {"microbatches_per_step": 2, "row_multiple": 2, "length_multiple": 4}
     choice = {"max_shapes": 6, "max_length": max_length, "overlong": overlong, "cost": cost}
-    figures = by_name(compare_strategies(LENGTHS, 4096, **shared, **choice))
+    figures = by_name(compared(**shared, **choice))
     strategies = ["optimal", *(name for name in get_args(Strategy) if name != "optimal")]
     assert list(figures) == [*strategies, "packed", *NO_PLAN]
     for strategy in strategies:
@@ -100,7 +110,7 @@ def test_what_there_is_without_a_plan_is_counted_batch_by_batch(cost):
 
 @pytest.mark.parametrize("cost", [None, COST])
 def test_all_is_relative_to_the_best_plan(cost):
-    figures = compare_strategies(LENGTHS, 4096, max_shapes=8, cost=cost)
+    figures = compared(cost=cost)
     best = best_of(figures)
     assert best.is_plan
     assert best.relative == 1
@@ -114,8 +124,8 @@ def test_all_is_relative_to_the_best_plan(cost):
 
 
 def test_seconds_of_compiling_count_where_they_are_given():
-    steps_only = by_name(compare_strategies(LENGTHS, 4096, cost=COST))
-    with_compiling = by_name(compare_strategies(LENGTHS, 4096, cost=COST, compile_seconds=2.0))
+    steps_only = by_name(compared(cost=COST))
+    with_compiling = by_name(compared(cost=COST, compile_seconds=2.0))
     for name in ("pad_to_max", "quantile", *NO_PLAN):
         added = with_compiling[name].seconds - steps_only[name].seconds
         assert added == pytest.approx(2.0 * steps_only[name].num_shapes)
@@ -162,7 +172,8 @@ def test_what_nothing_can_be_made_of_is_an_error(options, said):
 
 @pytest.mark.parametrize("cost", [None, COST])
 def test_the_table_is_aligned_and_marks_the_best(cost):
-    figures = compare_strategies(LENGTHS, 4096, max_length=400, overlong="truncate", cost=cost)
+    shared = {"microbatches_per_step": 2, "row_multiple": 2, "length_multiple": 4}
+    figures = compared(**shared, max_shapes=6, max_length=400, overlong="truncate", cost=cost)
     header, *rows, samples, explained = comparison_table(figures).splitlines()
     assert [row.split("  ")[0] for row in rows] == [each.name for each in figures]
     (best,) = [row for row in rows if row.endswith(" ← best")]
@@ -173,6 +184,6 @@ def test_the_table_is_aligned_and_marks_the_best(cost):
 
 
 def test_a_table_needs_a_plan():
-    without = [each for each in compare_strategies(LENGTHS, 4096) if not each.is_plan]
+    without = [each for each in compared(cost=None) if not each.is_plan]
     with pytest.raises(ValueError, match="none of the figures"):
         comparison_table(without)

@@ -20,9 +20,10 @@ def assert_same(plan, whole, num_samples):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("order", ["length", "length_descending", "shuffle"])
-@pytest.mark.parametrize("num_samples", [1, 5, 700])
-def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
+@pytest.mark.parametrize("num_samples", [1, 5, 702])
+def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
+    # Each order with each number of samples and with each number of shards.
+    order = ("length", "length_descending", "shuffle")[(num_samples + num_shards) % 3]
     rng = np.random.default_rng(num_samples)
     lengths = rng.integers(1, 90, num_samples)
     buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
@@ -41,7 +42,7 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, order, num_shards):
     onset_spacing=st.sampled_from([0, 1, 2, 5]),
     overlong=st.sampled_from(["drop", "truncate"]),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=8)
 def test_any_buckets_and_options(
     lengths, rows, accumulation, order, shuffle_steps, longest_first, onset_spacing, overlong
 ):
@@ -58,8 +59,10 @@ def test_any_buckets_and_options(
     assert (plan.num_dropped, plan.num_truncated) == (whole.num_dropped, whole.num_truncated)
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1, 128, 129, 512, 513, 1000])
+@pytest.mark.parametrize(
+    ("num_samples", "num_shards"),
+    [(1, 4), (128, 2), (129, 1), (129, 3), (512, 4), (513, 2), (513, 3), (1000, 1), (1000, 4)],
+)
 def test_chunks_combine_to_one_digest(monkeypatch, num_samples, num_shards):
     lengths = np.random.default_rng(0).integers(1, 50, num_samples)
     options = {"microbatches_per_step": 12, "order": "shuffle"}

@@ -41,8 +41,9 @@ def same(path, values, dtype=np.int64):
     return found.dtype == dtype and found.tobytes() == np.asarray(values).astype(dtype).tobytes()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("shared_disk", [None, False])
+@pytest.mark.parametrize(
+    ("shared_disk", "axis_type"), [(None, AxisType.Auto), (False, AxisType.Auto), (False, AxisType.Explicit)]
+)
 @pytest.mark.parametrize("layout", ["interleaved", "block"])
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
 def test_element_r_is_that_of_rank_r(tmp_path, num_shards, layout, shared_disk, axis_type):

@@ -43,8 +43,8 @@ def check(keys, num_shards, *, mesh=None, layout="interleaved", **options):
 
 @pytest.mark.parametrize("num_shards", SHARDS)
 @pytest.mark.parametrize("num_rows", SIZES)
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
-def test_any_number_of_rows_on_any_number_of_shards(num_rows, num_shards, layout):
+def test_any_number_of_rows_on_any_number_of_shards(num_rows, num_shards):
+    layout = ("interleaved", "block")[(SIZES.index(num_rows) + num_shards) % 2]  # both with every number of each
     rng = np.random.default_rng(num_rows)
     check(rng.integers(-4, 5, num_rows).astype(np.int32), num_shards, layout=layout)
 
@@ -55,9 +55,17 @@ def test_any_keys_are_ordered_and_balanced(kind, num_shards):
     check(keys_of_kind(kind, 1021, np.random.default_rng(0)), num_shards)
 
 
-@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
-@pytest.mark.parametrize("layout", ["interleaved", "block"])
-@pytest.mark.parametrize("oversampling", [1, 4, 20])
+@pytest.mark.parametrize(
+    ("transform", "layout", "oversampling"),
+    [
+        ("shard_map", "interleaved", 1),
+        ("pmap", "block", 1),
+        ("shard_map", "block", 4),
+        ("pmap", "interleaved", 4),
+        ("shard_map", "interleaved", 20),
+        ("pmap", "block", 20),
+    ],
+)
 def test_nothing_but_the_layout_changes_the_result(transform, layout, oversampling):
     keys = keys_of_kind("zipf", 203, np.random.default_rng(1))
     check(keys, 4, transform=transform, layout=layout, oversampling=oversampling)
@@ -119,8 +127,7 @@ def test_nan_is_last_where_that_is_asked_for():
     assert np.isnan(by_rank(sorted_keys, 4, "interleaved")[89:99]).all()
 
 
-@pytest.mark.parametrize("transform", ["shard_map", "pmap"])
-@pytest.mark.parametrize("num_shards", [1, 3, 4])
+@pytest.mark.parametrize(("num_shards", "transform"), [(1, "pmap"), (3, "shard_map"), (4, "pmap")])
 def test_payload_follows_its_key(num_shards, transform):
     rng = np.random.default_rng(5)
     keys = rng.integers(0, 9, 70).astype(np.int32)
@@ -369,7 +376,7 @@ def dying():
 @pytest.mark.multiprocess
 @pytest.mark.slow
 @pytest.mark.usefixtures("dying")
-@pytest.mark.parametrize(("num_processes", "num_devices", "what"), [(2, 2, "all"), (4, 1, "some")])
+@pytest.mark.parametrize(("num_processes", "num_devices", "what"), [(2, 2, "all"), (3, 1, "some")])
 def test_several_processes_sort_and_plan_as_one_would(num_processes, num_devices, what):
     outputs = processes.run(PROGRAM, num_processes, what, num_devices=num_devices, seconds=240)
     assert all(output.endswith("ok\n") for output in outputs)
