@@ -180,10 +180,10 @@ def _made_and_trained(make_model: Callable[[], Model]) -> tuple[Model, Course]:
     return model, train_plainly(model)
 
 
-def on_devices(models: Sequence[Callable[[], Model]]) -> pytest.MarkDecorator:
+def on_devices(models: Sequence[Callable[[], Model]], others: Sequence[int] = ()) -> pytest.MarkDecorator:
     """Each model on four devices, every third on no mesh; the first on other numbers as well."""
     cases = [(model, 4) for model in models] + [(model, None) for model in models[::3]]
-    return pytest.mark.parametrize(("model", "num_devices"), [*cases, *((models[0], number) for number in (1, 2, 8))])
+    return pytest.mark.parametrize(("model", "num_devices"), [*cases, *((models[0], number) for number in others)])
 
 
 def assert_trains_as_a_plain_loop(

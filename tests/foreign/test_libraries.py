@@ -32,25 +32,13 @@ def squared(outputs_BxH, batch):
     return jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"])
 
 
-def linen_recurrent(make_cell):
-    module = nn.RNN(make_cell(HIDDEN, param_dtype=jnp.float64))
+def linen_gru():
+    module = nn.RNN(nn.GRUCell(HIDDEN, param_dtype=jnp.float64))
 
     def loss_fn(params, batch):
         return squared(module.apply(params, batch["x"])[:, -1], batch)
 
     return Model(loss_fn, jax.jit(module.init)(jax.random.key(0), X_BxTxD), rows_batch())
-
-
-def linen_rnn():
-    return linen_recurrent(nn.SimpleCell)
-
-
-def linen_lstm():
-    return linen_recurrent(nn.OptimizedLSTMCell)
-
-
-def linen_gru():
-    return linen_recurrent(nn.GRUCell)
 
 
 class Normalised(nn.Module):
@@ -85,27 +73,15 @@ def linen_dropout():
     return Model(loss_fn, params, rows_batch(), seed=3)
 
 
-def nnx_recurrent(make_cell):
+def nnx_lstm():
     in_float64 = {"dtype": jnp.float64, "param_dtype": jnp.float64}
-    cell = make_cell(in_features=D, hidden_features=HIDDEN, **in_float64, rngs=nnx.Rngs(0))
+    cell = nnx.OptimizedLSTMCell(in_features=D, hidden_features=HIDDEN, **in_float64, rngs=nnx.Rngs(0))
     graphdef, params, rest = nnx.split(nnx.RNN(cell), nnx.Param, ...)
 
     def loss_fn(params, batch):
         return squared(nnx.merge(graphdef, params, rest, copy=True)(batch["x"])[:, -1], batch)
 
     return Model(loss_fn, params, rows_batch())
-
-
-def nnx_rnn():
-    return nnx_recurrent(nnx.SimpleCell)
-
-
-def nnx_lstm():
-    return nnx_recurrent(nnx.OptimizedLSTMCell)
-
-
-def nnx_gru():
-    return nnx_recurrent(nnx.GRUCell)
 
 
 class NNXModel(nnx.Module):
@@ -218,14 +194,10 @@ def connectionist_temporal_classification():
 
 
 MODELS = [
-    linen_rnn,
-    linen_lstm,
     linen_gru,
     linen_batch_normalisation,
     linen_dropout,
-    nnx_rnn,
     nnx_lstm,
-    nnx_gru,
     nnx_batch_normalisation_and_dropout,
     equinox_gru,
     equinox_partition,

@@ -1,5 +1,7 @@
 """Parameters sharded over a second mesh axis, as Megatron shards them: by the compiler or by the loss."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,12 +55,23 @@ def make_model(loss_fn, mesh=None):
     return Model(loss_fn, params, batch)
 
 
-@pytest.mark.parametrize("num_shards", [2, 4])
-@pytest.mark.parametrize("loss_fn", [left_to_the_compiler, with_a_constraint, by_a_nested_shard_map])
+@functools.cache
+def trained_plainly():
+    return train_plainly(make_model(left_to_the_compiler))
+
+
+@functools.cache
+def trained_whole(num_shards):
+    return train(make_model(left_to_the_compiler), num_shards)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "num_shards"),
+    [(left_to_the_compiler, 2), (with_a_constraint, 2), (by_a_nested_shard_map, 2), (by_a_nested_shard_map, 4)],
+)
 def test_sharded_parameters_train_as_in_a_plain_loop_and_halve_the_operations(loss_fn, num_shards):
     with jax.enable_x64(True):
-        expected = train_plainly(make_model(left_to_the_compiler))
-        whole = train(make_model(left_to_the_compiler), num_shards)
+        expected, whole = trained_plainly(), trained_whole(num_shards)
         for axis_type in (AxisType.Auto, AxisType.Explicit)[: 1 + (num_shards == 2)]:
             mesh = make_mesh(num_shards, axis_type)
             trained = train(make_model(loss_fn, mesh), mesh)

@@ -19,12 +19,14 @@ from jvarlen.testing import assert_partition_invariant
 
 CONFIG = TransformerConfig(num_layers=2, width=16, num_heads=2)
 HALF = dataclasses.replace(CONFIG, compute_dtype="bfloat16")
+SMALL = TransformerConfig(num_layers=1, width=8, num_heads=1)
+SMALL_HALF = dataclasses.replace(SMALL, compute_dtype="bfloat16")
 
 
 @functools.cache
-def params():
+def params(config=CONFIG):
     """Made when a test needs them: every process of tests imports this module."""
-    return init_params(CONFIG, seed=0)
+    return init_params(config, seed=0)
 
 
 def random_batch(num_microbatches, rows, length):
@@ -126,20 +128,6 @@ def test_gradients_of_a_tiny_loss_do_not_vanish(sums):
     assert relative_error(jax.tree.map(lambda leaf: leaf / scale, grads), expected) < 1e-6
 
 
-@pytest.mark.usefixtures("optimized")
-def test_training_goes_as_in_float32():
-    losses = []
-    for config in (CONFIG, HALF):
-        optimizer = optax.adam(1e-2)
-        state = init_train_state(params(), optimizer)
-        step = jax.jit(make_train_step(make_loss_fn(config), optimizer))
-        for _ in range(30):
-            state, metrics = step(state, BATCH)
-        losses.append(float(metrics.loss))
-    assert losses[0] < 2.5  # from 5.5
-    np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
-
-
 def test_a_gradient_does_not_depend_on_how_rows_are_split_into_microbatches(sums):
     """Because its sums over rows are never rounded to bfloat16."""
     one_a_row = jax.tree.map(lambda leaf: leaf[:, None] if leaf.ndim else leaf, MICROBATCH)
@@ -151,27 +139,10 @@ def test_a_gradient_does_not_depend_on_how_rows_are_split_into_microbatches(sums
     assert relative_error(jax.tree.map(lambda leaf: leaf.sum(axis=0), row_grads), expected) < 1e-5
 
 
-@pytest.mark.usefixtures("optimized")
-def test_products_are_sums_of_rounded_factors():
-    keys = jax.random.split(jax.random.key(0), 3)
-    inputs = jax.random.normal(keys[0], (3, 2048, 4))
-    kernel = jax.random.normal(keys[1], (4, 5))
-    weights = jax.random.normal(keys[2], (3, 2048, 5))
-
-    def total(inputs, kernel):
-        return jnp.sum(dot_general_in_bfloat16(inputs, kernel, None) * weights)
-
-    x, w, g = (np.asarray(array.astype(jnp.bfloat16), np.float64) for array in (inputs, kernel, weights))
-    np.testing.assert_allclose(dot_general_in_bfloat16(inputs, kernel, None), x @ w, rtol=1e-5, atol=1e-5)
-    grads = jax.grad(total, argnums=(0, 1))(inputs, kernel)
-    for grad, expected in zip(grads, (g @ w.T, np.einsum("brd,brf->df", x, g)), strict=True):
-        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-4)
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
-    inputs = jax.random.normal(jax.random.key(0), (8, 4))
-    kernel = jax.random.normal(jax.random.key(1), (4, 5))
+    rng = np.random.default_rng(0)
+    inputs, kernel = (rng.normal(size=shape).astype(np.float32) for shape in ((8, 4), (4, 5)))
 
     def total(inputs, kernel):
         return jnp.sum(jnp.sin(dot_general_in_bfloat16(inputs, kernel, None)))
@@ -185,8 +156,8 @@ def test_kernels_that_all_shards_share_have_the_gradient_of_all(check_vma):
         check_vma=check_vma,
     )
     for grad, expected in zip(
-        jax.grad(over_shards, argnums=(0, 1))(inputs, kernel),
-        jax.grad(total, argnums=(0, 1))(inputs, kernel),
+        jax.jit(jax.grad(over_shards, argnums=(0, 1)))(inputs, kernel),
+        jax.jit(jax.grad(total, argnums=(0, 1)))(inputs, kernel),
         strict=True,
     ):
         np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
@@ -199,7 +170,38 @@ def test_cudnn_asks_for_bfloat16():
 
 
 def test_the_test_kit_takes_it():
-    config = dataclasses.replace(HALF, num_layers=1)
     batch = random_batch(2, 2, 8)
-    splits = assert_partition_invariant(make_loss_fn(config), init_params(config, 0), batch, num_shards=[1], rtol=1e-2)
+    splits = assert_partition_invariant(make_loss_fn(SMALL_HALF), params(SMALL), batch, num_shards=[1], rtol=1e-2)
     assert len(splits) > 3
+
+
+@pytest.mark.usefixtures("optimized")
+def test_training_goes_as_in_float32():
+    losses = []
+    for config in (SMALL, SMALL_HALF):
+        optimizer = optax.adam(1e-2)
+        state = init_train_state(params(SMALL), optimizer)
+        step = jax.jit(make_train_step(make_loss_fn(config), optimizer))
+        for _ in range(30):
+            state, metrics = step(state, BATCH)
+        losses.append(float(metrics.loss))
+    assert losses[0] < 2.5  # from 5.5
+    np.testing.assert_allclose(losses[1], losses[0], rtol=0.01)
+
+
+@pytest.mark.usefixtures("optimized")
+def test_products_are_sums_of_rounded_factors():
+    rng = np.random.default_rng(0)
+    inputs, kernel, weights = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((3, 2048, 4), (4, 5), (3, 2048, 5))
+    )
+
+    def total(inputs, kernel):
+        outputs = dot_general_in_bfloat16(inputs, kernel, None)
+        return jnp.sum(outputs * weights), outputs
+
+    x, w, g = (array.astype(jnp.bfloat16).astype(np.float64) for array in (inputs, kernel, weights))
+    grads, outputs = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(inputs, kernel)
+    np.testing.assert_allclose(outputs, x @ w, rtol=1e-5, atol=1e-5)
+    for grad, expected in zip(grads, (g @ w.T, np.einsum("brd,brf->df", x, g)), strict=True):
+        np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-4)

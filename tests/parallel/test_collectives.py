@@ -14,7 +14,7 @@ from jvarlen import UserError
 from jvarlen.parallel.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter, scatter
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
-NUM_DEVICES = [1, 2, 3, 4, 5, 8]
+NUM_DEVICES = [1, 2, 3, 5, 8]
 SHAPES = [(), (1,), (7,), (2, 3, 5), (0, 3), (16,)]
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64")] + [jnp.dtype("bfloat16")]
@@ -109,7 +109,7 @@ def assert_collectives(found, x, root):
 @pytest.mark.parametrize("n", NUM_DEVICES)
 def test_every_collective_gives_what_numpy_gives_for_any_shape(n):
     xs = [random(n, shape, np.dtype("int32"), seed) for seed, shape in enumerate(SHAPES)]
-    xs += [random(n, (), np.dtype("float32")), random(n, (2, 5), np.dtype("float32"))]
+    xs.append(random(n, (2, 5), np.dtype("float32")))
     root = n // 2
     found = on_devices(lambda xs: [results_of(x, root) for x in xs], n)(xs)
     for x, each in zip(xs, found, strict=True):
@@ -225,7 +225,7 @@ SENT += [("broadcast", "star"), ("reduce", "tree"), ("reduce", "star"), ("scatte
 SENT += [("all_gather", "ring"), ("reduce_scatter", "ring")]
 
 
-@pytest.mark.parametrize("n", range(2, 9))
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize(("kind", "algorithm"), SENT)
 def test_the_compiled_program_sends_what_was_counted(kind, algorithm, n):
     collective = {

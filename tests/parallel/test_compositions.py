@@ -89,6 +89,17 @@ def tied_params(rng, num_layers, vocab_size, width):
     return LayeredParams({"table": rng.normal(size=(vocab_size, width)) / 4}, layers)
 
 
+def transformer_params(rng, config):
+    """Of the sizes that a model starts with; all scales of norms differ."""
+    shapes = jax.eval_shape(lambda: stack_layers(init_params(config, seed=0)))
+    is_scale = jax.tree.map_with_path(lambda path, _: "scale" in jax.tree_util.keystr(path), shapes)
+    return jax.tree.map(
+        lambda leaf, is_scale: is_scale + rng.normal(size=leaf.shape) / (10 if is_scale else leaf.shape[-2] ** 0.5),
+        shapes,
+        is_scale,
+    )
+
+
 def composition(number):
     """A layout, and a model, parameters and a batch for it."""
     draw = random.Random(number)
@@ -101,7 +112,7 @@ def composition(number):
         return layout, TIED, tied_params(rng, num_layers, vocab_size, draw.choice([31, 42])), batch
     heads = layout.tensor * draw.choice([1, 2])
     config = TransformerConfig(num_layers=num_layers, width=heads * 6, num_heads=heads, vocab_size=vocab_size)
-    return layout, layered(config), stack_layers(init_params(config, seed=number)), batch
+    return layout, layered(config), transformer_params(np.random.default_rng(number), config), batch
 
 
 @pytest.mark.slow

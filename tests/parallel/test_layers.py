@@ -46,9 +46,8 @@ def microbatch_of(packed):
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else np.asarray(leaf), batch)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_transformer_by_layers_is_the_transformer(packed):
-    microbatch = microbatch_of(packed)
+def test_the_transformer_by_layers_is_the_transformer():
+    microbatch = microbatch_of(packed=False)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, initial_params())
 

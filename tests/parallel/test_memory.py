@@ -43,12 +43,10 @@ def test_the_papers_table(n):
 @pytest.mark.parametrize(
     ("text", "bucket", "num_microbatches"),
     [
-        ("data7.zero2", (2, 32), 2),
-        ("data2.sequence2.zero2", (2, 32), 2),
+        ("data3.sequence2.zero2", (2, 32), 2),
         ("data2.tensor2.zero3.keep_inputs", (8, 32), 2),
-        ("data2.stage2.zero3", (2, 32), 4),
+        ("data2.stage2.zero3.chunks2.interleaved", (2, 32), 4),
         ("stage4.keep_residuals", (2, 64), 4),
-        ("stage2.chunks2.interleaved", (4, 32), 4),
     ],
 )
 def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches):

@@ -19,7 +19,7 @@ from jvarlen.training.checkpoint import Place, open_checkpoints
 from jvarlen.training.train_state import init_train_state
 
 CONFIG = TransformerConfig(
-    num_layers=4, width=24, num_heads=4, vocab_size=257
+    num_layers=2, width=24, num_heads=4, vocab_size=257
 )  # nothing divides 257, nor 258 rows by 4
 MODEL = layered(CONFIG)._replace(stack=stack_layers)
 PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")

@@ -106,16 +106,12 @@ def sums_without_stages(num_layers, num_microbatches):
     [
         ("data2.stage2.gpipe", 8, 8, "residuals"),
         ("data2.stage2.1f1b", 4, 8, "inputs"),
-        ("stage4.1f1b", 4, 8, "residuals"),
-        ("stage4", 4, 2, "inputs"),
-        ("stage4", 8, 1, "inputs"),
+        ("stage4", 4, 1, "inputs"),
         ("data2.stage4", 8, 8, "residuals"),
         ("data2", 4, 8, "residuals"),
         ("stage4.zero_bubble", 4, 8, "inputs"),
-        ("data2.stage2.zero_bubble", 4, 2, "inputs"),
         ("stage4.zero_bubble", 4, 8, "residuals"),
         ("data2.stage2.interleaved.chunks2", 8, 8, "inputs"),
-        ("stage4.interleaved.chunks2", 8, 8, "residuals"),
         ("stage4.interleaved.chunks3", 12, 4, "residuals"),
     ],
 )
@@ -174,13 +170,10 @@ def trained_whole(packed):
     ("text", "packed", "keeps"),
     [
         ("data2.stage4.zero1", True, "inputs"),
-        ("data2.stage2.zero1.interleaved.chunks2", False, "inputs"),
         ("data4.stage2.zero_bubble", True, "residuals"),
-        ("data2.stage2.tensor2.zero1", False, "inputs"),
-        ("stage2.tensor2.sequence_parallel.interleaved.chunks2", True, "residuals"),
+        ("data2.stage2.tensor2.zero1.interleaved.chunks2", True, "residuals"),
         ("data2.stage2.sequence2.zero3", False, "residuals"),
         ("data2.tensor2.zero3.keep_inputs", False, None),
-        ("data2.sequence2.zero1", True, "inputs"),
     ],
 )
 def test_the_transformer_trains_as_one_device(text, packed, keeps):
@@ -215,7 +208,7 @@ def test_a_stage_holds_its_own_layers_only():
 
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer, on, model = clipped_adamw(), on_layout("data2.stage2"), layered(TRANSFORMER)
     state = init_state(initial_params(), optimizer, model=model, **on)
     step = compile_buckets(make_layout_step(model, optimizer, **on), state, plan, progress=False, **on)
@@ -253,35 +246,30 @@ SIMPLE = LayeredModel(
 )
 
 
+@functools.cache
+def held(text, num_microbatches, keeps="inputs"):
+    """The temporary memory of a step, in activations, as they are sent from stage to stage."""
+    batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
+    executable = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(simple_state(4), batch).compile()
+    return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
+
+
 def test_temporaries_do_not_grow_with_microbatches():
-    """In activations, as they are sent from stage to stage."""
-
-    def held(text, num_microbatches):
-        batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
-        executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()
-        return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
-
-    eager = [held("stage4.eager_1f1b", m) for m in (8, 16, 32)]
-    assert max(eager) - min(eager) < 0.1
-    assert eager[0] < 20
+    eager = held("stage4.eager_1f1b", 8)
+    assert held("stage4.eager_1f1b", 32) == pytest.approx(eager, abs=0.1)
+    assert eager < 20
     assert held("stage4.gpipe", 32) - held("stage4.gpipe", 8) > 23.9
     # It keeps 4 on the first stage where the eager schedule keeps 7.
-    assert held("stage4.1f1b", 16) == pytest.approx(eager[0] - 3, abs=0.1)
+    assert held("stage4.1f1b", 8) == pytest.approx(eager - 3, abs=0.1)
 
 
 def test_residuals_are_held_as_the_schedule_says():
-    """In activations; a layer keeps two, its input and its tanh."""
-
-    def held(text, num_microbatches, keeps="residuals"):
-        batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
-        executable = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(simple_state(4), batch).compile()
-        return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
-
-    eager = held("stage4.eager_1f1b", 8)
-    assert held("stage4.eager_1f1b", 32) == pytest.approx(eager, abs=0.1)
-    assert eager - held("stage4.eager_1f1b", 8, "inputs") < 7 + 6
-    assert held("stage4.1f1b", 8) == pytest.approx(eager - 2 * 3, abs=0.1)
-    assert held("stage4.gpipe", 32) - held("stage4.gpipe", 8) < 24 * 3 + 0.1
+    """A layer keeps two, its input and its tanh."""
+    eager = held("stage4.eager_1f1b", 8, "residuals")
+    assert held("stage4.eager_1f1b", 32, "residuals") == pytest.approx(eager, abs=0.1)
+    assert eager - held("stage4.eager_1f1b", 8) < 7 + 6
+    assert held("stage4.1f1b", 8, "residuals") == pytest.approx(eager - 2 * 3, abs=0.1)
+    assert held("stage4.gpipe", 32, "residuals") - held("stage4.gpipe", 8, "residuals") < 24 * 3 + 0.1
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,15 @@ SIMPLE = LayeredModel(
     lambda ends, x, microbatch, axes: (jnp.sum(jnp.square(x @ ends["out"] - microbatch)), jnp.float32(x.shape[0])),
 )
 
+# The same of the tokens of a batch.
+TOKENS = SIMPLE._replace(
+    embed=lambda ends, batch, axes: ends["table"][batch.tokens],
+    loss=lambda ends, x, batch, axes: (
+        jnp.sum(optax.softmax_cross_entropy_with_integer_labels(x @ ends["table"].T, batch.tokens) * batch.weights),
+        jnp.sum(batch.weights),
+    ),
+)
+
 
 @functools.cache
 def initial_params():
@@ -82,14 +91,10 @@ def take_steps(step, state, batches, num_steps):
 
 
 def on_layout(model, params, optimizer, text, **options):
-    """Of a layout, and what is accumulated: `data2.zero3 whole`."""
-    text, *accumulate = text.split()
     layout = Layout.parse(text)
-    mesh = layout_mesh(layout)
-    state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model, **options)
-    accumulated = dict(zip(["accumulate"], accumulate, strict=False))
-    step = make_layout_step(model, optimizer, mesh=mesh, layout=layout, **accumulated)
-    return step, state, {"mesh": mesh, "layout": layout}
+    on = {"mesh": layout_mesh(layout), "layout": layout}
+    state = init_state(params, optimizer, model=model, **on, **options)
+    return make_layout_step(model, optimizer, **on), state, on
 
 
 def shardings_of(state):
@@ -139,15 +144,10 @@ def trained_whole(num_microbatches, packed, by_layers):
     ("text", "num_microbatches", "packed", "by_layers"),
     [
         ("data8", 8, False, False),
-        ("data2.zero1", 8, True, False),
         ("data3.zero1", 6, True, True),
         ("data8.zero1", 8, False, False),
-        ("data2.zero2", 6, True, True),
-        ("data8.zero2", 8, False, False),
-        ("data2.zero3 whole", 6, True, True),
-        ("data3.zero3", 6, True, True),
-        ("data4.zero3", 8, False, True),
-        ("data8.zero3", 8, False, True),
+        ("data4.zero2", 8, False, False),
+        ("data2.zero3", 6, True, True),
     ],
 )
 def test_every_level_trains_as_one_device(text, num_microbatches, packed, by_layers):
@@ -220,22 +220,34 @@ def test_any_optimizer_sees_whole_arrays(name, text):
         assert shardings_of(state) == placed
 
 
+def noisy_loss(ends, x, microbatch, axes):
+    noise = jax.random.normal(axes.key, x.shape)
+    loss_sum, weight_sum = SIMPLE.loss(ends, x + 0.1 * noise, microbatch, axes)
+    return loss_sum, weight_sum, {"squares": jnp.sum(x**2)}
+
+
+def noisy_layer(own, x, microbatch, axes):
+    return SIMPLE.layer(own, x * jax.random.bernoulli(axes.key, 0.9, x.shape), microbatch, axes)
+
+
+NOISY = SIMPLE._replace(layer=noisy_layer, loss=noisy_loss)
+
+
+@functools.cache
+def noisy_step_on_one_device():
+    optimizer = optax.sgd(1e-3)
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(layered_loss_fn(NOISY), optimizer, norms=True))
+        return whole(init_train_state(simple_params(), optimizer, seed=3), simple_batch())
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_keys_extra_state_sums_and_norms_are_those_of_one_device(zero):
-    def loss(ends, x, microbatch, axes):
-        noise = jax.random.normal(axes.key, x.shape)
-        loss_sum, weight_sum = SIMPLE.loss(ends, x + 0.1 * noise, microbatch, axes)
-        return loss_sum, weight_sum, {"squares": jnp.sum(x**2)}
-
-    def layer(own, x, microbatch, axes):
-        return SIMPLE.layer(own, x * jax.random.bernoulli(axes.key, 0.9, x.shape), microbatch, axes)
-
-    model, optimizer = SIMPLE._replace(layer=layer, loss=loss), optax.sgd(1e-3)
+    model, optimizer = NOISY, optax.sgd(1e-3)
+    expected, expected_metrics = noisy_step_on_one_device()
     layout = Layout(data=2, zero=zero)
     mesh = layout_mesh(layout)
     with jax.enable_x64(True):
-        whole = jax.jit(make_train_step(layered_loss_fn(model), optimizer, norms=True))
-        expected, expected_metrics = whole(init_train_state(simple_params(), optimizer, seed=3), simple_batch())
         state = init_state(simple_params(), optimizer, mesh=mesh, layout=layout, seed=3)
         step = jax.jit(make_layout_step(model, optimizer, mesh=mesh, layout=layout, norms=True))
         state, metrics = step(state, simple_batch())
@@ -380,14 +392,16 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
     plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer = clipped_adamw()
-    whole, expected = init_train_state(initial_params(), optimizer), []
-    whole_step = compile_buckets(make_train_step(LOSS_FN, optimizer), whole, plan, progress=False)
+    params = LayeredParams({"table": np.random.default_rng(0).normal(size=(256, 64)) / 4}, simple_params().layers)
+    params = jax.tree.map(np.float32, params)
+    whole, expected = init_train_state(params, optimizer), []
+    whole_step = compile_buckets(make_train_step(layered_loss_fn(TOKENS), optimizer), whole, plan, progress=False)
     for batch in load(plan, dataset):
         whole, metrics = whole_step(whole, batch)
         expected.append(float(metrics.loss))
     assert len(expected) > 3
-    for zero in (1, 2, 3):
-        step, state, on = on_layout(LAYERED, stack_layers(initial_params()), optimizer, f"data4.zero{zero}")
+    for zero in (2, 3):
+        step, state, on = on_layout(TOKENS, params, optimizer, f"data4.zero{zero}")
         placed, losses = shardings_of(state), []
         compiled = compile_buckets(step, state, plan, mesh=on["mesh"], progress=False)
         for batch in load(plan, dataset, mesh=on["mesh"]):
@@ -468,22 +482,29 @@ def test_evaluation_steps_gather_layer_by_layer_and_drop_nothing_out(text):
     assert in_loop == (layout.zero == 3)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero):
+def counting():
     """An optimizer that counts elements, and divides by their number: padding would show."""
 
-    def counting():
-        def update(grads, state, params=None):
-            count = sum(leaf.size for leaf in jax.tree.leaves(grads))
-            moments = jax.tree.map(lambda moment, grad: 0.9 * moment + grad + 1.0, state["moments"], grads)
-            total = sum(jnp.sum(moment) for moment in jax.tree.leaves(moments))
-            return jax.tree.map(lambda moment: -1e-4 * moment * total / count, moments), {"moments": moments}
+    def update(grads, state, params=None):
+        count = sum(leaf.size for leaf in jax.tree.leaves(grads))
+        moments = jax.tree.map(lambda moment, grad: 0.9 * moment + grad + 1.0, state["moments"], grads)
+        total = sum(jnp.sum(moment) for moment in jax.tree.leaves(moments))
+        return jax.tree.map(lambda moment: -1e-4 * moment * total / count, moments), {"moments": moments}
 
-        return optax.GradientTransformation(lambda params: {"moments": jax.tree.map(jnp.zeros_like, params)}, update)
+    return optax.GradientTransformation(lambda params: {"moments": jax.tree.map(jnp.zeros_like, params)}, update)
 
+
+@functools.cache
+def counted_on_one_device():
     with jax.enable_x64(True):
         whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), counting()))
-        expected, losses = take_steps(whole, init_train_state(simple_params(), counting()), [simple_batch(7)], 4)
+        return take_steps(whole, init_train_state(simple_params(), counting()), [simple_batch(7)], 4)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_number_that_divides_nothing_pads_the_state_and_not_the_optimizer(zero):
+    expected, losses = counted_on_one_device()
+    with jax.enable_x64(True):
         step, state, on = on_layout(SIMPLE, simple_params(), counting(), f"data7.zero{zero}")
         moments = state.opt_state["moments"]
         assert moments.ends["odd"].shape == (15, 77)

@@ -33,6 +33,9 @@ def loss_fn(params, microbatch, key, extra):
     return jnp.sum(losses), jnp.sum(microbatch.weights), {}, extra
 
 
+SUMS_OF = jax.jit(functools.partial(sum_microbatch, loss_fn))
+
+
 def first_state():
     extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
     return init_train_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, OPTIMIZER, extra=extra, seed=0)
@@ -46,7 +49,7 @@ def plan_and_batches(num_microbatches=2, num_steps=9):
 
 def by_hand(batches, delay_of):
     """Every version is kept, gradients are summed in a loop, and `make_train_step` only gets their sum."""
-    versions, sums_of = [first_state()], jax.jit(functools.partial(sum_microbatch, loss_fn))
+    versions = [first_state()]
     for u, batch in enumerate(batches):
         state = versions[-1]
         sums = []
@@ -54,7 +57,7 @@ def by_hand(batches, delay_of):
             old = versions[max(0, u - delay_of(u, i))]
             microbatch = jax.tree.map(lambda leaf, i=i: leaf[i] if leaf.ndim else leaf, batch)
             key = jax.random.fold_in(jax.random.fold_in(state.key, u), i)
-            sums.append(sums_of(old, microbatch, key))
+            sums.append(SUMS_OF(old, microbatch, key))
         total = jax.tree.map(lambda *leaves: sum(leaves), *sums)
         grads = jax.tree.map(lambda grad, weight=total.weight: grad / weight, total.grads)
         updates, opt_state = OPTIMIZER.update(grads, state.opt_state)
@@ -98,7 +101,7 @@ def test_delays_matter_and_0_is_the_ordinary_step_bit_for_bit():
     step, state = jax.jit(make_train_step(loss_fn, OPTIMIZER)), first_state()
     for batch in batches:
         state, _ = step(state, batch)
-    for delays in (0, [0, 0], [[0, 0]]):
+    for delays in (0, [[0, 0]]):
         jax.tree.map(np.testing.assert_array_equal, run(delays, batches).params, state.params)
     assert not np.allclose(run(3, batches).params["w"], state.params["w"], rtol=1e-4)
 
@@ -123,7 +126,7 @@ def test_delays_of_another_form_are_rejected(delays):
 
 def test_optimizers_that_evaluate_the_loss_are_rejected():
     _, batches = plan_and_batches(num_steps=1)
-    optimizer = optax.lbfgs(0.1)
+    optimizer = optax.chain(optax.sgd(0.1), optax.scale_by_backtracking_linesearch(max_backtracking_steps=3))
     extra = {"mean": jnp.zeros(()), "rows": jnp.zeros((), jnp.int32)}
     state = init_train_state({"w": jnp.array(0.3), "b": jnp.array(0.1)}, optimizer, extra=extra, seed=0)
     with pytest.raises(UserError, match="this optimizer evaluates the loss itself"):
