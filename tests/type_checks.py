@@ -7,7 +7,7 @@ import pytest
 from jaxtyping import config, install_import_hook
 
 PACKAGES = (  # whose arrays have shapes that types tell
-    "attention", "batches", "distributed", "loading", "models", "parallel", "reports", "runs", "sorting", "training",
+    "attention", "batches", "distributed", "loading", "models", "parallel", "reports", "sorting", "training",
 )  # fmt: skip
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))  # an int is a float as well
 _raises = pytest.raises

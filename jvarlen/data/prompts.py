@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -20,7 +20,6 @@ from jvarlen.data.tokenized import count_values, load_tokenizer, only_value_erro
 __all__ = ["ByteCodec", "TextCodec", "TokenizerCodec"]
 
 
-@runtime_checkable
 class TextCodec(Protocol):
     """Between text and tokens.
 

@@ -44,7 +44,7 @@ _PIECE = 2**20  # ranks that are converted, or sent to process 0, at a time
 def write_ordered(
     path: str | Path,
     ordered: npt.ArrayLike | jax.Array,
-    num_samples: int,
+    num_samples: int | np.integer,
     *,
     layout: Layout = "interleaved",
     dtype: npt.DTypeLike = np.int64,
@@ -117,7 +117,7 @@ def write_ordered(
         raise_if_interrupted()
 
 
-def _check(array: jax.Array | np.ndarray, num_samples: int, layout: Layout, dtype: npt.DTypeLike) -> None:
+def _check(array: jax.Array | np.ndarray, num_samples: int | np.integer, layout: Layout, dtype: npt.DTypeLike) -> None:
     check_choices(layout=(layout, Layout))
     try:
         kind = np.dtype(dtype).kind
