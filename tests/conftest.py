@@ -95,7 +95,7 @@ def own_data_home(tmp_path_factory):
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def optimized():
     """Compile as users do."""
     before = os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") == "true"

@@ -47,7 +47,6 @@ def main():
     config = dataclasses.replace(
         make_config(folder, folder / "compiled"),
         checkpoint_every=4,
-        plan=dataclasses.replace(make_config(folder).plan, max_shapes=1),
         max_steps=60,
         coordinator=f"127.0.0.1:{port}",
         num_processes=num_processes,

@@ -30,7 +30,7 @@ def make_data():
     return Split(train=TokenDataset.from_bytes(samples[:130]), held_out=TokenDataset.from_bytes(samples[130:]))
 
 
-def make_config(runs_dir, cache_dir=None):
+def make_config(runs_dir, cache_dir=None, max_shapes=1):
     return FitConfig(
         max_steps=NUM_STEPS,
         num_epochs=20,
@@ -38,7 +38,7 @@ def make_config(runs_dir, cache_dir=None):
         runs_dir=runs_dir,
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, microbatches_per_step=4),
+        plan=PlanConfig(max_tokens=128, max_shapes=max_shapes, max_length=32, microbatches_per_step=4),
         model=TransformerConfig(num_layers=1, width=8, num_heads=1),
     )
 
@@ -65,7 +65,7 @@ def main():
     data = make_data()
     jax.config.update("jax_enable_compilation_cache", True)  # for the second run
     config = dataclasses.replace(
-        make_config(folder / "runs", folder / "compiled"),
+        make_config(folder / "runs", folder / "compiled", max_shapes=2),
         coordinator=f"127.0.0.1:{port}",
         num_processes=num_processes,
         process_id=rank,

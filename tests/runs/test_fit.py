@@ -23,6 +23,7 @@ from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import OptimizerConfig, PlanConfig, load_config
 from jvarlen.runs.directory import lock_run_dir
 from tests.conftest import random_dataset
+from tests.forks import Fork
 from tests.processes import ROOT
 from tests.run_fit import Interrupting, make_data
 
@@ -45,6 +46,11 @@ def make_config(runs_dir, compilation_cache):
 @pytest.fixture
 def config(tmp_path, compilation_cache):
     return make_config(tmp_path / "runs", compilation_cache)
+
+
+@pytest.fixture
+def of_one_shape(config):
+    return dataclasses.replace(config, plan=dataclasses.replace(config.plan, max_shapes=1))
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +147,8 @@ def test_resuming_a_finished_run_changes_nothing(config, split, whole, tmp_path)
 
 
 @pytest.mark.multiprocess
-def test_worker_processes_change_no_number(config, split):
-    short = dataclasses.replace(config, max_steps=6)
+def test_worker_processes_change_no_number(of_one_shape, split):
+    short = dataclasses.replace(of_one_shape, max_steps=6)
     assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
 
 
@@ -164,11 +170,11 @@ def test_packed_rows_train_and_resume_as_well(config, split, whole):
     assert same_training(resumed, result)
 
 
-def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config, split):
+def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(of_one_shape, split):
     counted = dataclasses.replace(
-        config,
+        of_one_shape,
         optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
-        model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
+        model=dataclasses.replace(of_one_shape.model, compute_dtype="bfloat16"),
     )
     counted_whole = fit(counted, split)
     assert counted_whole.summary.compilations_after_first_step == 0
@@ -180,9 +186,10 @@ def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config,
         assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
 
 
-def test_a_run_keeps_its_own_cost_model(config, split, tmp_path):
+def test_a_run_keeps_its_own_cost_model(of_one_shape, split, tmp_path):
     CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
-    costly = dataclasses.replace(config, plan=dataclasses.replace(config.plan, cost_model=tmp_path / "cost.json"))
+    with_costs = dataclasses.replace(of_one_shape.plan, cost_model=tmp_path / "cost.json")
+    costly = dataclasses.replace(of_one_shape, plan=with_costs)
     first = fit(dataclasses.replace(costly, max_steps=3), split)
     CostModel(1e-3, 1e-5, 0.0).save(tmp_path / "cost.json")
     again = dataclasses.replace(load_config(first.run_dir / "config.json"), resume=first.run_dir, max_steps=5)
@@ -223,14 +230,14 @@ def test_resuming_what_is_no_run_is_refused(config, split, run_of_one_step, tmp_
         fit(dataclasses.replace(config, resume=run_dir), split)
 
 
-def test_a_learned_text_is_predicted(config):
+def test_a_learned_text_is_predicted(of_one_shape):
     """Training works: a corpus of one repeated word is learned to nearly nothing a byte."""
     from jvarlen.data.split import Split
     from jvarlen.data.tokens import TokenDataset
 
     words = TokenDataset.from_bytes([b"abcdefgh" * (1 + i % 4) for i in range(200)])
     fast = OptimizerConfig(learning_rate=0.02)
-    config = dataclasses.replace(config, max_steps=None, num_epochs=10, checkpoint_every=1000, optimizer=fast)
+    config = dataclasses.replace(of_one_shape, max_steps=None, num_epochs=10, checkpoint_every=1000, optimizer=fast)
     result = fit(config, Split(words, words))
     assert result.summary.held_out_after < 0.8
     losses = np.array([row["loss"] for row in step_records(result.run_dir)])
@@ -244,10 +251,10 @@ def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split, wh
     assert same_training(whole, fit(dataclasses.replace(config, resume=run_dir), split))
 
 
-def test_more_steps_can_be_asked_for_on_resuming(config, split, capsys):
-    run_dir = fit(dataclasses.replace(config, max_steps=3), split).run_dir
+def test_more_steps_can_be_asked_for_on_resuming(of_one_shape, split, capsys):
+    run_dir = fit(dataclasses.replace(of_one_shape, max_steps=3), split).run_dir
     capsys.readouterr()
-    resumed = fit(dataclasses.replace(config, max_steps=7, resume=run_dir), split)
+    resumed = fit(dataclasses.replace(of_one_shape, max_steps=7, resume=run_dir), split)
     assert resumed.summary.num_steps == 7
     assert "changed: max_steps: 3, 7" in capsys.readouterr().out
     assert load_config(run_dir / "config.json").max_steps == 7
@@ -265,16 +272,10 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     assert Plan.load(result.run_dir / "plan.npz").num_truncated > 0
 
 
-def test_a_loss_that_is_no_number_ends_the_run(config, split):
-    with pytest.raises(FloatingPointError, match="the loss is nan at step"):
-        fit(dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30)), split)
-
-
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
-    """The real thing: a process of its own, its whole group signalled, as a terminal does."""
-    command = [sys.executable, "-m", "jvarlen", "train", f"--num-workers={num_workers}", "--max-steps=100000",
+def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path):
+    """The real thing: a process of its own, its whole group signalled, with the one that loads, as a terminal does."""
+    command = [sys.executable, "-m", "jvarlen", "train", "--num-workers=1", "--max-steps=100000",
                "--num-epochs=100000", "--plan.max-shapes=1", "--plan.max-length=16", "--plan.max-tokens=64",
                "--model.width=8", "--model.num-layers=1", "--model.num-heads=1", f"--runs-dir={tmp_path}"]  # fmt: skip
     process = subprocess.Popen(
@@ -297,9 +298,6 @@ def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path, num_workers):
 # whose samples take long to read, so that it can come amid the steps.
 SIGNALLED_PROGRAM = """
 import importlib, os, signal, sys, time
-from jvarlen.cli import main
-from jvarlen.runs.data import open_training_data
-from tests.run_fit import make_data
 
 class Slow:
     def __init__(self, dataset):
@@ -317,40 +315,48 @@ def make_signalled_step(*args, **options):
         return step(*args)
     return signalled
 
-task, prepare = (importlib.import_module(f"jvarlen.runs.{name}") for name in ("task", "prepare"))
-make_train_step, data = task.make_train_step, make_data()
-when, runs_dir, num_workers = sys.argv[1:]
-if when == "compiling":
-    task.make_train_step = make_signalled_step
-else:
-    data = data._replace(train=Slow(data.train))
-prepare.open_training_data = lambda config, given: open_training_data(config, data)
-sys.exit(main(
-    ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
-     "--no-progress", "--compile.cache-dir", "None",
-     "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
-     "--plan.microbatches-per-step", "4",
-     "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
-))
+if __name__ == "__main__":
+    from jvarlen.cli import main
+    from jvarlen.runs.data import open_training_data
+    from tests.run_fit import make_data
+
+    os.setsid()  # a group of its own, whose processes are signalled together
+    task, prepare = (importlib.import_module(f"jvarlen.runs.{name}") for name in ("task", "prepare"))
+    make_train_step, data = task.make_train_step, make_data()
+    when, runs_dir, num_workers = sys.argv[1:]
+    if when == "compiling":
+        task.make_train_step = make_signalled_step
+    else:
+        data = data._replace(train=Slow(data.train))
+    prepare.open_training_data = lambda config, given: open_training_data(config, data)
+    sys.exit(main(
+        ["train", "--runs-dir", runs_dir, "--num-workers", num_workers, "--max-steps", "40", "--num-epochs", "20",
+         "--no-progress", "--compile.cache-dir", "None",
+         "--plan.max-tokens", "128", "--plan.max-shapes", "1", "--plan.max-length", "32",
+         "--plan.microbatches-per-step", "4",
+         "--model.num-layers", "1", "--model.width", "8", "--model.num-heads", "1"]
+    ))
 """
 
 
 @pytest.mark.multiprocess
 def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_number(tmp_path, compilation_cache, request):
     """Amid the steps all processes get it, as from a scheduler; amid compilation the one that compiles."""
+    program = tmp_path / "program.py"
+    program.write_text(SIGNALLED_PROGRAM)
 
     def start(when, num_workers):
-        command = [sys.executable, "-c", SIGNALLED_PROGRAM, when, str(tmp_path / when), num_workers]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT
-        )
+        env = os.environ | {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+        with (tmp_path / f"{when}.out").open("w") as output, (tmp_path / f"{when}.errors").open("w") as errors:
+            args = [when, str(tmp_path / when), num_workers]
+            process = Fork(program, args, env=env, output=output, errors=errors)
         request.addfinalizer(process.kill)
         return process
 
     compiling, stepping = start("compiling", "0"), start("stepping", "1")
     deadline = time.monotonic() + 120
     while not any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("stepping/*/metrics.jsonl")):
-        assert stepping.poll() is None, stepping.communicate()
+        assert stepping.poll() is None, (tmp_path / "stepping.errors").read_text()
         assert time.monotonic() < deadline
         time.sleep(0.02)
     latest = tmp_path / "stepping" / "latest"
@@ -363,13 +369,12 @@ def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_numbe
     with pytest.raises(ValueError, match=rf"in use by a run that has not ended \(process {stepping.pid} on \S+\)"):
         fit(resume_steps, make_data())
     os.killpg(stepping.pid, signal.SIGTERM)
-    printed, errors = stepping.communicate(timeout=60)
-    assert stepping.returncode == 143, errors
-    assert f"jvarlen train --resume {tmp_path}" in printed
+    assert stepping.wait(60) == 143, (tmp_path / "stepping.errors").read_text()
+    assert f"jvarlen train --resume {tmp_path}" in (tmp_path / "stepping.out").read_text()
     assert 5 < json.loads((latest / "summary.json").read_text())["num_steps"] < 40
 
-    _, errors = compiling.communicate(timeout=60)
-    assert compiling.returncode == 143, errors
+    code, errors = compiling.wait(60), (tmp_path / "compiling.errors").read_text()
+    assert code == 143, errors
     assert errors.endswith("jvarlen: interrupted\n")
     (begun,) = (tmp_path / "compiling").iterdir()
     assert not any((begun / "checkpoints").iterdir())
@@ -381,11 +386,11 @@ def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_numbe
         assert same_training(whole, resumed)
 
 
-def test_a_run_that_fails_frees_its_directory(config, split):
-    failing = dataclasses.replace(config, optimizer=OptimizerConfig(learning_rate=1e30), max_steps=8)
-    with pytest.raises(FloatingPointError):
+def test_a_loss_that_is_no_number_ends_the_run_and_frees_its_directory(of_one_shape, split):
+    failing = dataclasses.replace(of_one_shape, optimizer=OptimizerConfig(learning_rate=1e30), max_steps=8)
+    with pytest.raises(FloatingPointError, match="the loss is nan at step"):
         fit(failing, split)
-    (run_dir,) = (path for path in config.runs_dir.iterdir() if not path.is_symlink())
+    (run_dir,) = (path for path in failing.runs_dir.iterdir() if not path.is_symlink())
     with lock_run_dir(run_dir), pytest.raises(ValueError, match=f"{run_dir} is in use"):
         fit(dataclasses.replace(failing, resume=run_dir), split)
     with pytest.raises(FloatingPointError):

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,7 +18,8 @@ from jvarlen.compiling.step_costs import RunCosts, costs_from_ledger, costs_path
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import PlanConfig, load_config
-from tests.runs.test_fit_own_model import DATA, own
+from tests.runs.test_fit_own_model import DATA
+from tests.runs.test_fit_own_model import own as own_with_batches
 
 SETTINGS = ("max_shapes", "buckets", "eval_edges", "onset_spacing")
 
@@ -37,6 +40,16 @@ def config(tmp_path, cache_dir):
         plan=PlanConfig(max_tokens=128, max_shapes="auto", max_length=32, overlong="truncate"),
         model=TransformerConfig(num_layers=1, width=16, num_heads=1),
     )
+
+
+def frequencies(params, microbatch):
+    """The loss of a model that compiles at once: how often each token comes, whatever is before it."""
+    losses_MxT = -jax.nn.log_softmax(params)[microbatch.tokens]
+    return jnp.sum(losses_MxT * microbatch.weights), jnp.sum(microbatch.weights)
+
+
+def fit_frequencies(config, split):
+    return fit(config, split, loss_fn=frequencies, params=jnp.zeros(256))
 
 
 def chosen_by(run_dir):
@@ -74,12 +87,12 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
 def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, split, cache_dir, tmp_path):
     run_dir = tmp_path / "run"
     config = dataclasses.replace(config, runs_dir=config.runs_dir, run_dir=run_dir, max_steps=4)
-    fit(config, split)
+    fit_frequencies(config, split)
     before = chosen_by(run_dir)
     (path,) = (cache_dir / "costs").iterdir()
     costs = json.loads(path.read_text())
     path.write_text(json.dumps(costs | {"compile_seconds": 1e-9, "compiled": {}}))  # many shapes would be chosen
-    result = fit(dataclasses.replace(config, max_steps=7), split)
+    result = fit_frequencies(dataclasses.replace(config, max_steps=7), split)
     assert result.summary.num_steps == 7
     assert chosen_by(run_dir) == before
 
@@ -87,43 +100,43 @@ def test_a_run_is_resumed_with_its_own_shapes_whatever_is_remembered(config, spl
 def test_given_costs_decide_and_are_not_remembered(config, split, cache_dir, tmp_path):
     cost = tmp_path / "cost.json"
     CostModel(0.0, 1e-3, 0.0).save(cost)
-    few = fit(with_plan(config, cost_model=cost, compile_seconds=1000.0), split)
-    many = fit(with_plan(config, cost_model=cost, compile_seconds=1e-6), split)
+    few = fit_frequencies(with_plan(config, cost_model=cost, compile_seconds=1000.0), split)
+    many = fit_frequencies(with_plan(config, cost_model=cost, compile_seconds=1e-6), split)
     (path,) = (cache_dir / "costs").iterdir()
     assert json.loads(path.read_text())["compile_seconds"] > 1e-3
     assert [chosen_by(run.run_dir)["max_shapes"] for run in (few, many)] == [1, 4]  # all multiples of 8
 
 
 def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
-    fit(dataclasses.replace(config, compile=CompileOptions(cache_dir=None)), split)
+    fit_frequencies(dataclasses.replace(config, compile=CompileOptions(cache_dir=None)), split)
     assert not cache_dir.exists()
 
 
 @pytest.mark.parametrize("changes", [{"pack": True}, {"strategy": "quantile"}])
 def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
-    result = fit(with_plan(config, **changes), split)
+    result = fit_frequencies(with_plan(config, **changes), split)
     chosen = chosen_by(result.run_dir)
     assert chosen == {"max_shapes": 12, "buckets": (), "eval_edges": (), "onset_spacing": 0}
 
 
 def test_a_model_of_ones_own_with_batches_of_its_own(config):
-    arguments = own()
+    arguments = own_with_batches()
     result = fit(with_plan(config, max_tokens=64, max_length=16, microbatches_per_step=4), DATA, **arguments)
     assert chosen_by(result.run_dir)["buckets"]
     assert result.summary.num_steps == 8
 
 
 def test_evaluations_in_fewer_shapes_give_the_same_loss(config, split):
-    plain = fit(with_plan(config, max_shapes=4), split)
+    plain = fit_frequencies(with_plan(config, max_shapes=4), split)
     buckets = tuple(map(tuple, Plan.load(plain.run_dir / "plan.npz").buckets))
-    few = fit(with_plan(config, max_shapes=4, buckets=buckets, eval_edges=(buckets[-1][1],)), split)
+    few = fit_frequencies(with_plan(config, max_shapes=4, buckets=buckets, eval_edges=(buckets[-1][1],)), split)
     assert few.summary.held_out_before == pytest.approx(plain.summary.held_out_before, rel=1e-6)
     assert few.summary.held_out_after == pytest.approx(plain.summary.held_out_after, rel=1e-5)
 
 
 def test_buckets_may_be_given(config, split):
     buckets = ((8, 16), (4, 32))
-    result = fit(with_plan(config, max_shapes=2, buckets=buckets), split)
+    result = fit_frequencies(with_plan(config, max_shapes=2, buckets=buckets), split)
     assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
     with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
         with_plan(config, buckets=buckets[::-1])
@@ -173,29 +186,31 @@ def test_costs_of_others_and_damaged_ones_are_named_and_not_used(tmp_path):
         save_costs(costs, tmp_path / "file" / "costs.json")
 
 
-@pytest.mark.parametrize("num_compiled", [1, 2])
-def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch, num_compiled):
-    whole = fit(with_plan(config, max_shapes=3), split)
-    stuck = threading.Event()
-    compile_now, began = Recipe.compile, []
+def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch):
+    """For the second and for the third of three shapes."""
+    config = with_plan(config, max_shapes=3)
+    whole = fit_frequencies(config, split)
+    compile_now = Recipe.compile
 
-    def compile_some(recipe, lowered):
-        if recipe.name == "train_step":
-            began.append(lowered.bucket)
-            if len(began) > num_compiled:
-                os.kill(os.getpid(), signal.SIGINT)
-                assert stuck.wait(60)
-        return compile_now(recipe, lowered)
+    for num_compiled in (1, 2):
+        stuck, began = threading.Event(), []
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Recipe, "compile", compile_some)
-        interrupted = fit(
-            with_plan(dataclasses.replace(config, compile=CompileOptions(cache_dir=None)), max_shapes=3), split
-        )
-        stuck.set()
-    assert interrupted.summary.interrupted
-    assert interrupted.summary.num_steps < 8
-    resumed = fit(with_plan(dataclasses.replace(config, resume=interrupted.run_dir), max_shapes=3), split)
-    assert not resumed.summary.interrupted
-    assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
-    assert resumed.summary.num_tokens == whole.summary.num_tokens
+        def compile_some(recipe, lowered, num_compiled=num_compiled, stuck=stuck, began=began):
+            if recipe.name == "train_step":
+                began.append(lowered.bucket)
+                if len(began) > num_compiled:
+                    os.kill(os.getpid(), signal.SIGINT)
+                    assert stuck.wait(60)
+            return compile_now(recipe, lowered)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Recipe, "compile", compile_some)
+            without_cache = dataclasses.replace(config, compile=CompileOptions(cache_dir=None))
+            interrupted = fit_frequencies(without_cache, split)
+            stuck.set()
+        assert interrupted.summary.interrupted
+        assert interrupted.summary.num_steps < 8
+        resumed = fit_frequencies(dataclasses.replace(config, resume=interrupted.run_dir), split)
+        assert not resumed.summary.interrupted
+        assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
+        assert resumed.summary.num_tokens == whole.summary.num_tokens

@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,8 +18,8 @@ from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.config import load_config
-from tests import run_fit
-from tests.processes import COMPILE_FAST, run, started
+from tests import forks, run_fit
+from tests.processes import COMPILE_FAST, ROOT, run, started
 
 TRAINING = Path(__file__).parents[1] / "run_training.py"
 FITTING = Path(__file__).parents[1] / "run_fit.py"
@@ -83,12 +81,13 @@ def assert_same_course(one, other):
 
 @pytest.fixture(scope="module")
 def on_one_device(tmp_path_factory, compilation_cache):
-    return fit(run_fit.make_config(tmp_path_factory.mktemp("one") / "runs", compilation_cache), run_fit.make_data())
+    runs_dir = tmp_path_factory.mktemp("one") / "runs"
+    return fit(run_fit.make_config(runs_dir, compilation_cache, max_shapes=2), run_fit.make_data())
 
 
 @pytest.mark.slow
 def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
-    config = dataclasses.replace(run_fit.make_config(tmp_path, compilation_cache), devices=4)
+    config = dataclasses.replace(run_fit.make_config(tmp_path, compilation_cache, max_shapes=2), devices=4)
     spread = fit(config, run_fit.make_data())
     assert_same_course(records(spread.run_dir), records(on_one_device.run_dir))
     assert all(leaf.sharding.num_devices == 4 for leaf in jax.tree.leaves(spread.state))
@@ -188,14 +187,13 @@ def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     settings = [
         "--parallel", "data2.zero1", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--max-steps", "2",
         "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "1", "--model.width", "8",
         "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
-    command = [sys.executable, "-m", "jvarlen", "train", *settings]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    ended = forks.run(ROOT / "jvarlen" / "__main__.py", "train", *settings, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert "Summary" in ended.stdout
 
