@@ -40,7 +40,7 @@ from .run_model_parallel import (
     make_plan,
 )
 
-DATASET = random_dataset(211, 32)  # so that some microbatches have no weight
+DATASET = random_dataset(290, 32)  # so that some microbatches have no weight
 LENGTHS = np.diff(DATASET.offsets)
 CONFIG = TransformerConfig(num_layers=NUM_LAYERS, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
 
