@@ -1,4 +1,4 @@
-"""The page of a chosen layout: true, and readable in a browser."""
+"""The page of a chosen layout: true, and readable in a browser at two widths."""
 
 import dataclasses
 import json
@@ -49,11 +49,12 @@ def test_a_reader_sees_the_page_in_a_browser(drawn):
     seen = render(path)
     assert seen.complaints == []
     assert num_pixels_of(seen.pixels, "#c8590a") > 100  # the line of what a device has
-    layout = measured(path, width=390)
-    assert {box["figure"] for box in layout["pictures"]} == {"seconds", "bytes"}
-    assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
-    assert layout["clipped"] == []
-    assert layout["page_width"] <= 390
+    for width in (1280, 390):
+        layout = measured(path, width=width)
+        assert {box["figure"] for box in layout["pictures"]} == {"seconds", "bytes"}
+        assert all(box["width"] > 250 and box["height"] > 120 for box in layout["pictures"])
+        assert layout["clipped"] == []
+        assert layout["page_width"] <= width
 
 
 def test_the_command_prints_the_table_and_writes_the_page(tmp_path, capsys):

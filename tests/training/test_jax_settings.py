@@ -55,9 +55,8 @@ def train(
     rng = np.random.default_rng(0)
     params = {"embed": jnp.asarray(rng.normal(size=(128, 4)), dtype), "w": jnp.asarray(rng.normal(size=4), dtype)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), make_optimizer(0.02), scale_by_batch_size(4))
-    state = jax.jit(lambda params: init_train_state(params, optimizer, **state))(
-        params
-    )  # each function by itself: slow
+    make_state = jax.jit(lambda params: init_train_state(params, optimizer, **state))  # each function alone is slow
+    state = make_state(params)
     state = state if mesh is None else replicate(state, mesh)
     train_step = make_train_step(loss_fn, optimizer, mesh=mesh, norms=True)
     options = CompileOptions(cache_dir=None, warm_up=True)
