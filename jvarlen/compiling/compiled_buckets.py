@@ -5,6 +5,7 @@ Batches that were not planned are rejected.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -21,7 +22,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.compiling import recompiles
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.donation import check_deleted, identity, without_aliases
+from jvarlen.compiling.donation import check_deleted, identity, wait_for, without_aliases
 from jvarlen.compiling.hlo import Collectives, count_collectives
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.lowering import Recipe
@@ -82,6 +83,9 @@ class CompiledBuckets:
         self._is_state_checked = False
         self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
         self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
+        # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
+        # with a collective wait for their turn.
+        self._in_flight: collections.deque[Any] | None = collections.deque(maxlen=2) if recipe.splits_a_cpu else None
 
     @property
     def microbatches_per_step(self) -> int:
@@ -144,6 +148,8 @@ class CompiledBuckets:
             check_deleted(state, batch)  # on several devices, JAX may end the process instead of raising
             if self._recipe.donate and not self._programs.keeps_state:
                 state = without_aliases(state, self._programs.constants.values())
+        if self._in_flight is not None and len(self._in_flight) == 2:
+            wait_for(self._in_flight[0])
         recompiles.dispatched(bucket)
         started = time.perf_counter()
         try:
@@ -152,6 +158,8 @@ class CompiledBuckets:
             self._explain(state, batch, bucket, error)
             raise
         self._returned = identity(outputs[0])
+        if self._in_flight is not None:
+            self._in_flight.append(outputs[1])
         if self._clock is not None:
             self._clock.step(bucket, started, outputs[1])
         self._times_used[bucket] += 1

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import leaves_by_name
 
-__all__ = ["check_deleted", "identity", "without_aliases"]
+__all__ = ["check_deleted", "identity", "wait_for", "without_aliases"]
 
 
 def without_aliases(state: Any, held: Iterable[Iterable[jax.Array]]) -> Any:
@@ -65,6 +65,11 @@ def check_deleted(state: Any, batch: Any, error: Exception | None = None) -> Non
         f"{list_first(gone)} of the arguments {'was' if len(gone) == 1 else 'were'} donated: a step wrote its results "
         "there. Use the state that the step returned, or compile_buckets(…, donate=False)"
     ) from error
+
+
+def wait_for(arrays: Any) -> None:
+    """Waits until arrays are computed; a pytree, of which some leaves may have been donated since."""
+    jax.block_until_ready([leaf for leaf in jax.tree.leaves(arrays) if not _is_deleted(leaf)])
 
 
 def _buffers(leaf: Any) -> list[Any]:

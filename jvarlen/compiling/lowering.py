@@ -97,6 +97,12 @@ class Recipe:
         return next(device for device in self.devices if device.process_index == jax.process_index())
 
     @property
+    def splits_a_cpu(self) -> bool:
+        """Whether the step runs on several devices that are parts of this process's CPU."""
+        own = [device for device in self.devices if device.process_index == jax.process_index()]
+        return len(own) > 1 and self.device.platform == "cpu"
+
+    @property
     def bytes_limit(self) -> int | None:
         """Bytes of memory of a device; None where it does not tell."""
         return (self.device.memory_stats() or {}).get("bytes_limit")

@@ -176,6 +176,10 @@ def check_compiled_for(mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> N
 def split_cpu(num_devices: int) -> None:
     """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
+    On such devices, programs with a collective must not pile up: with some 30 that wait for their turn, XLA's threads
+    deadlock (seen with JAX 0.10), and after 40 s XLA ends the process. The steps of `compile_buckets` wait for the step
+    before the last; in a loop over steps of `jax.jit`, read the loss now and then.
+
     Args:
       num_devices: at least 1. `data_mesh` raises if there are fewer devices than it needs.
     """

@@ -47,12 +47,12 @@ def make_batch(rows, length, num_microbatches=2):
     )
 
 
-def compile_count(buckets=BUCKETS, state=0.0, mesh=None, **options):
+def compile_count(buckets=BUCKETS, state=0.0, mesh=None, num_microbatches=2, **options):
     return compile_buckets(
         count_step,
         state,
         buckets,
-        microbatches_per_step=2,
+        microbatches_per_step=num_microbatches,
         mesh=mesh,
         progress=False,
         options=CompileOptions(cache_dir=None, **options),
@@ -368,6 +368,17 @@ def test_a_mesh_takes_spread_batches_and_fresh_state():
         compiled(state, jax.device_put(batch, jax.devices()[1]))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         compile_buckets(count_step, jnp.float32(0), BUCKETS, microbatches_per_step=3, mesh=mesh, progress=False)
+
+
+def test_steps_on_devices_of_one_cpu_do_not_pile_up():
+    """With many steps in flight, XLA's all-reduce waits for devices whose threads wait for it, and ends the process."""
+    mesh = data_mesh(8)
+    compiled = compile_count(BUCKETS[:1], num_microbatches=8, mesh=mesh)
+    batch = jax.device_put(make_batch(*BUCKETS[0], 8), batch_shardings(make_batch(*BUCKETS[0], 8), mesh))
+    state = jnp.float32(0)
+    for _ in range(1_000):
+        state, _ = compiled(state, batch)
+    assert float(state) == 1_000 * 8 * 4 * 8
 
 
 def test_a_batch_of_ones_own_is_described_by_its_spec():
