@@ -1,22 +1,30 @@
 """Signatures are checked while tests run, except where a test hands a function what it must refuse."""
 
+from collections.abc import Callable
 from typing import Any
 
 import beartype
+import jaxtyping
 import pytest
-from jaxtyping import config, install_import_hook
 
 PACKAGES = (  # whose arrays have shapes that types tell
     "attention", "batches", "distributed", "loading", "models", "parallel", "reports", "sorting", "training",
 )  # fmt: skip
 check = beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))  # an int is a float as well
-_raises = pytest.raises
+_raises, _jaxtyped = pytest.raises, jaxtyping.jaxtyped
 
 
 def install() -> None:
     """From now on, modules of the packages are imported with checks."""
-    install_import_hook([f"jvarlen.{package}" for package in PACKAGES], "tests.type_checks.check")
+    jaxtyping.jaxtyped = jaxtyped
+    jaxtyping.install_import_hook([f"jvarlen.{package}" for package in PACKAGES], "tests.type_checks.check")
     pytest.raises = RaisesUnchecked
+
+
+def jaxtyped(**options: Any) -> Callable[[Any], Any]:
+    """As `jaxtyping.jaxtyped`, without functions in functions, which would be decorated at every call."""
+    decorate = _jaxtyped(**options)
+    return lambda fn: fn if "<locals>" in fn.__qualname__ else decorate(fn)
 
 
 class RaisesUnchecked:
@@ -26,10 +34,10 @@ class RaisesUnchecked:
         self._raises = _raises(*expected, **options)
 
     def __enter__(self) -> pytest.ExceptionInfo:
-        self._before = config.jaxtyping_disable
-        config.update("jaxtyping_disable", True)
+        self._before = jaxtyping.config.jaxtyping_disable
+        jaxtyping.config.update("jaxtyping_disable", True)
         return self._raises.__enter__()
 
     def __exit__(self, *error: Any) -> bool:
-        config.update("jaxtyping_disable", self._before)
+        jaxtyping.config.update("jaxtyping_disable", self._before)
         return self._raises.__exit__(*error)
