@@ -96,29 +96,22 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
 
 def draw_layouts() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of layouts. What JAX keeps for the backward pass depends on its version."""
-    import jax
-    import optax
-
-    from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-
-    config = TransformerConfig(num_layers=24, width=1024, num_heads=16, vocab_size=32_000)
-    shapes = jax.eval_shape(lambda: stack_layers(init_params(config, seed=0)))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    layouts = ("data8", "data8.zero1", "data8.zero3", "data2.tensor4.zero1", "data2.sequence4.zero3", "data2.stage4")
-    bills = {
-        text: parallel.memory_bill(parallel.Layout.parse(text), shapes, optimizer, (1, 8192), model=layered(config))
-        for text in layouts
-    }
-    yield "layouts-memory", draw_memory(bills)
-    yield "layouts-stages", draw_timelines(parallel.eager_1f1b(4, 8).simulate({"F": 1, "B": 2}))
+    names = _run_guide("layouts.md")
+    yield "layouts-memory", draw_memory(names["bills"])
+    yield "layouts-stages", names["svg"]
 
 
 def draw_scale() -> Iterator[tuple[str, str]]:
     """The name and the SVG of the run that the page on scale simulates."""
+    yield "scale", _run_guide("scale.md")["svg"]
+
+
+def _run_guide(page: str) -> dict[str, Any]:
+    """What the blocks of a page leave behind."""
     names: dict[str, Any] = {}
-    for script in re.findall(r"```python\n(.*?)```", (FOLDER.parent / "scale.md").read_text(), re.DOTALL):
+    for script in re.findall(r"```python\n(.*?)```", (FOLDER.parent / page).read_text(), re.DOTALL):
         exec(script, names)
-    yield "scale", names["svg"]
+    return names
 
 
 def to_file(svg: str) -> str:

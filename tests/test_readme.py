@@ -22,6 +22,7 @@ from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import BudgetOptions
+from jvarlen.reports.memory_figures import draw_memory
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
@@ -156,6 +157,12 @@ def test_the_guide_to_collectives_prints_what_it_shows(capsys):
 def test_the_guide_to_layouts_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("layouts.md", capsys)
     assert len(names["expected"]) == names["plan"].num_steps
+    for name, svg in (("layouts-memory", draw_memory(names["bills"])), ("layouts-stages", names["svg"])):
+        drawn, saved = (  # but for the bytes of activations, which depend on the version of JAX
+            [word for word in re.findall(r"<text[^>]*>([^<]+)<", text) if not re.fullmatch(r"[ \d.,]+", word)]
+            for text in (svg, (DOCS / "pictures" / f"{name}.svg").read_text())
+        )
+        assert drawn == saved != [], f"{name} is out of date: run `python docs/pictures.py`"
 
 
 def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
@@ -183,6 +190,7 @@ def test_the_lines_of_the_guide_to_choosing_run(capsys):
     choice = run_guide("choosing.md")["choice"]
     assert choice.layout.num_devices == 16
     assert str(choice.layout) in capsys.readouterr().out
+    assert f"{len(choice.candidates.reasons)} layouts" in (DOCS / "choosing.md").read_text()
     assert ModelFile(**json.loads(blocks("choosing.md", "json")[0])).num_params > 6 * 10**9
 
 
