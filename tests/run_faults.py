@@ -24,7 +24,7 @@ from jvarlen import CompileOptions, FitConfig
 from jvarlen.runs.config import PlanConfig
 from jvarlen.runs.trackers import MetricsLog
 from jvarlen.training.checkpoint import Checkpoints
-from tests.run_fit import make_data
+from tests.run_fit import leave_pictures_empty, make_data
 
 NUM_STEPS = 80  # more than twenty runs take that are all killed
 MOMENTS = ("scan", "compile", "step", "checkpoint")
@@ -193,6 +193,7 @@ def strike(run, moment, runs_dir, chance):
 
 def main():
     folder = Path(sys.argv[1])
+    leave_pictures_empty()
     jax.config.update("jax_enable_compilation_cache", True)
     cache_dir, killed_dir = folder / "compiled", folder / "killed"
     config = FitConfig(
@@ -202,7 +203,7 @@ def main():
         runs_dir=folder / "whole",
         compile=CompileOptions(cache_dir=cache_dir),
         progress=False,
-        plan=PlanConfig(max_tokens=128, max_shapes=2, max_length=32, microbatches_per_step=2),
+        plan=PlanConfig(max_tokens=128, max_shapes=1, max_length=32, microbatches_per_step=2),
     )
 
     def start(runs_dir):

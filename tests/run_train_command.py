@@ -1,7 +1,7 @@
 """A script that runs `jvarlen train` in several processes, with a failure in process 1.
 
-Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 never
-fails, fails while planning, or fails while reading a sample of a step.
+Arguments: the failure, a folder, the number of processes, a rank and a port. The corpus is small. Process 1 fails while
+planning, or while reading a sample of a step.
 """
 
 import importlib

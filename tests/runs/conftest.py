@@ -2,11 +2,12 @@
 
 import pytest
 
+from tests.run_fit import leave_pictures_empty
+
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_pictures():
     """Tests of reports look at pictures; those of examples see that a run has them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("plot_curves", "plot_ledger"):
-            patch.setattr(f"jvarlen.runs.summary.{name}", lambda _, path: path.write_bytes(b""))
+        leave_pictures_empty(patch.setattr)
         yield

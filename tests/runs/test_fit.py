@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -146,54 +145,46 @@ def test_resuming_a_finished_run_changes_nothing(config, split, whole, tmp_path)
     assert again.summary.num_steps == 25
 
 
-@pytest.mark.multiprocess
-def test_worker_processes_change_no_number(of_one_shape, split):
-    short = dataclasses.replace(of_one_shape, max_steps=6)
-    assert same_training(fit(short, split), fit(dataclasses.replace(short, num_workers=1), split))
-
-
-def test_packed_rows_train_and_resume_as_well(config, split, whole):
-    packed = dataclasses.replace(config, plan=dataclasses.replace(config.plan, pack=True), num_epochs=6)
-    result = fit(packed, split)
+def test_packed_rows_and_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(config, split, whole):
+    config = dataclasses.replace(
+        config,
+        num_epochs=6,
+        plan=dataclasses.replace(config.plan, pack=True),
+        optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
+        model=dataclasses.replace(config.model, compute_dtype="bfloat16"),
+    )
+    result = fit(config, split)
     plan = Plan.load(result.run_dir / "plan.npz")
     assert plan.is_packed
     assert result.summary.num_steps == 25
+    assert result.summary.compilations_after_first_step == 0
     records = step_records(result.run_dir)
     assert [row["num_sequences"] for row in records[: plan.num_steps]] == plan.num_sequences.tolist()
     assert sum(row["num_sequences"] for row in records[: plan.num_steps]) == len(split.train)
     assert result.summary.padding < 0.1 < whole.summary.padding
+    for row in records:
+        assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
+        assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
     interrupting = split._replace(train=Interrupting(split.train, after=len(split.train) + 150))
-    stopped = fit(dataclasses.replace(packed, runs_dir=config.runs_dir / "stopped"), interrupting)
+    stopped = fit(dataclasses.replace(config, runs_dir=config.runs_dir / "stopped"), interrupting)
     assert stopped.summary.interrupted
     assert 0 < stopped.summary.num_steps < 25
     resumed = fit(dataclasses.replace(load_config(stopped.run_dir / "config.json"), resume=stopped.run_dir), split)
     assert same_training(resumed, result)
 
 
-def test_rates_counted_in_samples_and_tokens_and_bfloat16_resume_as_well(of_one_shape, split):
-    counted = dataclasses.replace(
-        of_one_shape,
-        optimizer=OptimizerConfig(schedule_unit="sequences", batch_size_unit="tokens", base_batch_size=100),
-        model=dataclasses.replace(of_one_shape.model, compute_dtype="bfloat16"),
-    )
-    counted_whole = fit(counted, split)
-    assert counted_whole.summary.compilations_after_first_step == 0
-    stopped = fit(counted, split._replace(train=Interrupting(split.train, after=len(split.train) + 150)))
-    assert stopped.summary.interrupted
-    assert same_training(fit(dataclasses.replace(counted, resume=stopped.run_dir), split), counted_whole)
-    for row in step_records(counted_whole.run_dir):
-        assert row["learning_rate_scale"] == pytest.approx((row["num_tokens"] / 100) ** 0.5, rel=1e-12)
-        assert row["learning_rate"] == row["base_learning_rate"] * row["learning_rate_scale"]
-
-
-def test_a_run_keeps_its_own_cost_model(of_one_shape, split, tmp_path):
+def test_more_steps_can_be_asked_for_on_resuming_and_a_run_keeps_its_own_cost_model(
+    of_one_shape, split, tmp_path, capsys
+):
     CostModel(1e-3, 1e-5, 1e-7).save(tmp_path / "cost.json")
     with_costs = dataclasses.replace(of_one_shape.plan, cost_model=tmp_path / "cost.json")
-    costly = dataclasses.replace(of_one_shape, plan=with_costs)
-    first = fit(dataclasses.replace(costly, max_steps=3), split)
+    run_dir = fit(dataclasses.replace(of_one_shape, plan=with_costs, max_steps=3), split).run_dir
     CostModel(1e-3, 1e-5, 0.0).save(tmp_path / "cost.json")
-    again = dataclasses.replace(load_config(first.run_dir / "config.json"), resume=first.run_dir, max_steps=5)
-    assert fit(again, split).summary.num_steps == 5
+    again = dataclasses.replace(load_config(run_dir / "config.json"), resume=run_dir, max_steps=7)
+    capsys.readouterr()
+    assert fit(again, split).summary.num_steps == 7
+    assert "changed: max_steps: 3, 7" in capsys.readouterr().out
+    assert load_config(run_dir / "config.json").max_steps == 7
 
 
 def test_resuming_with_another_plan_is_refused_with_the_settings_named(config, split, run_of_one_step):
@@ -244,22 +235,6 @@ def test_a_learned_text_is_predicted(of_one_shape):
     assert losses[-5:].mean() < losses[:5].mean() / 5
 
 
-def test_a_run_stopped_before_its_first_checkpoint_begins_anew(config, split, whole, tmp_path):
-    run_dir = shutil.copytree(whole.run_dir, tmp_path / "copy")
-    shutil.rmtree(run_dir / "checkpoints")
-    (run_dir / "metrics.jsonl").unlink()
-    assert same_training(whole, fit(dataclasses.replace(config, resume=run_dir), split))
-
-
-def test_more_steps_can_be_asked_for_on_resuming(of_one_shape, split, capsys):
-    run_dir = fit(dataclasses.replace(of_one_shape, max_steps=3), split).run_dir
-    capsys.readouterr()
-    resumed = fit(dataclasses.replace(of_one_shape, max_steps=7, resume=run_dir), split)
-    assert resumed.summary.num_steps == 7
-    assert "changed: max_steps: 3, 7" in capsys.readouterr().out
-    assert load_config(run_dir / "config.json").max_steps == 7
-
-
 def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data_is_not(config, split, monkeypatch):
     config = dataclasses.replace(config, max_steps=1, plan=dataclasses.replace(config.plan, overlong=None))
     with pytest.raises(ValueError, match=r"samples longer than the longest bucket .*\(limit 32\)"):
@@ -272,30 +247,8 @@ def test_the_built_in_corpus_is_cut_and_trained_on_for_some_steps_and_other_data
     assert Plan.load(result.run_dir / "plan.npz").num_truncated > 0
 
 
-@pytest.mark.multiprocess
-def test_ctrl_c_on_the_command_line_saves_and_resumes(tmp_path):
-    """The real thing: a process of its own, its whole group signalled, with the one that loads, as a terminal does."""
-    command = [sys.executable, "-m", "jvarlen", "train", "--num-workers=1", "--max-steps=100000",
-               "--num-epochs=100000", "--plan.max-shapes=1", "--plan.max-length=16", "--plan.max-tokens=64",
-               "--model.width=8", "--model.num-layers=1", "--model.num-heads=1", f"--runs-dir={tmp_path}"]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    deadline = time.monotonic() + 120
-    while not any(len(path.read_text().splitlines()) > 20 for path in tmp_path.glob("*/metrics.jsonl")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    run_dir = printed.rstrip().splitlines()[-1]
-    assert f"jvarlen train --resume {run_dir}" in printed
-    assert json.loads((tmp_path / "latest" / "summary.json").read_text())["num_steps"] > 20
-
-
 # A run of the command line with the data of `run_fit`, in which SIGTERM comes while the first bucket is compiled, or
-# whose samples take long to read, so that it can come amid the steps.
+# whose samples take long to read, so that a signal can come amid the steps.
 SIGNALLED_PROGRAM = """
 import importlib, os, signal, sys, time
 
@@ -318,8 +271,9 @@ def make_signalled_step(*args, **options):
 if __name__ == "__main__":
     from jvarlen.cli import main
     from jvarlen.runs.data import open_training_data
-    from tests.run_fit import make_data
+    from tests.run_fit import leave_pictures_empty, make_data
 
+    leave_pictures_empty()
     os.setsid()  # a group of its own, whose processes are signalled together
     task, prepare = (importlib.import_module(f"jvarlen.runs.{name}") for name in ("task", "prepare"))
     make_train_step, data = task.make_train_step, make_data()
@@ -339,51 +293,90 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.multiprocess
-def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_number(tmp_path, compilation_cache, request):
-    """Amid the steps all processes get it, as from a scheduler; amid compilation the one that compiles."""
-    program = tmp_path / "program.py"
-    program.write_text(SIGNALLED_PROGRAM)
+class Signalled:
+    """A fork that runs SIGNALLED_PROGRAM, and what it leaves in a folder."""
 
-    def start(when, num_workers):
+    def __init__(self, folder, when, num_workers):
+        program, self.runs_dir = folder / "program.py", folder / "runs"
+        program.write_text(SIGNALLED_PROGRAM)
+        self._printed, self._errors = folder / "printed", folder / "errors"
         env = os.environ | {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-        with (tmp_path / f"{when}.out").open("w") as output, (tmp_path / f"{when}.errors").open("w") as errors:
-            args = [when, str(tmp_path / when), num_workers]
-            process = Fork(program, args, env=env, output=output, errors=errors)
-        request.addfinalizer(process.kill)
-        return process
+        with self._printed.open("w") as output, self._errors.open("w") as errors:
+            self.process = Fork(program, [when, str(self.runs_dir), num_workers], env=env, output=output, errors=errors)
 
-    compiling, stepping = start("compiling", "0"), start("stepping", "1")
-    deadline = time.monotonic() + 120
-    while not any(len(path.read_text().splitlines()) > 5 for path in tmp_path.glob("stepping/*/metrics.jsonl")):
-        assert stepping.poll() is None, (tmp_path / "stepping.errors").read_text()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    latest = tmp_path / "stepping" / "latest"
+    def wait_for_steps(self):
+        deadline = time.monotonic() + 120
+        while not any(len(path.read_text().splitlines()) > 5 for path in self.runs_dir.glob("*/metrics.jsonl")):
+            assert self.process.poll() is None, self.errors
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def assert_saves_amid_the_steps(self, number, code):
+        """Signals its whole group, with the process that loads."""
+        os.killpg(self.process.pid, number)
+        assert self.process.wait(60) == code, self.errors
+        run_dir = self._printed.read_text().rstrip().splitlines()[-1]
+        assert f"jvarlen train --resume {run_dir}" in self._printed.read_text()
+        assert 5 < json.loads((self.latest / "summary.json").read_text())["num_steps"] < 40
+
+    @property
+    def errors(self):
+        return self._errors.read_text()
+
+    @property
+    def latest(self):
+        return self.runs_dir / "latest"
+
+
+@pytest.fixture
+def signalled(tmp_path):
+    with contextlib.ExitStack() as stack:
+
+        def start(when, num_workers):
+            (folder := tmp_path / when).mkdir()
+            run = Signalled(folder, when, num_workers)
+            stack.callback(run.process.kill)
+            return run
+
+        yield start
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_on_the_command_line_saves(signalled):
+    """As a terminal sends it."""
+    run = signalled("stepping", "1")
+    run.wait_for_steps()
+    run.assert_saves_amid_the_steps(signal.SIGINT, 130)
+
+
+@pytest.mark.multiprocess
+def test_sigterm_ends_a_run_with_its_own_exit_code_and_resuming_changes_no_number(signalled, compilation_cache):
+    """Amid the steps all processes get it, as from a scheduler; amid compilation the one that compiles.
+
+    The latter run has no checkpoint yet and begins anew; what the former's process loads is the same.
+    """
+    compiling, stepping = signalled("compiling", "0"), signalled("stepping", "1")
+    stepping.wait_for_steps()
     resume_steps = dataclasses.replace(
-        load_config(latest / "config.json"),
-        resume=latest,
+        load_config(stepping.latest / "config.json"),
+        resume=stepping.latest,
         num_workers=0,
         compile=CompileOptions(cache_dir=compilation_cache),
     )
-    with pytest.raises(ValueError, match=rf"in use by a run that has not ended \(process {stepping.pid} on \S+\)"):
+    in_use = rf"in use by a run that has not ended \(process {stepping.process.pid} on \S+\)"
+    with pytest.raises(ValueError, match=in_use):
         fit(resume_steps, make_data())
-    os.killpg(stepping.pid, signal.SIGTERM)
-    assert stepping.wait(60) == 143, (tmp_path / "stepping.errors").read_text()
-    assert f"jvarlen train --resume {tmp_path}" in (tmp_path / "stepping.out").read_text()
-    assert 5 < json.loads((latest / "summary.json").read_text())["num_steps"] < 40
+    stepping.assert_saves_amid_the_steps(signal.SIGTERM, 143)
 
-    code, errors = compiling.wait(60), (tmp_path / "compiling.errors").read_text()
-    assert code == 143, errors
-    assert errors.endswith("jvarlen: interrupted\n")
-    (begun,) = (tmp_path / "compiling").iterdir()
+    assert compiling.process.wait(60) == 143, compiling.errors
+    assert compiling.errors.endswith("jvarlen: interrupted\n")
+    (begun,) = compiling.runs_dir.iterdir()
     assert not any((begun / "checkpoints").iterdir())
 
-    whole = fit(dataclasses.replace(resume_steps, resume=None, runs_dir=tmp_path / "whole"), make_data())
-    for resume in (resume_steps, dataclasses.replace(resume_steps, runs_dir=begun.parent, resume=begun)):
-        resumed = fit(resume, make_data())
-        assert resumed.summary.num_steps == 40
-        assert same_training(whole, resumed)
+    whole = fit(dataclasses.replace(resume_steps, runs_dir=compiling.runs_dir, resume=begun), make_data())
+    resumed = fit(resume_steps, make_data())
+    assert whole.summary.num_steps == resumed.summary.num_steps == 40
+    assert same_training(whole, resumed)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_frees_its_directory(of_one_shape, split):

@@ -187,30 +187,27 @@ def test_costs_of_others_and_damaged_ones_are_named_and_not_used(tmp_path):
 
 
 def test_ctrl_c_while_a_step_waits_for_the_compiler_saves_and_resumes(config, split, monkeypatch):
-    """For the second and for the third of three shapes."""
+    """For the second of three shapes."""
     config = with_plan(config, max_shapes=3)
     whole = fit_frequencies(config, split)
-    compile_now = Recipe.compile
+    compile_now, stuck, began = Recipe.compile, threading.Event(), []
 
-    for num_compiled in (1, 2):
-        stuck, began = threading.Event(), []
+    def compile_one(recipe, lowered):
+        if recipe.name == "train_step":
+            began.append(lowered.bucket)
+            if len(began) > 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert stuck.wait(60)
+        return compile_now(recipe, lowered)
 
-        def compile_some(recipe, lowered, num_compiled=num_compiled, stuck=stuck, began=began):
-            if recipe.name == "train_step":
-                began.append(lowered.bucket)
-                if len(began) > num_compiled:
-                    os.kill(os.getpid(), signal.SIGINT)
-                    assert stuck.wait(60)
-            return compile_now(recipe, lowered)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Recipe, "compile", compile_some)
-            without_cache = dataclasses.replace(config, compile=CompileOptions(cache_dir=None))
-            interrupted = fit_frequencies(without_cache, split)
-            stuck.set()
-        assert interrupted.summary.interrupted
-        assert interrupted.summary.num_steps < 8
-        resumed = fit_frequencies(dataclasses.replace(config, resume=interrupted.run_dir), split)
-        assert not resumed.summary.interrupted
-        assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
-        assert resumed.summary.num_tokens == whole.summary.num_tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(Recipe, "compile", compile_one)
+        without_cache = dataclasses.replace(config, compile=CompileOptions(cache_dir=None))
+        interrupted = fit_frequencies(without_cache, split)
+        stuck.set()
+    assert interrupted.summary.interrupted
+    assert interrupted.summary.num_steps < 8
+    resumed = fit_frequencies(dataclasses.replace(config, resume=interrupted.run_dir), split)
+    assert not resumed.summary.interrupted
+    assert resumed.summary.held_out_after == pytest.approx(whole.summary.held_out_after, rel=1e-6)
+    assert resumed.summary.num_tokens == whole.summary.num_tokens
