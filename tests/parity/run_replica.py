@@ -1,8 +1,10 @@
 """A script that trains several times in two processes of PyTorch, and writes weights and losses to a folder.
 
-Every run trains on the same samples in the same steps, however these are split. Arguments: the folder and the rank.
+Every run trains on the same samples in the same steps, however these are split. Arguments: the folder, how many
+processes there are, the rank and a port.
 """
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -171,14 +173,17 @@ def mean_of_means_step(model: nn.Module, optimizer: SGD, batch: torch_ref.Batch)
 
 def main() -> None:
     """Read, connect, train, and write what came out."""
-    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    folder, num_processes, rank, port = Path(sys.argv[1]), *map(int, sys.argv[2:])
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
     # Before connecting: the worker is forked, and the connection has threads.
     batches = {
-        name: read_batches(run.num_microbatches, rank=rank, num_replicas=NUM_REPLICAS, num_workers=run.num_workers)
+        name: read_batches(run.num_microbatches, rank=rank, num_replicas=num_processes, num_workers=run.num_workers)
         for name, run in RUNS.items()
     }
-    distributed.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=NUM_REPLICAS)
+    address = f"tcp://127.0.0.1:{port}"
+    distributed.init_process_group("gloo", address, rank=rank, world_size=num_processes)
     results = {name: train(run.wrap(run.make_model()), batches[name], exact_step) for name, run in RUNS.items()}
     results["mean of means"] = train(wrapped(make_transformer()), batches["one microbatch"], mean_of_means_step)
     distributed.destroy_process_group()

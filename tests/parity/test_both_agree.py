@@ -15,7 +15,7 @@ from .inputs import ORDERS, moderate
 pytestmark = pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
 
 STRATEGIES = ("pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal")
-SIZE = 6_000
+SIZE = 4_000
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +398,7 @@ def test_both_stream_alike(both: list[ModuleType], max_waiting: int | None, over
     streams = [
         package.stream_batches(
             iter(lengths),
-            max_tokens=16_384,
+            max_tokens=8192,
             num_estimate=2000,
             max_length=3000,
             max_shapes=8,

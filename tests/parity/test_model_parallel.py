@@ -28,7 +28,6 @@ from .run_model_parallel import (
     EPS,
     MAX_NORM,
     NUM_HEADS,
-    NUM_LAYERS,
     NUM_STEPS,
     RATE,
     VOCAB_SIZE,
@@ -42,17 +41,20 @@ from .run_model_parallel import (
 
 DATASET = random_dataset(290, 32)  # so that some microbatches have no weight
 LENGTHS = np.diff(DATASET.offsets)
-CONFIG = TransformerConfig(num_layers=NUM_LAYERS, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
+
+
+def model_config(num_layers: int) -> TransformerConfig:
+    return TransformerConfig(num_layers=num_layers, width=WIDTH, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE)
 
 
 @functools.cache
-def initial_params() -> Any:
-    return jax.tree.map(np.float64, init_params(CONFIG, seed=0))
+def initial_params(num_layers: int) -> Any:
+    return jax.tree.map(np.float64, init_params(model_config(num_layers), seed=0))
 
 
-def make_model() -> torch_ref.Transformer:
+def make_model(num_layers: int) -> torch_ref.Transformer:
     return torch_ref.Transformer(
-        embed_dim=WIDTH, num_layers=NUM_LAYERS, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
+        embed_dim=WIDTH, num_layers=num_layers, num_heads=NUM_HEADS, vocab_size=VOCAB_SIZE
     ).double()
 
 
@@ -76,7 +78,12 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
     """Return what processes train, while JAX does."""
     folder = tmp_path_factory.mktemp("model_parallel")
-    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **flat_params(initial_params()))
+    weights = {
+        f"{num_layers} layers {key}": value
+        for num_layers in {way.num_layers for way in WAYS.values()}
+        for key, value in flat_params(initial_params(num_layers)).items()
+    }
+    np.savez(folder / "inputs.npz", tokens=DATASET.tokens, offsets=DATASET.offsets, **weights)
     numbers = {way.num_processes for way in WAYS.values()}
     with processes.all_started(Path(run_model_parallel.__file__), numbers, str(folder)) as running:
         yield Trained(folder, running)
@@ -84,7 +91,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     """Return losses, norms of gradients, and final weights by torch's names."""
-    layout, model = Layout.parse(name), layered(CONFIG)
+    layout, num_layers = Layout.parse(name), WAYS[name].num_layers
+    model = layered(model_config(num_layers))
     mesh = layout_mesh(layout)
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)
     optimizer = optax.chain(optax.clip_by_global_norm(MAX_NORM), adamw)
@@ -92,14 +100,14 @@ def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     collate = jvarlen.pack_to_bucket if WAYS[name].packed else jvarlen.pad_to_bucket
     losses, norms = [], []
     with jax.enable_x64(True):
-        state = init_state(stack_layers(initial_params()), optimizer, mesh=mesh, layout=layout, model=model)
+        state = init_state(stack_layers(initial_params(num_layers)), optimizer, mesh=mesh, layout=layout, model=model)
         step = jax.jit(make_train_step(model, optimizer, mesh=mesh, layout=layout, norms=True), donate_argnums=0)
         for batch in itertools.islice(jvarlen.load(plan, DATASET, mesh=mesh, collate=collate), NUM_STEPS):
             state, metrics = step(state, batch)
             losses.append(float(metrics.loss))
             norms.append(float(metrics.grad_norm))
         params = flat_params(unstack_layers(gather_params(state, mesh=mesh, layout=layout, model=model)))
-    whole = make_model()
+    whole = make_model(num_layers)
     torch_ref.load_params(whole, params)
     return np.array(losses), np.array(norms), {key: value.detach().numpy() for key, value in whole.named_parameters()}
 
@@ -139,9 +147,10 @@ def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
 @pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.chunks2.interleaved"])
 def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
     """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
-    whole = sum(value.nbytes for value in make_model().parameters())
+    num_layers = WAYS[name].num_layers
+    whole = sum(value.nbytes for value in make_model(num_layers).parameters())
     held = [int(result["param_bytes"]) for result in trained.results_of(name)]
-    norms = (2 * NUM_LAYERS + 1) * WIDTH * 8
+    norms = (2 * num_layers + 1) * WIDTH * 8
     expected = whole + norms if name.startswith("tensor") else whole
     assert sum(held) == expected
     np.testing.assert_allclose(held, expected / len(held), rtol=0.03)
@@ -151,13 +160,14 @@ def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
 @pytest.mark.multiprocess
 def test_steps_communicate_as_often_as_they_must(trained: Trained) -> None:
     """As Megatron-LM, but for sums of exponentials and the logits of targets, which torch reduces apart."""
-    of_loss, of_clipping, of_norms = 3, 1, 2 * NUM_LAYERS + 1
+    num_layers = WAYS["tensor2"].num_layers
+    of_loss, of_clipping, of_norms = 3, 1, 2 * num_layers + 1
     for result in trained.results_of("tensor2"):
         reduced = int(result["c10d_functional.all_reduce"])
-        assert reduced == 2 * (2 * NUM_LAYERS + 1) + of_loss + of_clipping
+        assert reduced == 2 * (2 * num_layers + 1) + of_loss + of_clipping
     for result in trained.results_of("tensor2.sequence_parallel"):
-        assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * NUM_LAYERS + 2
-        assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * NUM_LAYERS + 2
+        assert int(result["c10d_functional.all_gather_into_tensor"]) == 4 * num_layers + 2
+        assert int(result["c10d_functional.reduce_scatter_tensor"]) == 4 * num_layers + 2
         assert int(result["c10d_functional.all_reduce"]) == of_loss + of_clipping + of_norms
 
 
@@ -169,7 +179,7 @@ def test_sequence_parallelism_takes_lengths_that_are_divided(trained: Trained) -
 
 
 def test_without_a_process_group_it_says_so() -> None:
-    model, mesh, stages = make_model(), object(), object()
+    model, mesh, stages = make_model(4), object(), object()
     calls: dict[str, Any] = {
         "shard_tensors": lambda: parallel.shard_tensors(model, mesh),  # type: ignore[arg-type]
         "make_tensor_step": lambda: parallel.make_tensor_step(model, object(), mesh=mesh),  # type: ignore[arg-type]
@@ -195,7 +205,7 @@ def mesh_of(*names: str) -> DeviceMesh:
 
 @pytest.mark.usefixtures("one_process")
 def test_arguments_of_tensor_parallelism_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, mesh = make_model(), mesh_of("data", "tensor")
+    model, mesh = make_model(4), mesh_of("data", "tensor")
     for names in (("stage",), ("tensor", "stage")):
         with pytest.raises(ValueError, match="the mesh must have an axis 'tensor' and no others but 'data', got"):
             parallel.shard_tensors(model, mesh_of(*names))
@@ -218,7 +228,7 @@ def test_arguments_of_tensor_parallelism_are_checked(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("one_process")
 def test_arguments_of_pipelines_are_checked() -> None:
-    model, mesh = make_model(), mesh_of("stage")
+    model, mesh = make_model(4), mesh_of("stage")
     with pytest.raises(ValueError, match="the mesh must have an axis 'stage' and no others but 'data', got"):
         parallel.split_stages(model, mesh_of("data"))
     with pytest.raises(ValueError, match="the 4 blocks must be a multiple of the 3 chunks of 1 stages"):
@@ -231,7 +241,7 @@ def test_arguments_of_pipelines_are_checked() -> None:
         parallel.make_pipeline_step(stages, optimizer)
     with pytest.raises(ValueError, match="max_norm must be a finite number above 0, got 0"):
         parallel.make_pipeline_step(stages, optimizer, schedule="interleaved", max_norm=0)
-    other = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    other = torch.optim.SGD(make_model(4).parameters(), lr=0.1)
     with pytest.raises(ValueError, match="parameters are not the model's: make it after split_stages"):
         parallel.make_pipeline_step(stages, other, schedule="interleaved")
 
@@ -243,8 +253,8 @@ def test_one_process_has_the_whole_model() -> None:
     batch = next(iter(torch_ref.load(plan, np.split(DATASET.tokens, DATASET.offsets[1:-1]))))
 
     def trained(way: str) -> dict[str, torch.Tensor]:
-        model: Any = make_model()
-        torch_ref.load_params(model, flat_params(initial_params()))
+        model: Any = make_model(num_layers=4)
+        torch_ref.load_params(model, flat_params(initial_params(num_layers=4)))
         if way == "tensor":
             parallel.shard_tensors(model, mesh_of("tensor"))
         elif way != "train_step":

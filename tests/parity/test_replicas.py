@@ -1,14 +1,13 @@
 """Two processes of PyTorch, plain or in DistributedDataParallel, against one: the same weights and losses."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from tests import processes
 
 from . import run_replica
 from .run_replica import RUNS, exact_step, explicit, make_transformer, read_batches, train
@@ -22,16 +21,7 @@ Results = dict[str, NDArray[Any]]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return where two processes wrote what came out of their runs."""
     folder = tmp_path_factory.mktemp("replicas")
-    arguments = [sys.executable, run_replica.__file__, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"  # the host's own name need not resolve
-    processes = [
-        subprocess.Popen([*arguments, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
-        for rank in range(run_replica.NUM_REPLICAS)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    processes.run(Path(run_replica.__file__), run_replica.NUM_REPLICAS, str(folder))
     return folder
 
 

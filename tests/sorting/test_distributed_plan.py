@@ -20,7 +20,7 @@ def assert_same(plan, whole, num_samples):
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_samples", [1, 5, 702])
+@pytest.mark.parametrize("num_samples", [1, 5, 513])
 def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
     # Each order with each number of samples and with each number of shards.
     order = ("length", "length_descending", "shuffle")[(num_samples + num_shards) % 3]
@@ -60,21 +60,31 @@ def test_any_buckets_and_options(
 
 
 @pytest.mark.parametrize(
-    ("num_samples", "num_shards"),
-    [(1, 4), (128, 2), (129, 1), (129, 3), (512, 4), (513, 2), (513, 3), (1000, 1), (1000, 4)],
+    ("num_samples", "chunk", "num_shards"),
+    # One chunk, full or not; two, the second of one sample; as many as shards; more, the last of one sample or some.
+    [
+        (1, 128, 4),
+        (513, 513, 2),
+        (513, 512, 1),
+        (513, 512, 3),
+        (513, 171, 3),
+        (513, 128, 4),
+        (513, 100, 1),
+        (513, 60, 3),
+    ],
 )
-def test_chunks_combine_to_one_digest(monkeypatch, num_samples, num_shards):
+def test_chunks_combine_to_one_digest(monkeypatch, num_samples, chunk, num_shards):
     lengths = np.random.default_rng(0).integers(1, 50, num_samples)
     options = {"microbatches_per_step": 12, "order": "shuffle"}
     buckets = make_buckets(lengths, 200, max_shapes=4, microbatches_per_step=12)
     whole = make_plan(lengths, buckets, **options)
     in_one_chunk = whole.digest
-    monkeypatch.setattr(module, "DIGEST_CHUNK", 128)
-    monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", 128)
+    monkeypatch.setattr(module, "DIGEST_CHUNK", chunk)
+    monkeypatch.setattr("jvarlen.planning.plan_file.DIGEST_CHUNK", chunk)
     plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
     parts = (whole.buckets, whole.step_bucket, whole.step_offsets, whole.sample_ids)
     assert plan.digest == plan_digest(12, *parts)
-    assert (plan.digest == in_one_chunk) == (num_samples <= 128)
+    assert (plan.digest == in_one_chunk) == (num_samples <= chunk)
 
 
 def test_buckets_from_a_histogram_are_those_from_all_lengths():
