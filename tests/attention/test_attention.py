@@ -18,7 +18,7 @@ T = 600  # two whole chunks of queries and a part of one
 
 def random_qkv(batch, length, seed=0):
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.normal(size=(batch, length, 2, 8)), jnp.float32) for _ in range(3)]
+    return [jnp.array(rng.normal(size=(batch, length, 2, 8)).astype(np.float32)) for _ in range(3)]
 
 
 def segments_of(rows, length):

@@ -199,10 +199,13 @@ def choose(**options):
     return choose_layout(PLAN, layered(MODEL), optax.adamw(1e-3), EIGHT, **known(), **options)
 
 
+ALONG_DATA = {"stage": 1, "sequence": 1, "tensor": 1}  # few programs to trace
+
+
 def test_less_memory_takes_a_layout_that_holds_less():
-    free = choose(fixed={"stage": 1, "sequence": 1})
+    free = choose(fixed=ALONG_DATA)
     assert (free.layout.data, free.layout.num_devices) == (8, 8)
-    tight = choose(fixed={"stage": 1, "sequence": 1}, memory_bytes=int(0.7 * free.num_bytes))
+    tight = choose(fixed=ALONG_DATA, memory_bytes=int(0.7 * free.num_bytes))
     assert tight.num_bytes <= 0.7 * free.num_bytes
     assert tight.seconds > free.seconds
     assert "too large" in str(tight)
@@ -211,8 +214,7 @@ def test_less_memory_takes_a_layout_that_holds_less():
 
 def test_the_best_layout_is_traced_by_itself(monkeypatch):
     """What tables say is too little for the first two."""
-    fixed = {"stage": 1, "sequence": 1, "tensor": 1}
-    fitting = choose(fixed=fixed).candidates.layouts()
+    fitting = choose(fixed=ALONG_DATA).candidates.layouts()
     memory, asked = known()["memory"], []
 
     def exact_bytes(layout, bucket, microbatches_per_step):
@@ -220,7 +222,7 @@ def test_the_best_layout_is_traced_by_itself(monkeypatch):
         return 10**15 if len(asked) < 3 else 1
 
     monkeypatch.setattr(memory, "exact_bytes", exact_bytes)
-    choice = choose(fixed=fixed)
+    choice = choose(fixed=ALONG_DATA)
     assert asked == fitting[:3]
     assert choice.layout == fitting[2]
     rejected = [reason for reason in choice.candidates.reasons if reason.startswith("needs 1,000,000,000,000,000 ")]
@@ -231,14 +233,16 @@ def test_the_best_layout_is_traced_by_itself(monkeypatch):
 
 def test_fixed_words_hold(monkeypatch):
     monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
-    choice = choose(fixed={"tensor": 2, "stage": 2, "schedule": "gpipe"})
-    assert (choice.layout.tensor, choice.layout.stage, choice.layout.schedule) == (2, 2, "gpipe")
-    assert choose(fixed={"stage": 1, "tensor": 1, "sequence": 2, "sequence_from": 40}).layout.sequence_from == 40
+    fixed = {"tensor": 2, "sequence": 1, "sequence_parallel": False, "stage": 2, "schedule": "gpipe"}
+    choice = choose(fixed=fixed)
+    assert {name: getattr(choice.layout, name) for name in fixed} == fixed
+    spread = {"stage": 1, "tensor": 1, "sequence": 2}
+    assert choose(fixed=spread | {"sequence_from": 40}).layout.sequence_from == 40
     for fixed, message in (
         ({"tensors": 2}, "has no field tensors"),
         ({"zero": 7}, "zero must be a level"),
         ({"tensor": 8}, "no layout takes this model: tensor8 does not divide"),
-        ({"sequence": 2, "sequence_from": 65}, "sequence_from65 spreads no rows"),
+        (spread | {"sequence_from": 65}, "sequence_from65 spreads no rows"),
     ):
         with pytest.raises(ValueError, match=message):
             choose(fixed=fixed)
@@ -248,7 +252,7 @@ def test_fixed_words_hold(monkeypatch):
 
 def test_a_model_that_is_too_large_names_the_nearest_layout():
     with pytest.raises(ValueError, match=r"fits into 1,000 bytes a device: the nearest, .*, needs .* more than"):
-        choose(memory_bytes=1000, fixed={"stage": 1, "sequence": 1})
+        choose(memory_bytes=1000, fixed=ALONG_DATA)
 
 
 def test_a_loss_function_with_a_key_and_extra_is_spread_over_data():

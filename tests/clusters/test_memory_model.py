@@ -1,11 +1,8 @@
 """The bytes of many layouts at once are those of the bill."""
 
-import itertools
-
 import jax
 import numpy as np
 import optax
-import pytest
 
 from jvarlen import Bucket
 from jvarlen.batches.batches import token_batch_spec
@@ -15,7 +12,7 @@ from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn
 from jvarlen.parallel import Layout, memory_bill
 
 MODEL = TransformerConfig(num_layers=4, width=32, num_heads=4, vocab_size=50)
-BUCKETS = [Bucket(8, 32), Bucket(4, 48), Bucket(2, 96)]
+BUCKETS = [Bucket(8, 32), Bucket(2, 96)]
 M = 16  # microbatches of a step
 TEXTS = [
     "data1",
@@ -44,20 +41,22 @@ def test_it_is_the_bill():
             continue
         k = i % len(BUCKETS)
         bill = memory_bill(layout, params, optimizer, BUCKETS[k], model=model, microbatches_per_step=M)
-        # Between the shortest and the longest rows, it is a line.
-        assert 0.998 < found[i, k] / bill.total < (1.03 if k == 1 else 1.002), (layout, BUCKETS[k])
+        assert 0.998 < found[i, k] / bill.total < 1.002, (layout, BUCKETS[k])
         compared += 1
     assert compared >= len(layouts) - 1
 
 
-def test_a_loss_function_has_no_layers():
+def test_a_loss_function_has_no_layers_and_lengths_between_those_traced_are_interpolated():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
+    buckets = [Bucket(2, 32), Bucket(2, 48), Bucket(2, 64), Bucket(2, 96)]
+    model = MemoryModel(make_loss_fn(MODEL), params, optax.sgd(1e-3), buckets, batch_spec=token_batch_spec)
     layouts = [Layout(), Layout(data=4, zero=2)]
-    model = MemoryModel(make_loss_fn(MODEL), params, optax.sgd(1e-3), BUCKETS[:2], batch_spec=token_batch_spec)
     found = model.memory_bytes(layout_table(layouts), M)
-    for (i, layout), (k, bucket) in itertools.product(enumerate(layouts), enumerate(BUCKETS[:2])):
-        bill = memory_bill(layout, params, optax.sgd(1e-3), bucket, model=make_loss_fn(MODEL), microbatches_per_step=M)
-        assert found[i, k] == pytest.approx(bill.total, rel=0.002)
+    for (i, layout), k in zip(enumerate(layouts), (1, 3), strict=True):  # 48 is not among the three that are traced
+        bill = memory_bill(
+            layout, params, optax.sgd(1e-3), buckets[k], model=make_loss_fn(MODEL), microbatches_per_step=M
+        )
+        assert 0.998 < found[i, k] / bill.total < (1.03 if k == 1 else 1.002)
 
 
 def test_many_layouts_are_traced_once(monkeypatch):

@@ -148,7 +148,7 @@ def test_a_process_that_ends_amid_steps_ends_well():
 import time, jax, jax.numpy as jnp
 from jvarlen.compiling.step_clock import StepClock
 step = jax.jit(lambda x: jax.lax.fori_loop(0, 30, lambda _, y: jnp.sin(y @ y), x))
-x = jax.block_until_ready(step(jnp.ones((512, 512))))
+x = jax.block_until_ready(step(jnp.ones((256, 256))))
 clock = StepClock()
 for _ in range(20):
     started = time.perf_counter()

@@ -92,8 +92,9 @@ def both_sums_averaged_within_checkpoint():
 
 def train_in_groups(model, num_shards, num_steps=3):
     """Microbatch j of each shard together."""
-    params, extra, opt_state = model.params, model.extra, model.optimizer.init(model.params)
-    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf).reshape(num_shards, -1, *leaf.shape[1:]), model.batch)
+    params, extra, opt_state = model.params, jax.device_get(model.extra), model.optimizer.init(model.params)
+    batch = jax.tree.map(lambda leaf: leaf.reshape(num_shards, -1, *leaf.shape[1:]), model.batch)
+    update, apply = jax.jit(model.optimizer.update), jax.jit(optax.apply_updates)
 
     @jax.jit
     def of_group(params, extra, group):
@@ -110,14 +111,15 @@ def train_in_groups(model, num_shards, num_steps=3):
         parts = [
             of_group(params, extra, jax.tree.map(lambda leaf, j=j: leaf[:, j], batch)) for j in range(M // num_shards)
         ]
+        parts = jax.device_get(parts)
         total = sum(float(part[2].sum()) for part in parts)
         losses.append(sum(float(part[1].sum()) for part in parts) / total)
         grads = jax.tree.map(lambda *leaves, by=total: sum(leaves) / by, *(part[0] for part in parts))
-        updates, opt_state = model.optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        updates, opt_state = update(grads, opt_state, params)
+        params = apply(params, updates)
         if extra is not None:
             changes = [
-                jax.tree.map(lambda new, old, w=part[2]: jnp.tensordot(w, new - old, 1), part[3], extra)
+                jax.tree.map(lambda new, old, w=part[2]: np.tensordot(w, new - old, 1), part[3], extra)
                 for part in parts
             ]
             extra = jax.tree.map(lambda old, *changes, by=total: old + sum(changes) / by, extra, *changes)

@@ -135,6 +135,6 @@ MODELS = [
 ]
 
 
-@on_devices(MODELS, others=(1, 2, 8))
+@on_devices(MODELS, others=(1, 8))
 def test_it_trains_as_in_a_plain_loop(model, num_devices):
     assert_trains_as_a_plain_loop(model, num_devices)

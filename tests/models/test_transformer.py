@@ -116,19 +116,17 @@ def test_the_ledger_shows_temporaries_that_grow_with_the_square_of_a_row_and_tho
 @pytest.mark.parametrize("how", ["padded", "packed", "split"])
 def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(how):
     rng = np.random.default_rng(0)
-    samples = [
-        WeightedTokens(rng.integers(0, 256, n), rng.choice([0.0, 0.25, 1.0], n)) for n in (4, 24, 1, 10, 24, 4, 10, 1)
-    ]
+    samples = [WeightedTokens(rng.integers(0, 256, n), rng.choice([0.0, 0.25, 1.0], n)) for n in (1, 11, 10, 11, 10, 1)]
     lengths = list(map(len, samples))
     pieces = samples
     if how == "packed":
-        plan, collate = make_plan(pack_samples(lengths, [24, 32]), [(2, 24), (1, 32)]), pack_to_bucket
+        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)]), pack_to_bucket
     elif how == "split":
         packing = pack_samples(lengths, 10, overlong="split")
         plan, collate = make_plan(packing, [(2, 10)]), pack_to_bucket
         pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
-        plan, collate = make_plan(lengths, [(3, 12), (2, 24)]), pad_to_bucket
+        plan, collate = make_plan(lengths, [(4, 12)]), pad_to_bucket
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, init_params(SHALLOW, seed=0))
 

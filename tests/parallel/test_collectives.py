@@ -14,7 +14,7 @@ from jvarlen import UserError
 from jvarlen.parallel.collectives import all_gather, all_reduce, broadcast, gather, reduce, reduce_scatter, scatter
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
-NUM_DEVICES = [1, 2, 3, 5, 8]
+NUM_DEVICES = [1, 2, 5, 8]
 SHAPES = [(), (1,), (7,), (2, 3, 5), (0, 3), (16,)]
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64")] + [jnp.dtype("bfloat16")]
@@ -225,7 +225,7 @@ SENT += [("broadcast", "star"), ("reduce", "tree"), ("reduce", "star"), ("scatte
 SENT += [("all_gather", "ring"), ("reduce_scatter", "ring")]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("n", [2, 3, 7, 8])
 @pytest.mark.parametrize(("kind", "algorithm"), SENT)
 def test_the_compiled_program_sends_what_was_counted(kind, algorithm, n):
     collective = {

@@ -24,8 +24,9 @@ from jvarlen import (
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.mesh import data_mesh
 from jvarlen.loading.collate import pack_to_bucket
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.models.pipelined import make_stages, merge_stages, split_stages
+from jvarlen.parallel.layers import layered_loss_fn
 from jvarlen.parallel.pipeline import (
     StagedParams,
     Stages,
@@ -39,7 +40,7 @@ from jvarlen.parallel.pipeline import (
 from tests.conftest import random_dataset
 
 MODEL = TransformerConfig(num_layers=4, width=16, num_heads=2)
-MODEL_GRADIENTS = jax.jit(jax.value_and_grad(make_loss_fn(MODEL), has_aux=True))
+MODEL_GRADIENTS = jax.jit(jax.value_and_grad(layered_loss_fn(layered(MODEL)), has_aux=True))
 
 
 @functools.cache
@@ -171,8 +172,8 @@ def test_the_transformer_in_stages_is_the_transformer():
         staged = place_stages(split_stages(params, num_stages), mesh)
         loss_fn = make_pipeline_loss_fn(make_stages(MODEL), mesh=mesh)
         sums, grads = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(staged, batch)
-        found = sums, merge_stages(grads)
-        assert_equal_trees(found, model_gradients(params, batch), 1e-12)
+        found = sums, stack_layers(merge_stages(grads))
+        assert_equal_trees(found, model_gradients(stack_layers(params), batch), 1e-12)
 
 
 def test_stages_are_merged_to_what_was_split():

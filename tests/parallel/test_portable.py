@@ -27,7 +27,7 @@ PLACE = Place(num_steps_done=1, epoch=0, step=1, plan_digest="")
 
 def random_like(tree, seed=0):
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=np.shape(leaf)).astype(jnp.asarray(leaf).dtype)), tree)
+    return jax.tree.map(lambda leaf: jax.device_put(rng.normal(size=leaf.shape).astype(leaf.dtype)), tree)
 
 
 def assert_equal(one, other):

@@ -307,13 +307,12 @@ def test_targets_of_whole_rows_cross_the_borders_of_shards():
     assert_equal_trees(found, expected)
 
 
-def of_the_whole_transformer(packed):
-    """Parameters, rows of 16 positions, two of them more than any sample has, and the loss and gradients."""
+@functools.cache
+def of_the_whole_transformer():
+    """Parameters, packed rows of 16 positions, two of them more than samples take, and the loss and gradients."""
     microbatch = jax.tree.map(
-        lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed)
+        lambda leaf: np.pad(leaf, ((0, 1), (0, 2))) if leaf.ndim == 2 else leaf, microbatch_of(packed=True)
     )
-    if not packed:
-        microbatch = microbatch._replace(lengths=np.pad(microbatch.lengths, (0, 1)))
     with jax.enable_x64(True):
         params = stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0)))
         found = jax.jit(jax.value_and_grad(layered_loss_fn(layered(MODEL)), has_aux=True))(params, microbatch)
@@ -321,14 +320,14 @@ def of_the_whole_transformer(packed):
 
 
 def test_the_transformer_takes_whole_rows_and_computes_its_positions():
-    params, microbatch, expected = of_the_whole_transformer(packed=True)
+    params, microbatch, expected = of_the_whole_transformer()
     with jax.enable_x64(True):
         found = summed_step(layered(MODEL), 2, 16, P())(params, microbatch)
     assert_equal_trees(found, expected)
 
 
 def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
-    params, microbatch, expected = of_the_whole_transformer(packed=False)
+    params, microbatch, expected = of_the_whole_transformer()
     model = layered(MODEL)
     specs = partition_specs(model.specs)
 

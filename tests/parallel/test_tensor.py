@@ -41,7 +41,7 @@ from tests.conftest import random_dataset
 from tests.parallel.test_layers import microbatch_of as short_microbatch
 
 # Neither the 131 logits nor the 132 inputs of 131 tokens are as many on each of 4 devices as of the other.
-MODEL = TransformerConfig(num_layers=3, width=16, num_heads=4, vocab_size=131)
+MODEL = TransformerConfig(num_layers=2, width=16, num_heads=4, vocab_size=131)
 L = MODEL.num_layers
 UNSPLIT = Axes()
 
@@ -101,7 +101,7 @@ def of_the_whole_model(packed):
 
 @pytest.mark.parametrize(
     ("num_devices", "sequence_parallel", "packed"),
-    [(1, True, True), (2, False, True), (2, True, False), (4, False, False), (4, True, True)],
+    [(2, False, True), (2, True, False), (4, True, True)],
 )
 def test_the_split_transformer_is_the_whole_one(num_devices, sequence_parallel, packed):
     params, (expected, expected_grads) = of_the_whole_model(packed)
@@ -443,9 +443,8 @@ def trained_whole():
 @pytest.mark.parametrize(
     "text",
     [
-        "tensor4.sequence_parallel",
         "data2.tensor2",
-        "data2.tensor2.zero1",
+        "data2.tensor2.zero1.sequence_parallel",
         "data4.tensor2.zero3 whole",
     ],
 )

@@ -143,9 +143,7 @@ def trained_whole(num_microbatches, packed, by_layers):
 @pytest.mark.parametrize(
     ("text", "num_microbatches", "packed", "by_layers"),
     [
-        ("data8", 8, False, False),
         ("data3.zero1", 6, True, True),
-        ("data8.zero1", 8, False, False),
         ("data4.zero2", 8, False, False),
         ("data2.zero3", 6, True, True),
     ],
@@ -195,7 +193,6 @@ OPTIMIZERS = {
     ("name", "text"),
     [
         ("lamb", "data4.zero2"),
-        ("adafactor", "data4.zero2"),
         ("adafactor", "data4.zero3"),
         ("partition", "data2.zero1"),
         ("polyak_sgd", "data2.zero3"),
@@ -390,7 +387,7 @@ def test_gradients_of_bfloat16_shards_are_summed_in_float32():
 
 def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
     dataset = random_dataset(25, 12)
-    plan = make_plan(np.diff(dataset.offsets), [(2, 6), (2, 12)], order="shuffle", microbatches_per_step=4)
+    plan = make_plan(np.diff(dataset.offsets), [(2, 12)], order="shuffle", microbatches_per_step=4)
     optimizer = clipped_adamw()
     params = LayeredParams({"table": np.random.default_rng(0).normal(size=(256, 64)) / 4}, simple_params().layers)
     params = jax.tree.map(np.float32, params)
@@ -414,14 +411,21 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
         assert compiled.collectives(plan.buckets[0]).keys() == {"all-reduce", "all-gather", "reduce-scatter"}
 
 
+@functools.cache
+def simple_step_on_one_device():
+    with jax.enable_x64(True):
+        whole = jax.jit(make_train_step(layered_loss_fn(SIMPLE), optax.adamw(1e-2)))
+        return whole(init_train_state(simple_params(), optax.adamw(1e-2)), simple_batch(8))
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_gradient_buckets_do_not_change_the_step(zero):
     bucket, optimizer = (5, 15), optax.adamw(1e-2)
     batch = simple_batch(8)
     spec = jax.ShapeDtypeStruct(batch.shape, batch.dtype)
+    expected, expected_metrics = simple_step_on_one_device()
     with jax.enable_x64(True):
         step, state, on = on_layout(SIMPLE, simple_params(), optimizer, f"data4.zero{zero}")
-        expected, expected_metrics = jax.jit(step)(state, batch)
         compiled = compile_buckets(
             step,
             state,
@@ -434,7 +438,7 @@ def test_gradient_buckets_do_not_change_the_step(zero):
         )
         state, metrics = compiled(state, batch)
         np.testing.assert_allclose(metrics.loss, expected_metrics.loss, rtol=1e-12)
-        assert_equal_trees(state.params, expected.params, 1e-12)
+        assert_equal_trees(gather_params(state, **on), expected.params, 1e-12)
         in_loops = compiled.collectives(bucket).get("reduce-scatter", (0, 0))[1]
         assert in_loops == (0, 2, 1)[zero - 1]
 

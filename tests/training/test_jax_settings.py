@@ -106,8 +106,7 @@ def expected_of_momentum():
     return train(None, make_optimizer=MOMENTUM)
 
 
-@with_devices
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize(("num_devices", "dtype"), [(None, np.float32), (2, jnp.bfloat16)])
 def test_types_are_not_promoted(num_devices, dtype, expected_of_momentum):
     with jax.numpy_dtype_promotion("strict"):
         losses = train(num_devices, dtype=dtype, make_optimizer=MOMENTUM)
