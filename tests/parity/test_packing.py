@@ -499,14 +499,14 @@ def test_no_row_lengths_plan_fewer_positions(
 
 def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
     """No more positions than with the longest length alone or halves of it, fewer than with what is best by class."""
-    lengths = np.random.default_rng(0).integers(1, 1024, 20_000)
+    lengths = np.random.default_rng(0).integers(1, 4096, 20_000)
     chosen, alone, halves, by_class = (
-        planned_positions(package, lengths, row_lengths, 16_384, microbatches_per_step=8)
+        planned_positions(package, lengths, row_lengths, 65_536, microbatches_per_step=8)
         for row_lengths in (
-            package.choose_row_lengths(lengths, 16_384, microbatches_per_step=8),
-            [1023],
-            (128, 256, 512, 1023),
-            (1012, 1017, 1020, 1023),
+            package.choose_row_lengths(lengths, 65_536, microbatches_per_step=8),
+            [4095],
+            (512, 1024, 2048, 4095),
+            (4050, 4069, 4083, 4095),
         )
     )
     assert chosen <= min(alone, halves)
