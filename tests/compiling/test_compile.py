@@ -374,7 +374,8 @@ def test_steps_on_devices_of_one_cpu_do_not_pile_up():
     """With many steps in flight, XLA's all-reduce waits for devices whose threads wait for it, and ends the process."""
     mesh = data_mesh(8)
     compiled = compile_count(BUCKETS[:1], num_microbatches=8, mesh=mesh)
-    batch = jax.device_put(make_batch(*BUCKETS[0], 8), batch_shardings(make_batch(*BUCKETS[0], 8), mesh))
+    batch = make_batch(*BUCKETS[0], 8)
+    batch = jax.device_put(batch, batch_shardings(batch, mesh))
     state = jnp.float32(0)
     for _ in range(1_000):
         state, _ = compiled(state, batch)

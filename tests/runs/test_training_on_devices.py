@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jvarlen import FitConfig, data_mesh, fit
+from jvarlen import FitConfig, cli, data_mesh, fit
 from jvarlen.distributed.mesh import replicate
 from jvarlen.models import TransformerConfig
 from jvarlen.parallel import LayeredModel, LayeredParams, layered_loss_fn
@@ -167,17 +167,14 @@ def assert_trees_agree(one, other):
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.slow
-def test_a_layout_splits_the_cpu_and_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+def test_a_dry_run_tells_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
         "--parallel", "data2.zero2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
         "--plan.max-shapes", "2", "--plan.max-length", "32", "--model.num-layers", "1", "--model.width", "16",
         "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
-    ended = forks.run(ROOT / "jvarlen" / "__main__.py", "train", *settings, env=environment)
-    assert ended.returncode == 0, ended.stderr
-    _, memory = ended.stdout.split("Memory of a step of 2×32 on data2.zero2\n")
+    assert cli.main(["train", *settings]) == 0
+    _, memory = capsys.readouterr().out.split("Memory of a step of 2×32 on data2.zero2\n")
     memory, communication = memory.split("Communication of this step\n")
     parts = {name: int(number.replace(",", "")) for name, number in map(str.split, memory.strip().splitlines()[1:])}
     assert parts["total"] == sum(parts.values()) - parts["total"]
@@ -186,6 +183,19 @@ def test_a_layout_splits_the_cpu_and_a_dry_run_tells_what_a_step_holds_and_sends
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="call dry_run"):
         fit(FitConfig(dry_run=True))
+
+
+@pytest.mark.slow
+def test_a_layout_splits_the_cpu_into_its_devices(tmp_path):
+    environment = os.environ | {"XLA_FLAGS": COMPILE_FAST, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    settings = [
+        "--parallel", "data2.zero1", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--max-steps", "2",
+        "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "1", "--model.width", "8",
+        "--model.num-heads", "1", "--no-progress", "--runs-dir", str(tmp_path),
+    ]  # fmt: skip
+    ended = forks.run(ROOT / "jvarlen" / "__main__.py", "train", *settings, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert "Summary" in ended.stdout
 
 
 @pytest.mark.parametrize(
