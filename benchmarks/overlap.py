@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import datetime
+import gc
 import importlib
 import json
 import os
@@ -164,6 +165,8 @@ def answer(way: str, sizes: Sizes, port: int, folder: Path) -> None:
     atexit.register(ranks.wait_for, others)  # after what else is done at the end, in which both may meet
     for name in IMPORTED[way]:
         importlib.import_module(name)
+    gc.freeze()  # forks share it
+    atexit.register(gc.freeze)  # nor is what is imported later looked through at the end
     pid = os.fork()
     others += [pid] * (pid > 0)
     rank = 0 if pid else 1

@@ -28,7 +28,8 @@ def main() -> None:
     atexit.register(wait_for, others)  # runs after what the program registers: it may meet the others once more
     sys.path[0] = str(Path(program).parent)
     run = importlib.import_module(Path(program).stem).main
-    gc.freeze()
+    gc.freeze()  # forks share it
+    atexit.register(gc.freeze)  # nor is what is imported later looked through at the end
     rank = 0
     for number in range(1, int(arguments[-1])):
         pid = os.fork()
