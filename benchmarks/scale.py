@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import resource
 import subprocess
@@ -28,10 +29,16 @@ TOTAL, HOSTS = 10**11, 1_000
 WORKS = ("count_lengths", "make_plan", "digest of the plan", "plan_distributed")
 
 
+@functools.cache
+def make_buckets() -> tuple[jvarlen.Bucket, ...]:
+    """Those of all plans."""
+    return jvarlen.make_buckets(np.arange(128, 4096), 500_000, max_shapes=16, microbatches_per_step=8)
+
+
 def measure(work: str, num_samples: int) -> tuple[float, float]:
     """Seconds of the faster of two calls, and bytes a sample at the peak, beyond the int64 lengths."""
     lengths = np.random.default_rng(0).integers(128, 4096, num_samples)
-    buckets = jvarlen.make_buckets(np.arange(128, 4096), 500_000, max_shapes=16, microbatches_per_step=8)
+    buckets = make_buckets()
     mesh = jvarlen.data_mesh(1)
 
     def make(part: np.ndarray) -> jvarlen.Plan:
