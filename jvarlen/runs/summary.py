@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from jvarlen._common.files import write_atomically
+from jvarlen._common.interrupts import interrupt_signal
 from jvarlen._common.text_table import text_table
 from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
@@ -120,10 +122,16 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
-    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json` and `ledger.png`."""
+    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json` and `ledger.png`.
+
+    After SIGTERM no pictures are drawn: time may be short, and such a run is mostly resumed.
+    """
+    draws = interrupt_signal() != signal.SIGTERM
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
-    plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
+    if draws:
+        plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if ledger.times_used or not (run_dir / "ledger.json").exists():
         ledger.save(run_dir / "ledger.json")
-        plot_ledger(ledger, run_dir / "ledger.png")
+        if draws:
+            plot_ledger(ledger, run_dir / "ledger.png")
