@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from torch_ref.checks import MAX_LISTED, check_integer
 
@@ -102,6 +101,8 @@ def fit_cost_model(
 
 
 def _solve(shapes: NDArray[np.float64], costs: NDArray[np.float64]) -> list[float]:
+    from scipy.optimize import nnls  # here: importing it takes long, and few need it
+
     rows, length = shapes.T
     terms = np.stack([np.ones_like(rows), rows * length, rows * length * length], axis=1)
     # Shapes that all hold equally many tokens say nothing about the constant.
