@@ -29,6 +29,7 @@ IMPORTED = {
     "torch": ("torch_ref.parallel", "torch.distributed.tensor.debug"),
 }
 READ_ON_IMPORT = ("JAX_", "OMP_", "PYTHON")  # how variables begin that count only if they are set before imports
+CACHES = "JAX_ENABLE_COMPILATION_CACHE"  # but for this one, which a fork sets in JAX
 
 
 class Fork:
@@ -48,7 +49,9 @@ class Fork:
         cwd: Path | None = None,
     ):
         library = "torch" if "import torch" in program.read_text() else "jax"
-        fixed = tuple(sorted((name, value) for name, value in env.items() if name.startswith(READ_ON_IMPORT)))
+        fixed = tuple(
+            sorted((name, value) for name, value in env.items() if name.startswith(READ_ON_IMPORT) and name != CACHES)
+        )
         reading, writing = os.pipe()
         order = {"argv": [str(program), *args], "env": dict(env), "cwd": str(cwd or Path.cwd())}
         with open(writing, "wb"):
@@ -171,6 +174,8 @@ def main() -> None:
         return
     os.environ.clear()
     os.environ.update(order["env"])
+    if jax := sys.modules.get("jax"):
+        jax.config.update("jax_enable_compilation_cache", os.environ.get(CACHES, "true") == "true")
     os.chdir(order["cwd"])
     sys.argv = order["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
