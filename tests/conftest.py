@@ -56,7 +56,7 @@ with contextlib.suppress(ImportError):  # GPU machines may lack it
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Files of slow tests first: at the end, one process of tests would be left alone with them.
+    # Files of slow tests first.
     slow = collections.Counter(
         item.path for item in items if any(map(item.get_closest_marker, ("slow", "multiprocess")))
     )
@@ -65,6 +65,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.hookimpl(optionalhook=True)  # GPU machines may lack xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, one process of tests takes files from the end.
+
+    Slow tests mostly start processes and wait for them. Beside them, the quick ones use the cores.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FromBothEnds(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            if node is self.nodes[-1]:
+                self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+            super()._assign_work_unit(node)
+
+    return FromBothEnds(config, log)
 
 
 def pytest_collection_finish() -> None:
