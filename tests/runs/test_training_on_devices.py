@@ -86,6 +86,7 @@ def on_one_device(tmp_path_factory, compilation_cache):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("commands")
 def test_fit_spreads_steps_over_devices(on_one_device, tmp_path, compilation_cache):
     config = dataclasses.replace(run_fit.make_config(tmp_path, compilation_cache), devices=4)
     spread = fit(config, run_fit.make_data())
@@ -215,7 +216,7 @@ def test_layouts_that_runs_cannot_have_are_refused_before_anything_compiles(para
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory):
-    """Two processes of the command for each failure, at once: some wait for heartbeats."""
+    """Two processes of the command for each failure: while some wait for heartbeats, other tests run."""
     program = Path(__file__).parents[1] / "run_train_command.py"
     with contextlib.ExitStack() as stack:
         yield {
