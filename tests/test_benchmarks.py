@@ -15,6 +15,11 @@ import jvarlen
 from tests import forks
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+# Those that start many processes, in several packages: a minute and a half together. `make bench` runs them.
+LONG = {
+    "asynchronous", "bucket_compile", "choice", "elastic", "end_to_end", "gpu", "overlap", "schedules", "sorting",
+    "tensor", "zero",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -53,7 +58,9 @@ def cells(line):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "path", sorted({*BENCHMARKS.glob("*.py")} - {BENCHMARKS / "run.py"}), ids=lambda path: path.stem
+    "path",
+    sorted(path for path in BENCHMARKS.glob("*.py") if path.stem not in LONG | {"run"}),
+    ids=lambda path: path.stem,
 )
 def test_a_benchmark_prints_its_table_and_gives_its_data(path, tmp_path):
     environment = os.environ | {
@@ -73,6 +80,12 @@ def test_a_benchmark_prints_its_table_and_gives_its_data(path, tmp_path):
     for table in report["tables"]:
         assert table["rows"]
         assert all(len(row) == len(table["header"]) for row in table["rows"])
+
+
+@pytest.mark.parametrize("name", sorted(LONG))
+def test_a_long_benchmark_finds_what_it_imports(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert importlib.import_module(name).main
 
 
 def test_peers_that_are_always_installed_are_found(peers, packing):
