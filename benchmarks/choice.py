@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import scipy.stats
 from jax.sharding import PartitionSpec
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
@@ -211,12 +212,6 @@ def seconds_on(layout: Layout, case: Case, plan: Plan, num_timed: int) -> float:
     )
 
 
-def kendall_tau(a: np.ndarray, b: np.ndarray) -> float:
-    """Of pairs in which neither is equal, how many more have one order than have opposite ones; tau-b."""
-    signs_a, signs_b = (np.sign(np.subtract.outer(each, each)) for each in (a, b))
-    return float((signs_a * signs_b).sum() / np.sqrt((signs_a**2).sum() * (signs_b**2).sum()))
-
-
 def compare(case: Case, form: Form) -> list[str]:
     """The table of one case, and what it comes to."""
     plan = plan_of(form.buckets)
@@ -226,7 +221,7 @@ def compare(case: Case, form: Form) -> list[str]:
         for layout, predicted in apart(choice, form.num_layouts)
     ]
     predicted, measured = np.array([times for _, *times in found]).T
-    tau = kendall_tau(predicted, measured)
+    tau = scipy.stats.kendalltau(predicted, measured).statistic
     ratios = measured / predicted
     rows = [
         [f"`{layout}`", f"{1e3 * one:,.1f}", f"{1e3 * other:,.1f}", f"{other / one:.3f}"]

@@ -10,10 +10,8 @@ losses of all steps are those of one process that nobody killed, to 1e-12, or it
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import datetime
-import gc
 import json
 import os
 import random
@@ -97,7 +95,6 @@ def train(folder: Path, num_steps: int, start: Start | None) -> int:
 
 def supervise(folder: Path) -> int:
     """Trains until it is told to end."""
-    atexit.register(gc.freeze)  # what was imported is not looked through once more
     layout = Layout(data=NUM_PROCESSES)
     return keep_training(
         lambda start: train(folder, 100_000, start),

@@ -162,7 +162,7 @@ IMPORTED = {"jax": ("jax", "optax", "jvarlen.compiling.lowering"), "torch": ("to
 def answer(way: str, sizes: Sizes, port: int, folder: Path) -> None:
     """Writes what each of two processes measures; the second one is a fork of this one, once it has imported."""
     others: list[int] = []
-    atexit.register(ranks.leave, others)  # after what else is done at the end, in which both may meet
+    atexit.register(ranks.wait_for, others)  # after what else is done at the end, in which both may meet
     gc.disable()
     for name in IMPORTED[way]:
         importlib.import_module(name)

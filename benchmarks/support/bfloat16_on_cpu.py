@@ -14,11 +14,9 @@ import sys
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 ISAS = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX512_CORE", "AVX2")  # all without AMX, the newest first
 PRODUCTS = """
-import atexit, gc
 import torch
 from torch.nn.functional import conv1d, linear
 
-atexit.register(gc.freeze)
 for n in (8, 64, 512):
     x = torch.ones(n, n, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):

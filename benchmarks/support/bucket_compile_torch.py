@@ -6,8 +6,6 @@ is kept. Imports are not timed.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import json
 import os
@@ -84,7 +82,6 @@ def start(way: str, settings: dict[str, Any]) -> Way:
 
 
 def main() -> None:
-    atexit.register(gc.freeze)  # what was imported is not looked through once more
     settings, path = json.loads(sys.argv[1]), Path(sys.argv[2])
     if settings["backend"] == "inductor":
         importlib.import_module("torch._inductor.compile_fx")  # torch imports it when it first compiles

@@ -6,8 +6,6 @@ where compiled programs are kept. Imports are not timed.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import itertools
 import json
 import statistics
@@ -327,7 +325,6 @@ QUESTIONS: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    atexit.register(gc.freeze)  # what was imported is not looked through once more
     questions, path = sys.argv[1:]
     answers = {name: QUESTIONS[name](**settings) for name, settings in json.loads(questions).items()}
     Path(path).write_text(json.dumps(answers))

@@ -5,10 +5,8 @@ Nothing here needs JAX or PyTorch, so a run of one does not import the other. Le
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
-import gc
 import itertools
 import json
 import sys
@@ -223,7 +221,6 @@ def answer_all(
     ways: dict[str, Callable[[Settings, Data, Stopwatch], Trainer]], runs: Iterable[tuple[dict[str, Any], str]]
 ) -> None:
     """What a worker does: runs are pairs of settings and the file for the figures."""
-    atexit.register(gc.freeze)  # what was imported is not looked through once more
     for given, path in runs:
         settings, watch = Settings(**given), Stopwatch()
         trainer = ways[settings.way](settings, read_data(settings.data), watch)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import datetime
-import gc
 import json
 import sys
 import traceback
@@ -26,7 +24,6 @@ def run_parts(package: str, parts: Callable[[Sizes, dict[str, Answer], Save], Pa
 
     A part that fails is listed under "failed" with the last line of its error; what it had answered until then stays.
     """
-    atexit.register(gc.freeze)  # what was imported is not looked through once more
     size, path = sys.argv[1:]
     answers: dict[str, Any] = {}
     failed: dict[str, str] = {}

@@ -25,7 +25,7 @@ def command(program: Path, *arguments: str, num_processes: int) -> list[str]:
 def main() -> None:
     program, *arguments = sys.argv[1:]
     others: list[int] = []
-    atexit.register(leave, others)  # runs after what the program registers: it may meet the others once more
+    atexit.register(wait_for, others)  # runs after what the program registers: it may meet the others once more
     sys.path[0] = str(Path(program).parent)
     gc.disable()
     run = importlib.import_module(Path(program).stem).main
@@ -48,15 +48,12 @@ def main() -> None:
         raise
 
 
-def leave(others: list[int]) -> None:
-    """Waits for others, and exits: with an error if this process or one of them had one.
-
-    What was imported is not taken apart, which takes a while in forks.
-    """
+def wait_for(others: list[int]) -> None:
+    """Exits with an error if one of them does."""
     codes = [os.waitpid(pid, 0)[1] for pid in others]
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if any(codes) or hasattr(sys, "last_value") else 0)
+    if any(codes):
+        sys.stdout.flush()
+        os._exit(1)
 
 
 if __name__ == "__main__":
