@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import datetime
-import gc
 import importlib
 import json
 import os
@@ -163,11 +162,8 @@ def answer(way: str, sizes: Sizes, port: int, folder: Path) -> None:
     """Writes what each of two processes measures; the second one is a fork of this one, once it has imported."""
     others: list[int] = []
     atexit.register(ranks.wait_for, others)  # after what else is done at the end, in which both may meet
-    gc.disable()
     for name in IMPORTED[way]:
         importlib.import_module(name)
-    gc.freeze()  # forks share it
-    gc.enable()
     pid = os.fork()
     others += [pid] * (pid > 0)
     rank = 0 if pid else 1

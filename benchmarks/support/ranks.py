@@ -27,10 +27,8 @@ def main() -> None:
     others: list[int] = []
     atexit.register(wait_for, others)  # runs after what the program registers: it may meet the others once more
     sys.path[0] = str(Path(program).parent)
-    gc.disable()
     run = importlib.import_module(Path(program).stem).main
-    gc.freeze()  # forks share it
-    gc.enable()
+    gc.freeze()
     rank = 0
     for number in range(1, int(arguments[-1])):
         pid = os.fork()
