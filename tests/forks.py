@@ -175,7 +175,7 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["env"])
     if jax := sys.modules.get("jax"):
-        jax.config.update("jax_enable_compilation_cache", os.environ.get(CACHES, "true") == "true")
+        jax.config.update("jax_enable_compilation_cache", os.environ.get(CACHES, "true").lower() == "true")
     os.chdir(order["cwd"])
     sys.argv = order["argv"]
     sys.path[0] = str(Path(sys.argv[0]).parent)
