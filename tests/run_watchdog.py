@@ -20,13 +20,13 @@ def main():
     num_processes, rank, port = map(int, sys.argv[1:])
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
     with ending_stalled_processes("practice", TIMEOUT_S, interval_s=0.1) as tick:
-        for _ in range(3):
+        for _ in range(4):
             tick()
             agree("step", "")
             if rank == 1:
                 time.sleep(TIMEOUT_S / 2)
     with ending_stalled_processes("compiling", TIMEOUT_S, interval_s=0.1) as tick:
-        for _ in range(12):
+        for _ in range(20):
             tick.wait()
             time.sleep(TIMEOUT_S / 10)
         agree("step", "")
