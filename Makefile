@@ -20,7 +20,10 @@ CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .p
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
 
-test: lint docs lowest suite
+# The first three use one core each; the suite uses two.
+test: $(VENV)/installed-dev
+	$(MAKE) --jobs 2 lint docs lowest
+	$(MAKE) suite
 
 # Before a commit: lint, types and the quick tests, in a minute and a half.
 check: lint
