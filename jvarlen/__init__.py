@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from jvarlen.planning.mixed_plan import MixedPlan, make_mixed_plan
     from jvarlen.planning.order import sample_order
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
-    from jvarlen.planning.packing import PackedHistogram, Packing, pack_samples
+    from jvarlen.planning.packing.pack import PackedHistogram, Packing, pack_samples
+    from jvarlen.planning.packing.row_lengths import choose_row_lengths
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
-    from jvarlen.planning.row_lengths import choose_row_lengths
     from jvarlen.planning.streams import StreamBatches, StreamStep, stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import FitResult, fit
@@ -124,10 +124,10 @@ _NAMES_OF = {
     "planning.mixed_plan": ("MixedPlan", "make_mixed_plan",),
     "planning.order": ("sample_order",),
     "planning.pacing": ("ValuePacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
-    "planning.packing": ("PackedHistogram", "Packing", "pack_samples",),
+    "planning.packing.pack": ("PackedHistogram", "Packing", "pack_samples",),
+    "planning.packing.row_lengths": ("choose_row_lengths",),
     "planning.pair_buckets": ("make_pair_buckets",),
     "planning.plan": ("Plan", "make_plan",),
-    "planning.row_lengths": ("choose_row_lengths",),
     "planning.streams": ("StreamBatches", "StreamStep", "stream_batches",),
     "runs.config": ("FitConfig",),
     "runs.fit": ("FitResult", "fit",),

@@ -20,14 +20,15 @@ _PACKAGES = (
 )  # fmt: skip
 # What an old module held is in modules of other names; the rest kept theirs, in a package.
 _RENAMED = """
-    buckets=planning.buckets,planning.row_lengths collate=loading.collate,batches.batches collectives=compiling.hlo
+    buckets=planning.buckets,planning.packing.row_lengths collate=loading.collate,batches.batches
+    collectives=compiling.hlo
     compile_log=compiling.jax_log compiled_file=compiling.program_store costs=planning.cost_model course=runs.epochs
     curriculum=planning.order data_config=runs.config data_files=data.open
     datasets=data.tokens,data.split,data.stdlib_corpus,data.measure emission=planning.grouping
     evaluation=runs.loop,runs.summary executables=compiling.program_store html_page=reports.page
     html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
-    joint_packing=planning.packing,planning.placing
+    joint_packing=planning.packing.pack,planning.packing.placing packing=planning.packing.pack
     measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
     planned_steps=planning.steps report=reports.histogram,reports.run_records,reports.run_figures

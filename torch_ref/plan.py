@@ -1,11 +1,9 @@
 """The plan: which samples form which step of an epoch, in which static shape."""
 
 import os
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -17,9 +15,10 @@ from torch_ref.assign import Items, assign_buckets
 from torch_ref.buckets import Bucket, PairBucket, check_buckets
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
-from torch_ref.lengths import check_lengths, check_pair_lengths, list_pairs
+from torch_ref.lengths import check_lengths, check_pair_lengths
 from torch_ref.order import check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
+from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
 from torch_ref.packing import Packing
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
@@ -298,7 +297,7 @@ def make_plan(
     num_microbatches = check_integer("microbatches_per_step", microbatches_per_step)
     spacing = check_integer("onset_spacing", onset_spacing, minimum=0)
     if packing is not None:
-        _check_packing(packing, checked, overlong)
+        check_packing(packing, checked, overlong)
     if pieces_in_order and (packing is None or pacing is not None or shuffle_steps or spacing):
         raise ValueError("pieces_in_order needs a Packing, and neither pacing nor shuffle_steps nor onset_spacing")
     if pacing is not None and spacing:
@@ -306,9 +305,9 @@ def make_plan(
     if packing is not None and pieces_in_order and packing.piece_starts is not None:
         tokens = packing.num_tokens
         rows = sample_order(tokens, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
-        order = _hold_back_rows(packing, rows)
+        order = hold_back_rows(packing, rows)
         plan = make_plan(packing, checked, microbatches_per_step=num_microbatches, order=order)
-        return _hold_back_steps(plan, longest_first=longest_first)
+        return hold_back_steps(plan, longest_first=longest_first)
     values = _check_values(lengths)
     if values.ndim != len(checked[0]) - 1:
         raise ValueError(
@@ -350,7 +349,7 @@ def make_plan(
         "num_truncated": items.num_truncated,
     }
     if packing is not None:
-        fields = _unpack(packing, items.ids[places], offsets)
+        fields = unpack_rows(packing, items.ids[places], offsets)
     return Plan(
         buckets=checked,
         microbatches_per_step=num_microbatches,
@@ -366,39 +365,6 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
         return lengths.num_tokens
     values = np.asarray(lengths)
     return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
-
-
-def _check_packing(packing: Packing, buckets: Sequence[tuple[int, ...]], overlong: str) -> None:
-    if overlong != "error":
-        raise ValueError(f'overlong must be left at "error" for a packing, which has dealt with it, got {overlong!r}')
-    if packing.num_tokens.ndim == 2:
-        _check_joint_packing(packing, buckets)
-        return
-    longest = buckets[-1][1]
-    if packing.num_truncated and longest != packing.row_lengths[-1]:
-        raise ValueError(
-            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths[-1]}: the longest bucket must "
-            f"have this length, got {longest}"
-        )
-    if packing.piece_starts is not None and longest != packing.row_lengths[-1]:
-        raise ValueError(
-            f"the packing split samples into pieces of {packing.row_lengths[-1]}: the longest bucket must have this "
-            f"length, got {longest}"
-        )
-
-
-def _check_joint_packing(packing: Packing, buckets: Sequence[tuple[int, ...]]) -> None:
-    tokens, edges = packing.num_tokens, np.array(buckets)[:, 1:]
-    if tokens.shape[1] != edges.shape[1]:
-        raise ValueError(f"rows with {tokens.shape[1]} lengths do not go with buckets like {tuple(buckets[0])}")
-    outside = np.flatnonzero(~np.any(np.all(tokens[:, None] <= edges, axis=2), axis=1))
-    if len(outside):
-        raise ValueError(f"packed rows are longer than every bucket: {list_pairs(outside, tokens[outside])}")
-    if packing.num_truncated and (edges > packing.row_lengths).any():
-        raise ValueError(
-            f"the packing cut {packing.num_truncated} samples to {packing.row_lengths}: no bucket may be longer, "
-            f"got {edges.max(axis=0).tolist()}"
-        )
 
 
 def _check_pacing(pacing: Pacing | ValuePacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
@@ -423,87 +389,3 @@ def _pace(
     arrival = paced_arrival(admitted, items.bucket, rows_per_step, seed, epoch)
     places = arrival.numpy()
     return items._replace(ids=items.ids[places], num_tokens=items.num_tokens[places], bucket=items.bucket[arrival])
-
-
-def _hold_back(groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Order groups of pieces (sample, start) so that a last piece comes after all others of its sample.
-
-    Returns:
-        The indices of the groups. One that has to wait comes as soon as it can, in order among those that can.
-    """
-    last: dict[int, int] = {}
-    for group in groups:
-        for number, start in group:
-            last[number] = max(start, last.get(number, 0))
-    missing = Counter(number for group in groups for number, start in group if start < last[number])
-    waiting_for = [{n for n, start in group if start == last[n] and missing[n]} for group in groups]
-    held: dict[int, list[int]] = {}  # groups by the samples that they wait for
-    ordered = []
-    for index, group in enumerate(groups):
-        missing.subtract(number for number, start in group if start < last[number])
-        waiting_for[index] = {number for number in waiting_for[index] if missing[number]}
-        for number in waiting_for[index]:
-            held.setdefault(number, []).append(index)
-        if waiting_for[index]:
-            continue
-        ordered.append(index)
-        freed = set()
-        for number in {number for number, _ in group if not missing[number]}:
-            for other in held.pop(number, []):
-                waiting_for[other].discard(number)
-                if not waiting_for[other]:
-                    freed.add(other)
-        ordered += sorted(freed)
-    return ordered
-
-
-def _pieces_between(ids: NDArray[np.int64], starts: NDArray[np.int64], offsets: NDArray[np.int64]) -> list[Any]:
-    pieces, bounds = list(zip(ids.tolist(), starts.tolist(), strict=True)), offsets.tolist()
-    return [pieces[begin:end] for begin, end in pairwise(bounds)]
-
-
-def _hold_back_rows(packing: Packing, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    assert packing.piece_starts is not None
-    pieces = _pieces_between(packing.sample_ids, packing.piece_starts, packing.row_offsets)
-    return rows[_hold_back([pieces[row] for row in rows.tolist()])]
-
-
-def _hold_back_steps(plan: Plan, *, longest_first: bool) -> Plan:
-    assert plan.piece_starts is not None
-    assert plan.row_offsets is not None
-    steps = _hold_back(_pieces_between(plan.sample_ids, plan.piece_starts, plan.step_offsets))
-    if longest_first:
-        first = next(place for place, step in enumerate(steps) if plan.step_bucket[step] == plan.step_bucket.max())
-        steps[0], steps[first] = steps[first], steps[0]
-    first_row = np.searchsorted(plan.row_offsets, plan.step_offsets)
-    rows = np.concatenate([np.arange(first_row[step], first_row[step + 1]) for step in steps])
-    places = np.concatenate([np.arange(plan.step_offsets[step], plan.step_offsets[step + 1]) for step in steps])
-    ids, starts = plan.sample_ids[places], plan.piece_starts[places]
-    for number in np.unique(ids[starts > 0]):
-        starts[ids == number] = np.sort(starts[ids == number])
-    return replace(
-        plan,
-        step_bucket=plan.step_bucket[steps],
-        step_offsets=np.concatenate([[0], np.cumsum(plan.num_sequences[steps])]),
-        num_tokens=plan.num_tokens[steps],
-        sample_ids=ids,
-        piece_starts=starts,
-        row_offsets=np.concatenate([[0], np.cumsum(np.diff(plan.row_offsets)[rows])]),
-    )
-
-
-def _unpack(packing: Packing, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> dict[str, Any]:
-    """Replace ordered rows int64[R], cut into steps by `offsets`, with their samples."""
-    sizes = np.diff(packing.row_offsets)[rows]
-    row_offsets = np.concatenate([[0], np.cumsum(sizes)])
-    shift = np.repeat(packing.row_offsets[rows] - row_offsets[:-1], sizes)
-    places = np.arange(row_offsets[-1]) + shift
-    return {
-        "sample_ids": packing.sample_ids[places],
-        "piece_starts": None if packing.piece_starts is None else packing.piece_starts[places],
-        "step_offsets": row_offsets[offsets],
-        "row_offsets": row_offsets,
-        "overlong": packing.overlong,
-        "num_dropped": packing.num_dropped,
-        "num_truncated": packing.num_truncated,
-    }

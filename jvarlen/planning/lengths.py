@@ -5,7 +5,7 @@ NumPy only. This module knows nothing of buckets or batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -26,6 +26,7 @@ __all__ = [
     "check_feature_lengths",
     "check_kind",
     "check_lengths",
+    "check_lengths_for",
     "check_pair_lengths",
     "dropped_and_truncated",
     "ends_to_offsets",
@@ -175,6 +176,19 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
     if array.ndim != 2 or array.shape[1] != 2 or not array.size:
         raise UserError(f"lengths of pairs must have shape (N, 2), source and target, not {array.shape}")
     return check_feature_lengths(array)
+
+
+def check_lengths_for(
+    buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
+) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
+    """Checked lengths of samples, or of pairs where the buckets are for pairs."""
+    is_pairs = len(buckets[0]) == 3
+    if is_pairs != (np.ndim(lengths) == 2):
+        what = (
+            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
+        )
+        raise UserError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
+    return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
 
 
 def check_feature_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N D"]:

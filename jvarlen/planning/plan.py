@@ -17,16 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import (
-    UserError,
-    check_at_least_one,
-    check_at_least_zero,
-    if_given,
-    list_offenders,
-    offenders_where,
-)
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
-from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets
+from jvarlen.planning.buckets import Bucket, PairBucket, check_buckets
 from jvarlen.planning.grouping import (
     CanonicalSteps,
     GroupedSamples,
@@ -37,25 +30,17 @@ from jvarlen.planning.grouping import (
     paced_ranks,
     sum_segments,
 )
-from jvarlen.planning.lengths import (
-    Overlong,
-    PackedOverlong,
-    check_lengths,
-    check_pair_lengths,
-    ends_to_offsets,
-    fit_lengths,
-)
+from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.on_disk.raw_plan import PlanFile, is_plan_file, open_plan_file
-from jvarlen.planning.order import (
-    Difficulty,
-    check_difficulty,
-    check_seed,
-    sample_order,
-    split_difficulty,
-    stable_argsort,
-)
+from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, sample_order, split_difficulty
 from jvarlen.planning.pacing import Pacing, ValuePacing
-from jvarlen.planning.packing import Packing
+from jvarlen.planning.packing.pack import Packing
+from jvarlen.planning.packing.packed_plan import (
+    lengths_of_rows,
+    rows_in_piece_order,
+    steps_in_piece_order,
+    with_samples,
+)
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.steps import PlannedSteps
 
@@ -380,12 +365,12 @@ def make_plan(
         vars(plan)["onset_spacing"] = int(onset_spacing)
         return plan
     if isinstance(lengths, Packing):
-        num_tokens = _lengths_of_rows(lengths, buckets, overlong)
+        num_tokens = lengths_of_rows(lengths, buckets, overlong)
         if pieces_in_order and lengths.piece_starts is not None:
             rows = sample_order(num_tokens, order, difficulty=difficulty, block_size=block_size, seed=seed, epoch=epoch)
-            rows = rows[_rows_after_earlier_pieces(lengths, rows)]
+            rows = rows_in_piece_order(lengths, rows)
             plan_of_rows = make_plan(num_tokens, buckets, microbatches_per_step=microbatches_per_step, order=rows)
-            return _in_piece_order(_with_samples(plan_of_rows, lengths), longest_first)
+            return steps_in_piece_order(with_samples(plan_of_rows, lengths), longest_first)
         plan_of_rows = make_plan(
             num_tokens,
             buckets,
@@ -400,8 +385,8 @@ def make_plan(
             longest_first=longest_first,
             onset_spacing=onset_spacing,
         )
-        return _with_samples(plan_of_rows, lengths)
-    lengths = _checked_lengths(lengths, buckets)
+        return with_samples(plan_of_rows, lengths)
+    lengths = check_lengths_for(buckets, lengths)
     is_pairs = lengths.ndim == 2
     totals = lengths.sum(axis=1) if is_pairs else lengths
     if difficulty is not None:
@@ -443,37 +428,6 @@ def make_plan(
     )
 
 
-def _checked_lengths(
-    lengths: npt.ArrayLike, buckets: Sequence[tuple[int, ...]]
-) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
-    """Checked lengths of samples, or of pairs where the buckets are for pairs."""
-    is_pairs = len(buckets[0]) == 3
-    if is_pairs != (np.ndim(lengths) == 2):
-        what = (
-            "pairs, so lengths must be of shape (N, 2)" if is_pairs else "samples of one length, so lengths must be 1-D"
-        )
-        raise UserError(f"buckets {list(map(tuple, buckets[:3]))} … are for {what}, not {np.shape(lengths)}")
-    return check_pair_lengths(lengths) if is_pairs else check_lengths(lengths)
-
-
-def _lengths_of_rows(
-    packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong
-) -> Int64[np.ndarray, " R *sides"]:
-    """The tokens of packed rows; raises ValueError where no bucket holds them."""
-    if overlong != "error":
-        raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    if packing.num_tokens.ndim == 1:
-        problem = "packed rows longer than the longest bucket; of the rows"
-        return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
-    num_tokens = _checked_lengths(packing.num_tokens, buckets)
-    edges = np.array([bucket.lengths for bucket in buckets])
-    is_held = np.any(np.all(num_tokens[:, None] <= edges, axis=2), axis=1)
-    if not np.all(is_held):
-        offenders = list_offenders(*offenders_where(np.logical_not(is_held), num_tokens), edges.max(axis=0).tolist())
-        raise UserError(f"packed rows that no bucket holds; of the rows: {offenders}")
-    return num_tokens
-
-
 def _in_emitted_order(
     samples: GroupedSamples, steps: CanonicalSteps, emitted: Int64[np.ndarray, " S"]
 ) -> tuple[Int64[np.ndarray, " S_plus_1"], Int64[np.ndarray, " n"], Int64[np.ndarray, " S"]]:
@@ -505,103 +459,3 @@ def _gathered(
 
     in_parts(gather, len(ids))
     return ids, num_tokens
-
-
-def _with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
-    """The plan with the samples of each row in place of the row."""
-    _check_cuts(packing, plan_of_rows.buckets)
-    rows = plan_of_rows.sample_ids
-    row_offsets = ends_to_offsets(np.cumsum(np.diff(packing.row_offsets)[rows]))
-
-    def of_rows(values: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " m"]:
-        return take_segments(values, packing.row_offsets, rows, row_offsets)
-
-    return dataclasses.replace(
-        plan_of_rows,
-        sample_ids=of_rows(packing.sample_ids),
-        piece_starts=None if packing.piece_starts is None else of_rows(packing.piece_starts),
-        step_offsets=row_offsets[plan_of_rows.step_offsets],
-        row_offsets=row_offsets,
-        overlong=packing.overlong,
-        num_dropped=packing.num_dropped,
-        num_truncated=packing.num_truncated,
-    )
-
-
-def _rows_after_earlier_pieces(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
-    """The places of ordered rows, each after the rows that hold earlier pieces of its samples."""
-    assert packing.piece_starts is not None
-    place_of_row = np.full(packing.num_rows, -1)
-    place_of_row[rows] = np.arange(len(rows))
-    place = np.repeat(place_of_row, np.diff(packing.row_offsets))
-    is_in = place >= 0  # an order array can leave rows out
-    return _after_earlier_pieces(packing.sample_ids[is_in], packing.piece_starts[is_in], place[is_in], len(rows))
-
-
-def _after_earlier_pieces(
-    ids: Int64[np.ndarray, " n"], starts: Int64[np.ndarray, " n"], place: Int64[np.ndarray, " n"], num_places: int
-) -> Int64[np.ndarray, " P"]:
-    """Places in order, but one with the last piece of a sample follows all that hold other pieces of it.
-
-    Args:
-      ids: int64[n], the sample of each piece.
-      starts: int64[n], where it begins.
-      place: int64[n], the place of the row or step that holds it.
-      num_places: P.
-    """
-    last_start = np.zeros(ids.max() + 1, np.int64)
-    np.maximum.at(last_start, ids, starts)
-    is_last = starts == last_start[ids]
-    last_of_others = np.full(len(last_start), -1)
-    np.maximum.at(last_of_others, ids[~is_last], place[~is_last])
-    waits_for = np.full(num_places, -1)
-    np.maximum.at(waits_for, place[is_last], last_of_others[ids[is_last]])
-    own = np.arange(num_places)
-    return np.lexsort([own, waits_for > own, np.maximum(own, waits_for)])
-
-
-def _in_piece_order(plan: Plan, longest_first: bool) -> Plan:
-    """The plan with each step after those that hold earlier pieces of its samples, and with pieces in their order."""
-    assert plan.piece_starts is not None
-    assert plan.row_offsets is not None
-    step_of_piece = np.repeat(np.arange(plan.num_steps), plan.num_sequences)
-    emitted = _after_earlier_pieces(plan.sample_ids, plan.piece_starts, step_of_piece, plan.num_steps)
-    if longest_first:
-        longest = plan.step_bucket[emitted] == plan.step_bucket.max()
-        first = int(longest.argmax())
-        emitted[[0, first]] = emitted[[first, 0]]
-    first_row = np.searchsorted(plan.row_offsets, plan.step_offsets)
-    num_rows = np.diff(first_row)[emitted]
-    row_of = take_segments(np.arange(plan.num_rows), first_row, emitted, ends_to_offsets(np.cumsum(num_rows)))
-    offsets = ends_to_offsets(np.cumsum(plan.num_sequences[emitted]))
-    ids = take_segments(plan.sample_ids, plan.step_offsets, emitted, offsets)
-    starts = take_segments(plan.piece_starts, plan.step_offsets, emitted, offsets)
-    in_sample = np.lexsort([starts, ids])
-    starts[stable_argsort(ids)] = starts[in_sample]
-    return dataclasses.replace(
-        plan,
-        step_bucket=plan.step_bucket[emitted],
-        step_offsets=offsets,
-        num_tokens=plan.num_tokens[emitted],
-        sample_ids=ids,
-        piece_starts=starts,
-        row_offsets=ends_to_offsets(np.cumsum(np.diff(plan.row_offsets)[row_of])),
-    )
-
-
-def _check_cuts(packing: Packing, buckets: Sequence[AnyBucket]) -> None:
-    """Raises ValueError if a bucket would hold more of a cut or split sample than was packed."""
-    is_split = packing.piece_starts is not None
-    if not packing.num_truncated and not is_split:
-        return
-    longest = tuple(np.max([bucket.lengths for bucket in buckets], axis=0).tolist())
-    if len(longest) == 1 and longest != packing.row_lengths[-1:]:
-        raise UserError(
-            f"the packing {'splits' if is_split else 'cuts'} samples at {packing.row_lengths[-1]} tokens, so the "
-            f"longest bucket must have just that length, not {longest[-1]}"
-        )
-    # A sample that was cut fills its row in that feature, so that buckets are never shorter.
-    if len(longest) > 1 and any(np.greater(longest, packing.row_lengths)):
-        raise UserError(
-            f"the packing cuts samples at {packing.row_lengths} tokens, so no bucket may be longer, which are {longest}"
-        )

@@ -21,9 +21,9 @@ from jvarlen.planning.buckets import Bucket, make_buckets
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget, checked_cost, round_up
 from jvarlen.planning.edges import Strategy
 from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
-from jvarlen.planning.packing import Packing, pack_samples
+from jvarlen.planning.packing.pack import Packing, pack_samples
+from jvarlen.planning.packing.row_lengths import packed_row_lengths
 from jvarlen.planning.plan import make_plan
-from jvarlen.planning.row_lengths import packed_row_lengths
 
 __all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
 

@@ -21,8 +21,8 @@ from jvarlen.planning.buckets import CountedSamples
 from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
 from jvarlen.planning.edges import least_rows_when_packed, optimal_edges, trimmed_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
-from jvarlen.planning.packing import split_lengths
-from jvarlen.planning.placing import rows_by_tokens
+from jvarlen.planning.packing.pack import split_lengths
+from jvarlen.planning.packing.placing import rows_by_tokens
 
 __all__ = ["choose_row_lengths", "packed_row_lengths"]
 

@@ -28,7 +28,7 @@ from jvarlen.planning.lengths import (
     fit_lengths,
 )
 from jvarlen.planning.order import PACKING_STREAM, check_seed, random_keys, sample_order, stable_argsort
-from jvarlen.planning.placing import distinct_joint_rows, place_samples
+from jvarlen.planning.packing.placing import distinct_joint_rows, place_samples
 
 __all__ = ["PackedHistogram", "Packing", "pack_samples", "split_lengths"]
 
