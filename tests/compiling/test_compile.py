@@ -443,9 +443,9 @@ def test_executables_that_are_released_are_gone():
 
 
 def test_what_a_curriculum_has_passed_is_released():
+    state = jnp.float32(0)
     before = num_executables()
     compiled = compile_count()
-    state = jnp.float32(0)
     compiled.release_after({BUCKETS[0]: 2, BUCKETS[1]: 1, BUCKETS[2]: 0})
     live = []
     for bucket in (BUCKETS[0], BUCKETS[0], BUCKETS[1]):
@@ -459,10 +459,10 @@ def test_what_a_curriculum_has_passed_is_released():
 
 
 def test_no_more_executables_than_wanted_are_live_and_none_is_compiled_again():
+    state = jnp.float32(0)
     before = num_executables()
     compiled = compile_count(max_live=1, warm_up=True)
     assert num_executables() == before + 1
-    state = jnp.float32(0)
     batches = [make_batch(*bucket) for bucket in (*BUCKETS, *reversed(BUCKETS))]
     with no_recompiles() as count:
         for batch in batches:
