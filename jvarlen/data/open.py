@@ -17,11 +17,13 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, holds_messages, saved_shards
+from jvarlen.data.chat_templates import ChatTemplate
 from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.find_files import DataFile, find_files, is_remote
 from jvarlen.data.length_cache import cached_hashes, cached_lengths
 from jvarlen.data.line_files import LineDataset, LineRecords, first_record
-from jvarlen.data.records import ChatTemplate, MarkedBytes, RecordFormat, RecordTexts
+from jvarlen.data.marked_text import MarkedBytes
+from jvarlen.data.records import RecordFormat, RecordTexts
 from jvarlen.data.token_files import open_indexed_tokens, open_token_file
 from jvarlen.data.tokenized import TokenizedDataset
 from jvarlen.data.tokens import Joined, TokenDataset, WeightedTokens, check_tokens

@@ -1,57 +1,29 @@
 """Records of several fields, and chats, as texts of which parts are learned.
 
-Records and the chat templates of tokenizers are untrusted: a bad one is a ValueError with the reason, and templates run
-in Jinja's sandbox.
+Records are untrusted: a bad one is a ValueError with the reason.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import itertools
 import json
 import reprlib
 import string
-from collections.abc import Iterable, Sequence
-from datetime import date
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
-import numpy as np
-from jaxtyping import UInt8
+from collections.abc import Sequence
+from typing import Any
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.data.tokens import WeightedTokens
+from jvarlen.data.chat_templates import ChatTemplate
+from jvarlen.data.marked_text import MarkedText
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["ChatTemplate", "MarkedBytes", "MarkedText", "RecordFormat", "RecordTexts"]
+__all__ = ["RecordFormat", "RecordTexts"]
 
 _JOINT = "\n"
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
-_TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
-
-
-class MarkedText(NamedTuple):
-    """A text of which parts are learned.
-
-    Attributes:
-      text: all of it.
-      learned: the characters that are learned, as ascending ranges (start, end); None for all.
-      has_special_tokens: whether special tokens are written in the text, so that a tokenizer must not add any.
-    """
-
-    text: str
-    learned: tuple[tuple[int, int], ...] | None = None
-    has_special_tokens: bool = False
-
-    def is_learned(self, start: int, end: int) -> bool:
-        """Whether any of these characters is learned."""
-        return self.learned is None or any(first < end and start < last for first, last in self.learned)
 
 
 class RecordFormat:
@@ -165,113 +137,6 @@ class RecordFormat:
         return _marked(pieces, self._loss_on)
 
 
-class ChatTemplate:
-    """The chat template that comes with a tokenizer.
-
-    Args:
-      source: a Jinja template with the variable `messages`.
-      special_tokens: the texts of the tokenizer's special tokens; the one that ends a message is learned with it.
-      variables: more variables, such as `bos_token`.
-
-    A template that writes today's date gets 26 July 2024, so that a sample is the same in every epoch.
-
-    Raises:
-      ValueError: it is no template.
-
-    References:
-      Hugging Face, "Chat templates", https://huggingface.co/docs/transformers/chat_templating
-    """
-
-    def __init__(self, source: str, special_tokens: Iterable[str] = (), variables: dict[str, str] | None = None):
-        self._arguments = source, sorted(special_tokens), variables or {}
-        self.key = json.dumps(self._arguments, sort_keys=True)
-        try:
-            self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            raise UserError(f"the chat template is no Jinja template: {error}") from None
-
-    @classmethod
-    def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
-        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer file, if there is one."""
-        source = None
-        settings: dict[str, Any] = {}
-        config, own = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
-        if config.is_file():
-            try:
-                settings = json.loads(config.read_bytes())
-                source = settings.get("chat_template")
-            except (ValueError, AttributeError, RecursionError) as error:
-                raise UserError(f"{config} is damaged: {error}") from None
-        if isinstance(source, list):  # several by name
-            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
-            source = named.get("default")
-        if own.is_file():
-            source = own.read_text(errors="replace")
-        if not isinstance(source, str):
-            return None
-        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
-        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
-        variables = {name: text for name, text in texts.items() if isinstance(text, str)}
-        try:
-            return cls(source, special_tokens, variables)
-        except UserError as error:
-            raise UserError(f"{own if own.is_file() else config}: {error}") from None
-
-    def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
-        """The text of a chat.
-
-        Args:
-          messages: with `role` and `content`.
-          loss_on: the roles that are learned; empty for everything.
-
-        Returns:
-          The text. Of a learned message, the content and the special token that ends it are learned.
-
-        Raises:
-          ValueError: the template rejects the messages, or leaves out or changes one of them.
-        """
-        text = self._fill(messages)
-        if not loss_on:
-            return MarkedText(text, None, True)
-        # Where contents begin is found with others that occur nowhere else.
-        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
-        marked = self._fill([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
-        learned, written, rest = [], "", marked
-        for i, (message, mark) in enumerate(zip(messages, marks, strict=True)):
-            before, found, rest = rest.partition(mark)
-            if not found:
-                raise UserError(f"the chat template leaves out message {i + 1}, of role {message['role']!r}")
-            written += before
-            content = message["content"]
-            if not text.startswith(written + content):
-                content = content.strip()  # as many templates do
-            if not text.startswith(written + content):
-                raise UserError(f"the chat template changes the content of message {i + 1}: loss_on cannot find it")
-            start = len(written)
-            written += content
-            if message["role"] in loss_on:
-                learned.append((start, self._end_of(text, len(written))))
-        return MarkedText(text, tuple(learned), True)
-
-    def _fill(self, messages: list[dict[str, Any]]) -> str:
-        try:
-            return self._template.render(messages=messages, add_generation_prompt=False, **self._arguments[2])
-        except Exception as error:  # the template may do anything
-            raise UserError(f"the chat template rejects it: {error}") from None
-
-    def _end_of(self, text: str, end: int) -> int:
-        """The end of the special token that follows, or `end`."""
-        start = end + len(text[end:]) - len(text[end:].lstrip())
-        fitting = [token for token in self._arguments[1] if token and text.startswith(token, start)]
-        return start + max(map(len, fitting)) if fitting else end
-
-    def __getstate__(self) -> Any:
-        return self._arguments
-
-    def __setstate__(self, state: Any) -> None:
-        ChatTemplate.__init__(self, *state)
-
-
 @dataclasses.dataclass(frozen=True)
 class RecordTexts:
     """The texts of records: a data source of `MarkedText`.
@@ -292,36 +157,6 @@ class RecordTexts:
         if not marked.text:
             raise UserError("empty")
         return marked
-
-
-@dataclasses.dataclass(frozen=True)
-class MarkedBytes:
-    """The UTF-8 of texts: a data source of uint8[L], or of `WeightedTokens` where only a part is learned.
-
-    Attributes:
-      texts: random access to `MarkedText`.
-    """
-
-    texts: DataSource
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def __getitem__(self, index: int) -> UInt8[np.ndarray, " L"] | WeightedTokens:
-        text, learned, _ = self.texts[index]
-        try:
-            tokens = np.frombuffer(text.encode(), np.uint8)
-        except UnicodeEncodeError:
-            raise UserError("half a surrogate pair, which has no UTF-8") from None
-        if learned is None:
-            return tokens
-        weights = np.zeros(len(tokens), np.float32)
-        for start, end in learned:
-            first = len(text[:start].encode())
-            weights[first : first + len(text[start:end].encode())] = 1
-        if not weights.any():
-            raise UserError("no token to learn from")
-        return WeightedTokens(tokens, weights)
 
 
 _Parts = list[tuple[str, str | None]]  # a literal, and the name of the field after it
@@ -386,34 +221,3 @@ def _check_messages(messages: list[Any]) -> None:
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in _MESSAGE_NAMES):
             raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tags around what a model writes; here they change nothing."""
-
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What chat templates of Hugging Face may use."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {
-        "raise_exception": raise_exception,
-        "strftime_now": _TODAY.strftime,
-    }
-    return environment

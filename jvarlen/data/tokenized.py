@@ -17,7 +17,7 @@ from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
 from jvarlen.data.content_key import combine_keys, content_key
-from jvarlen.data.records import MarkedText
+from jvarlen.data.marked_text import MarkedText
 from jvarlen.data.tokens import WeightedTokens, to_tokens
 from jvarlen.planning.lengths import DataSource
 
