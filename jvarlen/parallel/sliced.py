@@ -427,8 +427,9 @@ class _Device:
 
         of_ends = jax.lax.cond(stage == 0, through_embed, lambda: of_ends)
         if k > 0:
+            # As `at[…].add` this would be a scatter, and one over whole rows crashes XLA's compiler in JAX 0.11.
             due = [
-                total.at[:, :, :start].add(leaf.astype(total.dtype))
+                jax.lax.dynamic_update_slice_in_dim(total, total[:, :, :start] + leaf.astype(total.dtype), 0, axis=2)
                 for total, leaf in zip(due, of_earlier, strict=True)
             ]
         grads = LayeredParams(of_ends, add_trees(totals, of_own))
