@@ -3,7 +3,8 @@ PYTHON ?= python3
 PLATFORM ?= gpu
 VENV := .venv
 LOWEST := .venv-lowest
-PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+# Python itself compiles modules when they are imported, which are the fewest.
+PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
 # What of the tests tells most of the packages that are used, in a minute or two.
 LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/test_plan planning/test_cost_model planning/test_streams \
@@ -15,15 +16,17 @@ LOWEST_TESTS := tests/test_cli.py $(addprefix tests/,$(addsuffix .py,planning/te
 CHECK_TESTS := $(addprefix tests/,_common planning data compiling $(addsuffix .py,test_cli test_imports test_style test_docs) \
   $(addprefix parity/test_,$(addsuffix .py,batching buckets order plan plan_file pacing lr streams)))
 
-.PHONY: train test check lint docs lowest suite compositions bench gpu clean
+.PHONY: train test others check lint docs lowest suite compositions bench gpu clean
 
 train: $(VENV)/installed
 	$(VENV)/bin/jvarlen train $(ARGS)
 
-# The first three use one core each; the suite uses two.
 test: $(VENV)/installed-dev
-	$(MAKE) --jobs 2 lint docs lowest
-	$(MAKE) suite
+	$(MAKE) --jobs 2 suite others
+
+# Tests of several processes often wait; meanwhile these run. What they say comes in one piece.
+others: $(VENV)/installed-dev
+	nice $(MAKE) --jobs 1 lint docs lowest >$(VENV)/others.log 2>&1; status=$$?; cat $(VENV)/others.log; exit $$status
 
 # Before a commit: lint, types and the quick tests, in a minute and a half.
 check: lint
