@@ -18,6 +18,7 @@ _moved.install()
 
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
+    from jvarlen._common.interrupts import exit_code_of_interrupt, remembered_interrupts
     from jvarlen.attention.attention import attend, attend_within_segments
     from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
     from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
 
 _NAMES_OF = {
     "_common.checks": ("UserError",),
+    "_common.interrupts": ("exit_code_of_interrupt", "remembered_interrupts",),
     "attention.attention": ("attend", "attend_within_segments",),
     "attention.masks": ("attention_mask", "padding_mask", "segment_mask",),
     "batches.batches": (
@@ -148,21 +150,22 @@ _NAMES_OF = {
 __all__ = [
     "ArrivalLog", "AsyncRun", "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
     "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedBatch",
-    "MixedPlan", "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing", "PairBatch",
-    "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
+    "MixedPlan", "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
+    "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh",
-    "discrete_pacing", "fit", "fit_cost_model", "full_batch", "init_train_state", "initialize_processes",
-    "keep_versions", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream", "local_sort", "lr_scale",
-    "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan", "make_mixed_train_step", "make_pair_buckets",
-    "make_plan", "make_stale_train_step", "make_train_step", "measure_buckets", "measure_cluster", "measure_difficulty",
-    "measure_lengths", "mixed_batch_spec", "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples",
-    "pack_to_bucket", "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket",
-    "pad_to_bucket", "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",
-    "replay", "replicate", "root_pacing", "sample_order", "sample_sort", "scale_by_batch_size", "segment_mask",
-    "shard_local_rows", "simulate", "stream_batches", "together", "token_batch_spec", "train_async",
-    "use_compilation_cache", "with_float32_master", "write_ordered",
+    "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
+    "initialize_processes", "keep_versions", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream",
+    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan",
+    "make_mixed_train_step", "make_pair_buckets", "make_plan", "make_stale_train_step", "make_train_step",
+    "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixed_batch_spec",
+    "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
+    "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
+    "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",
+    "remembered_interrupts", "replay", "replicate", "root_pacing", "sample_order", "sample_sort",
+    "scale_by_batch_size", "segment_mask", "shard_local_rows", "simulate", "stream_batches", "together",
+    "token_batch_spec", "train_async", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF, _moved.is_module)
