@@ -113,32 +113,29 @@ def choose_operators(
     return splits, float(seconds[best])
 
 
-def transformer_operators(
-    num_tokens: int, *, width: int, length: int, hidden: int | None = None, itemsize: int = 2
-) -> list[Operator]:
+def transformer_operators(num_tokens: int, *, width: int, length: int) -> list[Operator]:
     """The operators of a transformer layer: query, key, value, attention, out, residual, up and down.
+
+    Activations have 2 bytes an element. Between up and down there are four times as many features.
 
     Args:
       num_tokens: of a microbatch.
       width: of the model.
       length: of a row; each token attends to half of that on average.
-      hidden: features between up and down; None for four times the width.
-      itemsize: bytes of an activation's element.
 
     Returns:
       The operators, in an order for `choose_operators`. What follows "out" is normalized, so it is whole.
     """
-    hidden = 4 * width if hidden is None else hidden
-    check_at_least_one(num_tokens=num_tokens, width=width, length=length, hidden=hidden, itemsize=itemsize)
-    square, value_bytes = 2 * num_tokens * width * width, itemsize * num_tokens * width
+    check_at_least_one(num_tokens=num_tokens, width=width, length=length)
+    square, value_bytes = 2 * num_tokens * width * width, 2 * num_tokens * width
     projections = ("query", "key", "value")
     return [
         *(Operator(name, square, value_bytes) for name in projections),
         Operator("attention", 2 * num_tokens * length * width, value_bytes, projections, ("replicated", "features")),
         Operator("out", square, value_bytes, ("attention",)),
         Operator("residual", 0, value_bytes, ("input", "out"), ("replicated",)),
-        Operator("up", 2 * num_tokens * width * hidden, itemsize * num_tokens * hidden, ("residual",)),
-        Operator("down", 2 * num_tokens * width * hidden, value_bytes, ("up",)),
+        Operator("up", 4 * square, 4 * value_bytes, ("residual",)),
+        Operator("down", 4 * square, value_bytes, ("up",)),
     ]
 
 

@@ -284,13 +284,12 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(on_all_devices, tree)
 
 
-def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
+def batch_shardings(batch: Any, mesh: Mesh) -> Any:
     """The shardings of a step's arrays on a mesh: microbatches over the data axis, scalars replicated.
 
     Args:
       batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
-      mesh: has an axis `axis_name`.
-      axis_name: the data-parallel axis.
+      mesh: has an axis `"data"`.
 
     Returns:
       A pytree of `NamedSharding`.
@@ -298,13 +297,13 @@ def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
     Raises:
       ValueError: no such axis, or its size (the number of shards) does not divide M.
     """
-    num_shards_of(mesh, axis_name)
+    num_shards_of(mesh, DATA_AXIS)
     mesh = auto_axes(mesh)
 
     def sharding(leaf: Any) -> NamedSharding:
         if not leaf.shape:
             return NamedSharding(mesh, PartitionSpec())
-        check_shards_divide(leaf.shape[0], mesh, axis_name)
-        return NamedSharding(mesh, PartitionSpec(axis_name))
+        check_shards_divide(leaf.shape[0], mesh)
+        return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
 
     return jax.tree.map(sharding, batch)

@@ -79,20 +79,19 @@ def sequence_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N
     return np.concatenate([chunks[:num_shards], chunks[num_shards:][::-1]], axis=1)
 
 
-def shard_positions(seq_length: int, axis_name: str = SEQUENCE_AXIS) -> Int32[Array, " S"]:
+def shard_positions(seq_length: int) -> Int32[Array, " S"]:
     """The positions of this device, inside `shard_map`: `positions` of `Axes`.
 
     Args:
       seq_length: T, of whole rows.
-      axis_name: the mesh axis, of size N.
 
     Returns:
-      int32[T / N], a row of `sequence_positions`.
+      int32[T / N] for N devices along "sequence", a row of `sequence_positions`.
 
     Raises:
       ValueError: a length that is not a multiple of 2N, or an axis that is not bound.
     """
-    return jnp.asarray(sequence_positions(seq_length, _size_of(axis_name)))[lax.axis_index(axis_name)]
+    return jnp.asarray(sequence_positions(seq_length, _size_of(SEQUENCE_AXIS)))[lax.axis_index(SEQUENCE_AXIS)]
 
 
 def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:

@@ -108,7 +108,7 @@ busiest=6000000, rounds=6)
     return WireBytes(sent, received, max(*sent, *received), rounds)
 
 
-def collective_seconds(kind: str, num_bytes: int, n: int, algorithm: str, link: Link, *, itemsize: int = 1) -> float:
+def collective_seconds(kind: str, num_bytes: int, n: int, algorithm: str, link: Link) -> float:
     """Seconds of a collective between devices that have nothing else to send: r · (latency + message / bandwidth).
 
     Args:
@@ -117,7 +117,6 @@ def collective_seconds(kind: str, num_bytes: int, n: int, algorithm: str, link: 
       n: N, at least 1.
       algorithm: as for `wire_bytes`.
       link: of every device.
-      itemsize: as for `wire_bytes`.
 
     Returns:
       Seconds. Sums themselves take none.
@@ -130,7 +129,7 @@ def collective_seconds(kind: str, num_bytes: int, n: int, algorithm: str, link: 
       >>> [collective_seconds("broadcast", 5_000_000, 8, algorithm, link) for algorithm in ("star", "tree")]
       [35.0, 15.0]
     """
-    message_bytes = _message_bytes(kind, num_bytes, n, algorithm, itemsize)
+    message_bytes = _message_bytes(kind, num_bytes, n, algorithm, itemsize=1)
     _, _, rounds = _messages(kind, n, algorithm)
     return rounds * (link.latency_s + message_bytes / link.bytes_per_second)
 
