@@ -29,6 +29,8 @@ _RENAMED = """
     html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates
     joint_packing=planning.packing.pack,planning.packing.placing packing=planning.packing.pack
+    row_lengths=planning.packing.row_lengths planning.row_lengths=planning.packing.row_lengths
+    planning.placing=planning.packing.placing
     measure=compiling.measure_buckets,runs.measure_command measure_samples=data.measure pairs=planning.pair_buckets
     partition_checks=testing.partition plan_checks=testing.plans plan_table=planning.steps
     planned_steps=planning.steps report=reports.histogram,reports.run_records,reports.run_figures

@@ -43,6 +43,13 @@ def test_editors_see_the_names_that_are_imported_when_used():
     assert sorted(seen) == sorted(jvarlen.__all__)
 
 
+def test_importing_the_table_of_contents_imports_little():
+    """`import numpy` imports some 150 modules."""
+    program = "import sys; before = len(sys.modules); import jvarlen; print(len(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT.parent)
+    assert int(run.stdout) < 100
+
+
 @pytest.mark.parametrize("package", ["planning", "data"])
 def test_planning_and_data_need_no_accelerator_library(package):
     modules = [f"jvarlen.{package}.{path.stem}" for path in (ROOT / package).glob("*.py")]
