@@ -183,7 +183,7 @@ def _unframed(text: str) -> str:
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
     rules = [i for i, line in enumerate(lines) if line.startswith("─")]
     text = " ".join(lines[: rules[0] if rules else None])
-    # The names of our classes say nothing to who typed a flag.
+    # The names of our classes mean nothing to someone who typed a flag.
     return re.sub(
         r"Error parsing (__tyro\S*?|[A-Z][a-z]+Command|FitConfig)(\.(\w+))?: ",
         r"\3 ",

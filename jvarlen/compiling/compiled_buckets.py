@@ -365,7 +365,7 @@ class CompiledBuckets:
     @property
     def common_environment(self) -> str:
         """Compiler software and options, which are the same on all processes that train together."""
-        own = ("device ids", "device kinds", "process", "processor")
+        own = ("device ids", "device kinds", "process", "CPU")
         return repr({name: value for name, value in self._recipe.environment.items() if name not in own})
 
     def warm_up(self, state: Any, *, progress: bool = True) -> None:

@@ -57,7 +57,7 @@ def environment_of(devices: Sequence[jax.Device]) -> dict[str, Any]:
         "platform version": client.platform_version,
         "device kinds": [device.device_kind for device in devices],
         "device ids": [device.id for device in devices],
-        "processor": _cpu_kind(),
+        "CPU": _cpu_kind(),
         "processes": jax.process_count(),
         "process": jax.process_index(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
@@ -160,7 +160,7 @@ def _own_key() -> bytes:
 def _read_key(path: Path) -> bytes:
     key = path.read_bytes()
     if len(key) != _KEY_BYTES:  # a shorter one could be guessed
-        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save anew")
+        raise UserError(f"{path} is no key of {_KEY_BYTES} bytes: delete it, and compile and save again")
     return key
 
 

@@ -1,7 +1,4 @@
-"""Cache of sample lengths and hashes, keyed by the content of the data.
-
-NumPy only.
-"""
+"""Cache of sample lengths and hashes, keyed by the content of the data."""
 
 from __future__ import annotations
 
@@ -161,7 +158,7 @@ class _Measurement(NamedTuple):
             return self._measure(parts)
         except ShardsError as error:
             assert parts is not None
-            warnings.warn(f"{error}. It is deleted here, and all is measured anew", stacklevel=5)
+            warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=5)
             shutil.rmtree(parts)
         return self._measure(parts)
 
@@ -215,7 +212,7 @@ def _read_first(
         except Exception as error:  # damage shows in many ways: as zip, as array
             if warn:
                 warnings.warn(
-                    f"{place.cache} holds no {place.kind} to use: {error}. All are measured anew", stacklevel=4
+                    f"{place.cache} holds no {place.kind} to use: {error}. All are measured again", stacklevel=4
                 )
     return None
 

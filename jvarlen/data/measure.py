@@ -1,6 +1,6 @@
 """Measures the length, or any other number, of every sample of a dataset.
 
-NumPy only. Long measurements write shard files and resume from them.
+Long measurements write shard files and resume from them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mixtures: several datasets as one, with exact counts of each.
 
-NumPy only. Letters: D datasets, c samples that one of them gives to an epoch, N samples of the mixture.
+Letters: D datasets, c samples that one of them gives to an epoch, N samples of the mixture.
 """
 
 from __future__ import annotations

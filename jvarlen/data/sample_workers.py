@@ -1,6 +1,6 @@
 """Applies a function to ranges of samples in worker processes.
 
-NumPy only. The caller decides what the values mean and where they are kept.
+The caller decides what the values mean and where they are kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Shard files of a measurement, from which it resumes.
-
-NumPy only.
-"""
+"""Shard files of a measurement, from which it resumes."""
 
 from __future__ import annotations
 
@@ -170,7 +167,7 @@ class ShardFiles:
         return hashlib.sha256(self._written_manifest + name.encode() + body).digest()
 
     def _refusal(self, reason: str) -> ShardsError:
-        return ShardsError(f"{self._directory} {reason}. To start anew, delete it or take another directory")
+        return ShardsError(f"{self._directory} {reason}. To start again, delete it or take another directory")
 
 
 def _qualified_name(function: Callable[..., Any]) -> str:

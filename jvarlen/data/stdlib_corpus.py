@@ -98,7 +98,7 @@ def stdlib_functions(*, cache_dir: Path | None = None, progress: bool = True) ->
             with cache.open("rb") as file, np.load(file, allow_pickle=False) as stored:
                 return TokenDataset(stored["tokens"], stored["offsets"])
         except Exception as error:  # whatever it is, the scan writes the file again
-            warnings.warn(f"{cache} is damaged ({error}) and is made anew", stacklevel=2)
+            warnings.warn(f"{cache} is damaged ({error}) and is made again", stacklevel=2)
     dataset = TokenDataset.from_bytes(read_functions(root, progress))
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ def _zero_sums(loss_fn: LossFn, state: TrainState, batch: MixedBatch, *, with_gr
             lambda microbatch: sum_microbatch(loss_fn, state, microbatch, key, with_grads=with_grads), microbatch
         )
     except NameError as error:
-        if "axis name" not in str(error):
+        if "axis name" not in str(error):  # best effort: JAX says so in words only
             raise
         name = getattr(loss_fn, "__name__", "loss_fn")
         raise UserError(

@@ -399,7 +399,7 @@ def _passes(
 
 
 def _warm_up(forwards: np.ndarray, backwards: np.ndarray, num_warmup: int) -> np.ndarray:
-    """So many forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    """The warm-up's forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     num = len(forwards)
     num_warmup = min(num_warmup, num)
     place_of_backwards = np.arange(num) * 2 + num_warmup + 1

@@ -1,6 +1,6 @@
 """Greedy token batches over a given order.
 
-NumPy only. Batches have any number of shapes here, or fixed ones; `make_plan` is for few, optimal shapes. Letters: N
+Batches have any number of shapes here, or fixed ones; `make_plan` is for few, optimal shapes. Letters: N
 samples, n of them in the order, b batches.
 """
 

@@ -1,6 +1,6 @@
 """Token-budget buckets, chosen by dynamic programming.
 
-NumPy only. Letters: N samples, D distinct (rounded) lengths, K buckets, C compiled shapes, M microbatches a step, B
+Letters: N samples, D distinct (rounded) lengths, K buckets, C compiled shapes, M microbatches a step, B
 rows, T length, n samples of a bucket, s its steps.
 """
 

@@ -1,6 +1,6 @@
 """The budget of a microbatch, in tokens, cost and bytes, and how many rows of a length it allows.
 
-NumPy only. Letters: M microbatches a step, B rows, T length.
+Letters: M microbatches a step, B rows, T length.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bucket lengths from the histogram of lengths.
 
-NumPy only. Letters: D distinct (rounded) lengths, K buckets, M microbatches a step.
+Letters: D distinct (rounded) lengths, K buckets, M microbatches a step.
 """
 
 from __future__ import annotations

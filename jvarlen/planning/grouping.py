@@ -1,6 +1,6 @@
 """Groups samples by bucket, cuts the groups into steps, and puts the steps of an epoch in order.
 
-NumPy only. Planning spends most of its time in grouping, so the common orders have shortcuts that give the same result.
+Planning spends most of its time in grouping, so the common orders have shortcuts that give the same result.
 Letters: N samples (or rows), n of them in the plan, S steps, K buckets, M microbatches a step.
 """
 

@@ -1,6 +1,6 @@
 """Checked sample lengths, int64[N] in tokens.
 
-NumPy only. This module knows nothing of buckets or batches.
+This module knows nothing of buckets or batches.
 """
 
 from __future__ import annotations

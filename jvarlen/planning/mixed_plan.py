@@ -1,6 +1,6 @@
 """Steps whose microbatches have different shapes.
 
-NumPy only. Letters: S steps, N microbatches, p ranks.
+Letters: S steps, N microbatches, p ranks.
 """
 
 from __future__ import annotations

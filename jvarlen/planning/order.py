@@ -1,6 +1,6 @@
 """The order of samples: by length or difficulty, shuffled, or as in the dataset.
 
-NumPy only. Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
+Every random choice is a value of a counter-based stream keyed by (seed, epoch), never by a process, a
 device or the clock, so the order is the same everywhere.
 """
 

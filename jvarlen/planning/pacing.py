@@ -1,6 +1,6 @@
 """Curriculum pacing: the share of samples, or the highest value, that each step may draw from.
 
-NumPy only. A pacing is a function of the step; samples are admitted in their order, the easiest first. Letters: n
+A pacing is a function of the step; samples are admitted in their order, the easiest first. Letters: n
 samples, S steps.
 """
 

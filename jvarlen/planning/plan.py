@@ -1,6 +1,6 @@
 """The plan: every step of an epoch, fixed before training.
 
-NumPy only. Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
+Letters: N samples, n samples in the plan, R rows, S steps, K buckets, M microbatches a step, B rows of a
 microbatch, P samples of a row.
 """
 

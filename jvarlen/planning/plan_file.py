@@ -1,6 +1,6 @@
 """The digest of a plan, and its `.npz` file, verified when it is loaded.
 
-NumPy only; nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n samples.
+Nothing is pickled. Letters: M microbatches a step, K buckets, S steps, n samples.
 """
 
 from __future__ import annotations

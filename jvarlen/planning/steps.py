@@ -1,6 +1,6 @@
 """Shape, size and padding of every step of an epoch.
 
-`Plan` and `DistributedPlan` add which samples are in each step. NumPy only. Letters: n samples in the plan, S steps, K
+`Plan` and `DistributedPlan` add which samples are in each step. Letters: n samples in the plan, S steps, K
 buckets, M microbatches a step.
 """
 

@@ -14,7 +14,7 @@ microbatches a step, the second of two processes takes the last two, and reads t
     8 [[7], [8]]
     4 [[-1], [-1]]
 
-NumPy only. Letters: K buckets, M microbatches a step, B rows, T length.
+Letters: K buckets, M microbatches a step, B rows, T length.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class FitConfig(DataConfig, DeviceConfig):
         check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last", "elastic")
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
-        _ = self.layout  # which raises ValueError for a text that is none
+        _ = self.layout  # which raises ValueError for a text that names no layout
         if self.cluster is not None and self.parallel != AUTO:
             raise UserError(f"cluster ({self.cluster}) is for parallel auto, not {self.parallel}")
         if self.keep_best and self.eval_every is None:

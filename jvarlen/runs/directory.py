@@ -145,7 +145,7 @@ def resumed_run_dir(
     """
     run_dir = run_dir.resolve()
     config_path = run_dir / "config.json"
-    saved = load_config(config_path)  # first: what is no run gets no lock file
+    saved = load_config(config_path)  # first: a directory without a run gets no lock file
     held.enter_context(lock_run_dir(run_dir))
     config = dataclasses.replace(
         config,

@@ -314,7 +314,7 @@ def _exchange(ordered: Shaped[Array, " pn"], mesh: Mesh) -> Shaped[Array, " pn_p
 
 
 def _gather(blocks: jax.Array, first_rank: int, size: int) -> Shaped[np.ndarray, " size"]:
-    """So many consecutive ranks, on each process that has shards; past the last one, zeros."""
+    """The given number of consecutive ranks, on each process that has shards; past the last one, zeros."""
     if not blocks.addressable_shards:
         return np.zeros(0, blocks.dtype)
     blocks, mesh = _on_shard_mesh(blocks)

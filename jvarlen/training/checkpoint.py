@@ -367,7 +367,7 @@ def open_checkpoints(
         try:
             checkpoints.close()
         except OSError as error:
-            warnings.warn(str(error), stacklevel=3)  # what ended the block is what the caller is to hear of
+            warnings.warn(str(error), stacklevel=3)  # the caller gets the error that ended the block
         raise
     checkpoints.close()
 
@@ -464,7 +464,7 @@ def _read_run(directory: Path) -> str:
         return _read_json(directory / _RUN)["run"]
     except (ValueError, LookupError, TypeError, OSError) as error:
         raise UserError(
-            f"{directory / _RUN} is missing or damaged: {error!r}. Write it anew; "
+            f"{directory / _RUN} is missing or damaged: {error!r}. Write it again; "
             "about.json of each checkpoint names the run"
         ) from error
 

@@ -75,7 +75,7 @@ def test_lengths_under_another_key_are_left_and_not_used(path):
     assert again.read == []
 
 
-def test_a_damaged_cache_is_named_and_made_anew(path):
+def test_a_damaged_cache_is_named_and_made_again(path):
     measure(Counted(LENGTHS), path)
     (cache,) = path.parent.iterdir()
     whole = cache.read_bytes()
@@ -183,9 +183,9 @@ def test_an_interrupted_measuring_goes_on(path, interrupted):
 
 
 @pytest.mark.parametrize("name", ["1.npy", "manifest.json"])
-def test_damaged_parts_are_named_and_all_is_measured_anew(path, interrupted, name):
+def test_damaged_parts_are_named_and_everything_is_measured_again(path, interrupted, name):
     (interrupted / name).write_bytes(b"damaged")
-    with pytest.warns(UserWarning, match=r"\.parts .*damaged.* all is measured anew"):
+    with pytest.warns(UserWarning, match=r"\.parts .*damaged.* everything is measured again"):
         assert measure(dataset := Counted(LENGTHS), path) == LENGTHS
     assert dataset.read == list(range(10))
     assert names(path.parent) == [f"t.jsonl.lengths-{KEY[:16]}.npz"]

@@ -131,7 +131,7 @@ def replace_by_another_measuring(directory):
 )
 def test_damaged_and_foreign_shards_are_refused_by_name(directory, damage):
     damage(directory)
-    with pytest.raises(ValueError, match=r"holds shards that are damaged .*: 1\.npy\. To start anew, delete it"):
+    with pytest.raises(ValueError, match=r"holds shards that are damaged .*: 1\.npy\. To start again, delete it"):
         shard_files(directory)[0].read()
     (directory / "1.npy").unlink()
     assert shard_files(directory)[0].read() == [range(2, 4), range(6, 8), range(8, 10)]
@@ -158,7 +158,7 @@ def test_many_damaged_shards_are_counted(tmp_path):
 def test_another_measuring_is_told_what_differs(directory, options, said):
     with pytest.raises(ValueError, match="of another measuring") as refused:
         shard_files(directory, **options)[0].read()
-    assert f": {said}. To start anew" in str(refused.value)
+    assert f": {said}. To start again" in str(refused.value)
 
 
 class Scaled:

@@ -1,6 +1,6 @@
 """Packs several samples into each row.
 
-NumPy only. Everything happens on the histogram; `placing` has the rules. Letters: N samples, n of them packed, D
+Everything happens on the histogram; `placing` has the rules. Letters: N samples, n of them packed, D
 features, R rows, G distinct rows.
 """
 

@@ -1,4 +1,4 @@
-"""From a plan of packed rows to the plan of their samples. NumPy only.
+"""From a plan of packed rows to the plan of their samples.
 
 Letters: n packed samples, or pieces of them; R rows, S steps, P places.
 """

@@ -1,6 +1,6 @@
 """Which samples share a row, on the histogram of lengths.
 
-NumPy only. Without a limit on the samples of a row: best fit, longest samples first; samples of one length are placed
+Without a limit on the samples of a row: best fit, longest samples first; samples of one length are placed
 together, and rows with the same free space are kept together. With a limit: row by row; a row is repeated as often as
 its samples allow. Samples of several features are placed row by row as well. So the time depends on the number of
 distinct lengths and hardly on the number of samples. Letters: n samples, D features, R rows, V distinct lengths, G

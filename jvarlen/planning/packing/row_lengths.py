@@ -1,6 +1,6 @@
 """Chooses the lengths of packed rows so that their plan costs least.
 
-NumPy only. Packing by histogram takes milliseconds, so many sets of row lengths can be tried. Letters: V distinct
+Packing by histogram takes milliseconds, so many sets of row lengths can be tried. Letters: V distinct
 lengths, D distinct rounded lengths, K lengths of rows.
 """
 
