@@ -15,7 +15,9 @@ from jvarlen.parallel.collectives import all_gather, all_reduce, broadcast, gath
 from jvarlen.parallel.wire import ALGORITHMS, wire_bytes
 
 NUM_DEVICES = [1, 2, 5, 8]
-SHAPES = [(), (1,), (7,), (2, 3, 5), (0, 3), (16,)]
+SHAPES = [(), (1,), (7,), (2, 3, 5), (16,)]
+if not jax.__version__.startswith("0.11."):  # its compiler crashes at arrays without elements in `shard_map`
+    SHAPES.append((0, 3))
 INTEGERS = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", "complex64")] + [jnp.dtype("bfloat16")]
 AXIS = PartitionSpec("data")
