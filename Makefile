@@ -3,7 +3,7 @@ PYTHON ?= python3
 PLATFORM ?= gpu
 VENV := .venv
 LOWEST := .venv-lowest
-# Python itself compiles modules when they are imported, which are the fewest.
+# Modules are compiled when they are first imported, and most never are.
 PIP := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile
 UV := $(VENV)/bin/python -m uv --quiet
 # What of the tests tells most of the packages that are used, in a minute or two.

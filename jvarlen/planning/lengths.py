@@ -181,7 +181,18 @@ def check_pair_lengths(lengths: npt.ArrayLike) -> Int64[np.ndarray, "N 2"]:
 def check_lengths_for(
     buckets: Sequence[tuple[int, ...]], lengths: npt.ArrayLike
 ) -> Int64[np.ndarray, " N"] | Int64[np.ndarray, "N 2"]:
-    """Checked lengths of samples, or of pairs where the buckets are for pairs."""
+    """Checks lengths by the kind of buckets, and returns them as int64.
+
+    Args:
+      buckets: (rows, length), or (rows, source length, target length) of pairs; at least one.
+      lengths: integers[N], tokens a sample; of pairs integers[N, 2].
+
+    Returns:
+      int64[N] or int64[N, 2].
+
+    Raises:
+      ValueError: lengths of another shape than the buckets need, or as `check_lengths` and `check_pair_lengths`.
+    """
     is_pairs = len(buckets[0]) == 3
     if is_pairs != (np.ndim(lengths) == 2):
         what = (
