@@ -37,7 +37,7 @@ _RENAMED = """
     reports.report=reports.histogram,reports.run_records run_lines=reports.figures
     svg_figures=reports.figures portable_errors=_common.worker_errors progress=_common.progress,runs.step_display
     recipe=compiling.lowering run_dir=runs.directory run_report=reports.run_page setting_checks=_common.checks
-    sort=sorting.sample_sort sort_figures=sorting.balance source_texts=data.stdlib_corpus stream_state=planning.streams
+    sort=sorting.sample_sort sort_figures=sorting.balance source_texts=data.stdlib_corpus
     threads=planning._kernels
     train=training.step,training.train_state,training.losses,training.step_sums training_data=runs.data
     training_loop=runs.loop unplanned=compiling.mismatch

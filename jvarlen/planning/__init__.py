@@ -9,6 +9,6 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `on_disk`: plans of more samples than fit memory.
 - `balance`, `mixed_plan`: work dealt to ranks, and steps of microbatches with different shapes.
-- `streams`: batches of samples whose lengths are not known in advance.
+- `streams`, `stream_state`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """
