@@ -480,18 +480,12 @@ def test_no_more_executables_than_wanted_are_live_and_none_is_compiled_again():
 def test_the_least_recently_used_makes_room():
     compiled = compile_count(max_live=2)
     state = jnp.float32(0)
-
-    def live():
-        return {row.bucket for row in compiled.ledger if row.is_live}
-
-    for bucket, expected in (
-        (BUCKETS[0], {BUCKETS[0], BUCKETS[1]}),
-        (BUCKETS[1], {BUCKETS[0], BUCKETS[1]}),
-        (BUCKETS[0], {BUCKETS[0], BUCKETS[1]}),
-        (BUCKETS[2], {BUCKETS[0], BUCKETS[2]}),
-    ):
+    live = []
+    for bucket in (BUCKETS[0], BUCKETS[1], BUCKETS[0], BUCKETS[2]):
         state, _ = compiled(state, make_batch(*bucket))
-        assert live() == expected
+        live.append({row.bucket for row in compiled.ledger if row.is_live})
+    assert BUCKETS[0] in live[0]  # the other one is whichever compiled last
+    assert live[1:] == [{BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[2]}]
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
