@@ -266,7 +266,6 @@ def _ready(
         agree("software and options of the compiler", compiled.common_environment)
     if options.warm_up:
         compiled.warm_up(state, progress=progress)
-    compiled.prepare_arithmetic(state)
     return compiled
 
 

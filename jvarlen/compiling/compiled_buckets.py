@@ -81,6 +81,7 @@ class CompiledBuckets:
         self._last_use: dict[AnyBucket, int] = {}
         self._failure: BaseException | None = None
         self._is_state_checked = False
+        self._is_arithmetic_prepared = False
         self._returned: tuple[int, ...] = ()  # tells the state that the last step gave back, as the next usually takes
         self._clock: StepClock[AnyBucket] | None = StepClock() if options.time_steps else None
         # The metrics of the last two steps. XLA's devices on one CPU share threads, which deadlock where some 30 steps
@@ -158,6 +159,9 @@ class CompiledBuckets:
             self._explain(state, batch, bucket, error)
             raise
         self._returned = identity(outputs[0])
+        if not self._is_arithmetic_prepared and recompiles.is_guarded():
+            prepare_arithmetic(outputs[1])
+            self._is_arithmetic_prepared = True
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
         if self._clock is not None:
@@ -383,18 +387,6 @@ class CompiledBuckets:
         """
         self.wait()
         warm_up(self._recipe, self._programs, list(self.specs), state, progress=progress)
-
-    def prepare_arithmetic(self, state: Any) -> None:
-        """Compiles the arithmetic that loops do on metrics, such as sums, so that a guard allows it.
-
-        Where a mesh decides how metrics are spread, this waits until the first program tells.
-
-        Args:
-          state: decides whether the arrays are committed to their devices, as the results of a step will be.
-        """
-        if self.mesh is not None:
-            self.wait(next(iter(self.specs)))
-        prepare_arithmetic(self._recipe, self._programs, state)
 
     def _serialized(self, bucket: AnyBucket) -> tuple[bytes, Any, Any]:
         was_read = self._programs.rows[bucket].cache_hit and not self._executables.is_stored(bucket)

@@ -27,6 +27,7 @@ __all__ = [
     "RecompileError",
     "counting_in_thread",
     "dispatched",
+    "is_guarded",
     "no_recompiles",
     "uncounted_in_thread",
 ]
@@ -157,6 +158,11 @@ def uncounted_in_thread() -> Iterator[None]:
         yield
     finally:
         _this_thread.is_uncounted = before
+
+
+def is_guarded() -> bool:
+    """Whether a `no_recompiles` is active."""
+    return any(guard.thread is None for guard in _guards)
 
 
 def dispatched(bucket: AnyBucket) -> None:

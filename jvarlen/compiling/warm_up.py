@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
@@ -23,6 +22,7 @@ from jvarlen.planning.buckets import AnyBucket
 __all__ = ["prepare_arithmetic", "warm_up"]
 
 _MAX_SIZE_OF_METRICS = 2**16  # numbers; what is larger is no metric that a loop adds up
+_OPERATIONS = (operator.add, operator.sub, operator.mul, operator.truediv)
 _RUNS_TO_RECORD = 3  # of an executable on a GPU: to tune, to record its launches, and to replay them
 
 
@@ -56,35 +56,23 @@ def warm_up(
             state, _ = jax.block_until_ready(programs.run(executable, bucket, state, batch))
 
 
-def prepare_arithmetic(recipe: Recipe, programs: Programs, state: Any) -> None:
-    """Compiles the arithmetic that loops do on metrics, such as sums, so that a guard allows it.
+def prepare_arithmetic(metrics: Any) -> None:
+    """Compiles the arithmetic that loops do on metrics, so that a guard allows it.
+
+    Sums of arrays; of scalars differences, products and quotients as well.
 
     Args:
-      recipe: what the programs were made by.
-      programs: on a mesh at least one is compiled, which tells how metrics are spread.
-      state: decides whether the arrays are committed to their devices, as the results of a step will be.
+      metrics: a pytree of arrays that a step returned; they tell shapes, dtypes and shardings.
     """
-    mesh = recipe.mesh
-    is_committed = mesh is not None or any(getattr(leaf, "committed", False) for leaf in jax.tree.leaves(state))
-    infos = jax.tree.leaves(programs.metrics)
-    shardings: list[jax.sharding.Sharding] = [SingleDeviceSharding(recipe.device)] * len(infos)
-    if mesh is not None:
-        of_outputs = programs.executables.any_live().output_shardings
-        shardings = jax.tree.leaves(of_outputs if programs.keeps_state else of_outputs[1])
-    for info, sharding in zip(infos, shardings, strict=True):
-        is_summed = info.shape == () or (sharding.is_fully_replicated and info.size <= _MAX_SIZE_OF_METRICS)
-        if is_summed and jnp.issubdtype(info.dtype, jnp.floating):
-            _prepare(info.shape, info.dtype, sharding if is_committed else None)
-
-
-def _prepare(shape: tuple[int, ...], dtype: np.dtype, sharding: jax.sharding.Sharding | None) -> None:
-    """Sums of arrays; of scalars differences, products and quotients as well.
-
-    JAX keeps the last few thousand programs of a process: those of an earlier call may be gone.
-    """
-    array = jax.device_put(np.ones(shape, dtype), sharding)
-    operations = [operator.add] if shape else [operator.add, operator.sub, operator.mul, operator.truediv]
-    with uncounted_in_thread():
-        for calculate in operations:
-            for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
-                calculate(*pair)
+    with uncounted_in_thread(), jax.transfer_guard("allow"):
+        for leaf in jax.tree.leaves(metrics):
+            is_summed = not leaf.shape or (leaf.sharding.is_fully_replicated and leaf.size <= _MAX_SIZE_OF_METRICS)
+            if not is_summed or not jnp.issubdtype(leaf.dtype, jnp.floating):
+                continue
+            ones = np.ones(leaf.shape, leaf.dtype)
+            array = jax.device_put(ones)
+            if leaf.committed:
+                array = jax.make_array_from_callback(leaf.shape, leaf.sharding, ones.__getitem__)
+            for calculate in _OPERATIONS[: 1 if leaf.shape else None]:
+                for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
+                    calculate(*pair)
