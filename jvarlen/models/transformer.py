@@ -52,6 +52,11 @@ __all__ = [
 
 _ROTARY_BASE = 10_000.0
 _UNSPLIT = Axes()
+# Compiled once for a shape, so that initializing takes no longer with more layers.
+_LECUN_NORMAL, _NORMAL = (
+    jax.jit(initializer, static_argnums=(1, 2))
+    for initializer in (jax.nn.initializers.lecun_normal(), jax.nn.initializers.normal(0.02))
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ class _Linear(nnx.Linear):
     def __init__(self, config: TransformerConfig, num_in: int, num_out: int, **options: Any):
         if config.compute_dtype is not None:
             options["dot_general"] = dot_general_in_bfloat16
-        super().__init__(num_in, num_out, use_bias=False, **options)
+        super().__init__(num_in, num_out, use_bias=False, **{"kernel_init": _LECUN_NORMAL, **options})
 
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:  # type: ignore[override]
         """The product with all positions as rows of one matrix."""
@@ -208,12 +213,11 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, num_parts: int = 1, rngs: nnx.Rngs):
         self.begin_of_sample = config.vocab_size  # the input at position 0; never predicted, so it has no logit
-        initializer = jax.nn.initializers.normal(0.02)
-        self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=initializer, rngs=rngs)
+        self.embed = nnx.Embed(config.vocab_size + 1, config.width, embedding_init=_NORMAL, rngs=rngs)
         self.blocks = nnx.List([_Block(config, num_parts=num_parts, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = nnx.RMSNorm(config.width, rngs=rngs)
         num_logits = -(-config.vocab_size // num_parts)
-        self.head = _Linear(config, config.width, num_logits, kernel_init=initializer, rngs=rngs)
+        self.head = _Linear(config, config.width, num_logits, kernel_init=_NORMAL, rngs=rngs)
         self.compute_dtype = config.compute_dtype
 
     def __call__(self, tokens_BxT: Int[Array, "B T"], rows: Rows) -> Float[Array, "B T V"]:
@@ -296,12 +300,7 @@ def init_params(config: TransformerConfig, seed: int) -> nnx.State:
     Returns:
       A pytree of float32 arrays.
     """
-    return _init(config, jax.random.key(seed))
-
-
-@functools.partial(jax.jit, static_argnums=0)  # one program instead of many, compiled once for a model
-def _init(config: TransformerConfig, key: jax.Array) -> nnx.State:
-    return nnx.split(Transformer(config, rngs=nnx.Rngs(key)))[1]
+    return nnx.split(Transformer(config, rngs=nnx.Rngs(jax.random.key(seed))))[1]
 
 
 def make_loss_fn(config: TransformerConfig) -> LossFn:
