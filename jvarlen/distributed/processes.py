@@ -76,10 +76,11 @@ def initialize_processes(
       num_processes: the number of processes.
       process_id: the index of this process, from 0.
       heartbeat_timeout_seconds: a process without a heartbeat for this long is considered dead.
-      initialization_timeout: seconds to wait for all processes to connect.
+      initialization_timeout: seconds to wait for all processes to connect. JAX then ends this process by SIGABRT, and
+        prints DEADLINE_EXCEEDED.
 
     Raises:
-      RuntimeError: JAX has used its devices already, or was initialized before; or not all processes connected in time.
+      RuntimeError: JAX has used its devices already, or was initialized before.
       ValueError: an argument is None and JAX does not find it in the environment.
     """
     try:

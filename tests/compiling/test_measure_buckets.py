@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from jvarlen import use_compilation_cache
+from jvarlen import Bucket, UnplannedShapeError, full_batch, token_batch_spec, use_compilation_cache
 from jvarlen.cli import main
 from jvarlen.compiling import compilation_cache
 from jvarlen.compiling.compile import compile_buckets
@@ -101,3 +101,21 @@ def test_costs_of_compiled_buckets_can_be_fitted():
     assert "cpu" in memory.device
     seconds = fit_cost_model(shapes, [one.seconds[0] for one in measured])
     assert float(seconds(4, 256)) > float(seconds(8, 16))
+
+
+def test_batches_of_the_callers_own_are_measured():
+    """Where values decide how long a step takes, as a routed model's do."""
+    compiled = compile_buckets(
+        lambda state, batch: (state + batch.tokens.sum(), {}), jnp.int32(0), [(2, 4), (1, 8)], progress=False
+    )
+    shapes = []
+
+    def make_batch(spec):
+        shapes.append(spec.tokens.shape)
+        return full_batch(spec)
+
+    measure_buckets(compiled, jnp.int32(0), make_batch=make_batch, progress=False)
+    assert sorted(shapes) == [(1, 1, 8), (1, 2, 4)]
+    other = full_batch(token_batch_spec(Bucket(3, 4), 1))
+    with pytest.raises(UnplannedShapeError):
+        measure_buckets(compiled, jnp.int32(0), make_batch=lambda spec: other, progress=False)

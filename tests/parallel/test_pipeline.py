@@ -218,9 +218,11 @@ def test_a_plan_is_trained_on_as_without_stages_and_nothing_is_compiled_again():
     np.testing.assert_allclose(losses, unsplit_losses, rtol=1e-5)
 
 
-def test_dummy_rows_and_microbatches_contribute_nothing():
+@pytest.mark.parametrize("rematerialize", [False, True])
+def test_dummy_rows_and_microbatches_contribute_nothing(rematerialize):
     mesh = mesh_of(1, 2)
-    loss_fn = jax.jit(jax.value_and_grad(make_pipeline_loss_fn(STAGES, mesh=mesh), has_aux=True))
+    sums_of = make_pipeline_loss_fn(STAGES, mesh=mesh, rematerialize=rematerialize)
+    loss_fn = jax.jit(jax.value_and_grad(sums_of, has_aux=True))
     with jax.enable_x64(True):
         params, batch = place_stages(make_params(2), mesh), make_rows(2)
         more = Rows(
