@@ -69,7 +69,6 @@ def test_the_script_trains_on_every_sample(monkeypatch):
     names: dict = {}
     exec(script, names)
     assert names["plan"].num_samples == 80
-    assert names["mesh"].size == jax.device_count()
     assert 0 < float(names["metrics"].loss) < 8
 
 
