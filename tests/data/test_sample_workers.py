@@ -189,7 +189,8 @@ def test_processes_of_an_executor_are_handed_the_dataset_a_few_times(monkeypatch
             parts = list(measure_ranges(work, [range(10_000)], 4, executor))
             assert in_order(parts) == list(range(10_000))
             assert len(parts) > 100
-            assert 2 <= PicklesNoted.num_pickled <= 8  # four ranges at first, and four that a late process asks for
+            # Four ranges at first, and what a late process asks for before it has one.
+            assert 2 <= PicklesNoted.num_pickled <= len(parts) // 4
 
 
 class Restarting(Executor):
