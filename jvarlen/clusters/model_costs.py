@@ -29,7 +29,7 @@ from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
 from jvarlen.training.losses import LossFn
 
-__all__ = ["AxisTraffic", "ModelCosts", "Passes", "count_costs"]
+__all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]
 
 _MOST_LENGTHS = 3  # that are traced; operations a position grow evenly between them, and beyond
 _LONGEST_TRACED = 1024
@@ -37,7 +37,7 @@ _LONGEST_TRACED = 1024
 Axis = Literal["tensor", "sequence_parallel", "sequence"]
 
 
-class Passes(NamedTuple):
+class PerPass(NamedTuple):
     """A number for each pass of a microbatch.
 
     Attributes:
@@ -88,13 +88,13 @@ class ModelCosts:
 
     buckets: tuple[Bucket, ...]
     num_layers: int
-    layer_flops: Passes
-    ends_flops: Passes
-    layer_split: Passes
-    ends_split: Passes
+    layer_flops: PerPass
+    ends_flops: PerPass
+    layer_split: PerPass
+    ends_split: PerPass
     x_bytes: Float64[np.ndarray, " K"]
-    layer_traffic: dict[Axis, Passes]
-    ends_traffic: dict[Axis, Passes]
+    layer_traffic: dict[Axis, PerPass]
+    ends_traffic: dict[Axis, PerPass]
     layer_params: tuple[int, int]
     ends_params: tuple[int, int]
     param_bytes: float
@@ -144,13 +144,13 @@ def count_costs(
     on_axes = traced.on_axes(bucket, split_size)
     x_bytes = traced.x_bytes(bucket)
     layer_traffic, ends_traffic = (
-        {axis: Passes(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
+        {axis: PerPass(*(_traffic_of(counts, x_bytes) for counts in parts[i])) for axis, parts in on_axes.items()}
         for i in (0, 1)
     )
-    layer_split = ends_split = Passes(0.0, 0.0, 0.0)
+    layer_split = ends_split = PerPass(0.0, 0.0, 0.0)
     if "tensor" in on_axes:
         layer_split, ends_split = (
-            Passes(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
+            PerPass(*(_split_share(one, split, split_size) for one, split in zip(*pair, strict=True)))
             for pair in zip(traced.passes(bucket, "data1"), on_axes["tensor"], strict=True)
         )
     layer_params, ends_params = traced.num_params()
@@ -173,7 +173,7 @@ def count_costs(
     )
 
 
-def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[Passes, Passes]:
+def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[PerPass, PerPass]:
     """Operations of one layer and of the ends in every bucket, from those of a few lengths."""
     rows, lengths = np.array(buckets).T
     short = np.unique(lengths)
@@ -185,7 +185,7 @@ def _flops_of(traced: _Traced, buckets: Sequence[Bucket]) -> tuple[Passes, Passe
         parts = traced.passes(bucket, "data1")
         per_position.append([[counts["flops"] / bucket.num_positions for counts in part] for part in parts])
     layer, ends = (
-        Passes(*(_interpolated(lengths, chosen, of_pass) * (rows * lengths) for of_pass in of_part))
+        PerPass(*(_interpolated(lengths, chosen, of_pass) * (rows * lengths) for of_pass in of_part))
         for of_part in np.moveaxis(np.array(per_position), 0, -1)
     )
     return layer, ends
@@ -223,13 +223,13 @@ class _Traced:
             return False
         return True
 
-    def _passes(self, bucket: Bucket, text: str) -> tuple[Passes, Passes]:
+    def _passes(self, bucket: Bucket, text: str) -> tuple[PerPass, PerPass]:
         """Counts of one layer and of the ends, on a layout."""
         layout = Layout.parse(text)
         if not self.num_layers:
             forward, both = (self._count(layout, bucket, None, with_grads=with_grads) for with_grads in (False, True))
             nothing: OperationCounts = OperationCounts()
-            return Passes(nothing, nothing, nothing), Passes(forward, _minus(both, forward), nothing)
+            return PerPass(nothing, nothing, nothing), PerPass(forward, _minus(both, forward), nothing)
         again = dataclasses.replace(layout, keeps="inputs")
         found: dict[str, tuple[OperationCounts, OperationCounts]] = {}
         for name, on, with_grads in (("forward", layout, False), ("both", layout, True), ("inputs", again, True)):
@@ -237,7 +237,7 @@ class _Traced:
             of_layer = _minus(two, one)
             found[name] = of_layer, _minus(one, of_layer)
         layer, ends = (
-            Passes(
+            PerPass(
                 found["forward"][part],
                 _minus(found["both"][part], found["forward"][part]),
                 _minus(found["inputs"][part], found["both"][part]),
@@ -246,14 +246,14 @@ class _Traced:
         )
         return layer, ends
 
-    def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[Passes, Passes]]:
+    def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[PerPass, PerPass]]:
         """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "sequence"."""
         texts: dict[Axis, str] = {}
         if split_size > 1:
             texts = {"tensor": f"tensor{split_size}", "sequence_parallel": f"tensor{split_size}.sequence_parallel"}
         if isinstance(self._model, LayeredModel) and self._model.by_positions:
             texts["sequence"] = "sequence2"
-        found: dict[Axis, tuple[Passes, Passes]] = {}
+        found: dict[Axis, tuple[PerPass, PerPass]] = {}
         for axis, text in texts.items():
             with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split by positions
                 found[axis] = self.passes(bucket, text)

@@ -14,7 +14,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError, list_first
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes
+from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.parallel import schedules
 from jvarlen.planning.budget import CostFn
 
@@ -95,9 +95,9 @@ def step_seconds(
     parts = np.where(is_spread, wide.sequence, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
 
-    def of_passes(flops: Passes, is_split: Passes) -> Passes:
+    def of_passes(flops: PerPass, is_split: PerPass) -> PerPass:
         """What "tensor" does not split, each of its devices computes."""
-        return Passes(
+        return PerPass(
             *(
                 each * seconds_per_flop / parts * (1 - share + share / wide.tensor)
                 for each, share in zip(flops, is_split, strict=True)
@@ -115,7 +115,7 @@ def step_seconds(
     runs_again = wide.keeps_inputs
     ticks = _tick_counts(wide, num_microbatches)
 
-    def of_step(layer: Passes, ends: Passes) -> tuple[Any, Any]:
+    def of_step(layer: PerPass, ends: PerPass) -> tuple[Any, Any]:
         """Of the work of the mean stage in a step, and of ticks beyond that."""
         return _of_schedule(wide, num_microbatches, ticks, layers_of_part, runs_again, layer, ends)
 
@@ -158,7 +158,7 @@ class _AxisSeconds:
     def __init__(self, wide: LayoutTable, is_spread: np.ndarray, costs: ModelCosts, cluster: Cluster):
         self._wide, self._is_spread, self._costs, self._cluster = wide, is_spread, costs, cluster
 
-    def over_tensor(self, traffic: dict[Any, Passes]) -> Passes:
+    def over_tensor(self, traffic: dict[Any, PerPass]) -> PerPass:
         wide, cluster = self._wide, self._cluster
         x_bytes = self._costs.x_bytes / np.where(self._is_spread, wide.sequence, 1)
         in_host = cluster.members_in_host(wide.tensor, 1)
@@ -166,26 +166,26 @@ class _AxisSeconds:
         def seconds(each: AxisTraffic) -> np.ndarray:
             return self._seconds(each, x_bytes, wide.tensor, in_host)
 
-        nothing = Passes((), (), ())
+        nothing = PerPass((), (), ())
         plain, split = traffic.get("tensor", nothing), traffic.get("sequence_parallel", nothing)
         zero = np.zeros(self._is_spread.shape)
-        return Passes(
+        return PerPass(
             *(
                 np.where(wide.sequence_parallel, sum(map(seconds, by_split), zero), sum(map(seconds, by_plain), zero))
                 for by_plain, by_split in zip(plain, split, strict=True)
             )
         )
 
-    def over_sequence(self, traffic: dict[Any, Passes]) -> Passes:
+    def over_sequence(self, traffic: dict[Any, PerPass]) -> PerPass:
         wide, cluster = self._wide, self._cluster
         size = np.where(self._is_spread, wide.sequence, 1)
         in_host = np.where(self._is_spread, cluster.members_in_host(wide.sequence, wide.tensor), 1)
         zero = np.zeros(self._is_spread.shape)
         x_bytes = self._costs.x_bytes / wide.tensor  # keys and values of a device's own heads
-        return Passes(
+        return PerPass(
             *(
                 sum((self._seconds(each, x_bytes, size, in_host) for each in of_pass), zero)
-                for of_pass in traffic.get("sequence", Passes((), (), ()))
+                for of_pass in traffic.get("sequence", PerPass((), (), ()))
             )
         )
 
@@ -201,8 +201,8 @@ def _of_schedule(
     ticks: Int64[np.ndarray, "C K 8"],
     layers_of_part: Any,
     runs_again: Any,
-    layer: Passes,
-    ends: Passes,
+    layer: PerPass,
+    ends: PerPass,
 ) -> tuple[Float64[np.ndarray, "C K"], Float64[np.ndarray, "C K"]]:
     """Seconds of the mean stage in a step, and how much longer the ticks of the step take."""
     # A stage keeps only its input, from which all its layers run; a layer alone need not give its output again.

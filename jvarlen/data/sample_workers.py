@@ -29,7 +29,7 @@ from jvarlen._common.interrupts import without_interrupts
 from jvarlen._common.worker_errors import PackedError, pack_error
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["IsFloat", "Part", "Words", "Work", "measure_ranges"]
+__all__ = ["IsFloat", "MeasuredRange", "Words", "Work", "measure_ranges"]
 
 Words = Int64[np.ndarray, " n"]  # ints as they are, floats as their bits
 IsFloat = bool | Bool[np.ndarray, " n"]  # one for all, or one each
@@ -65,7 +65,7 @@ class Work(NamedTuple):
     read_values: Callable[[range], list[int] | None] | None = None
 
 
-class Part(NamedTuple):
+class MeasuredRange(NamedTuple):
     """The values of a range of samples, n of them.
 
     Attributes:
@@ -81,7 +81,7 @@ class Part(NamedTuple):
     seconds: float
 
 
-_Answer = Part | tuple[Exception, PackedError | None] | None  # None: the process has yet to be handed the work
+_Answer = MeasuredRange | tuple[Exception, PackedError | None] | None  # None: the process has yet to be handed the work
 
 
 def measure_ranges(
@@ -90,7 +90,7 @@ def measure_ranges(
     num_workers: int,
     executor: Executor | None = None,
     executor_timeout_s: float | None = None,
-) -> Generator[Part, None, None]:
+) -> Generator[MeasuredRange, None, None]:
     """Measures samples, in ranges that take about a quarter of a second each.
 
     Workers are spawned when the first part is requested, and end with the generator: if it is closed early, they are
@@ -156,7 +156,7 @@ class _Ranges:
         cut, self._rest = self._rest[: self._size], self._rest[self._size :]
         return cut
 
-    def adapt(self, part: Part, samples: range) -> None:
+    def adapt(self, part: MeasuredRange, samples: range) -> None:
         """Sizes the next ranges by what a part took; what it lacks of its range is measured later."""
         self.num_left -= len(part.samples)
         if len(part.samples) < len(samples):
@@ -165,7 +165,7 @@ class _Ranges:
         self._size = max(1, min(fitting, 2 * self._size, _LARGEST_RANGE))
 
 
-def _measure_range(work: Work, samples: range) -> Part:
+def _measure_range(work: Work, samples: range) -> MeasuredRange:
     """The values of a range; of its first samples alone, where they take long."""
     start = time.perf_counter()
     dataset, function, careful = work.dataset, work.function, work.careful_function or work.function
@@ -176,7 +176,7 @@ def _measure_range(work: Work, samples: range) -> Part:
             told = f"samples {samples.start} to {samples.stop - 1} could not be measured: {error!r}"
             raise RuntimeError(told) from error
         if known is not None:
-            return Part(samples, *work.to_words(known, samples), time.perf_counter() - start)
+            return MeasuredRange(samples, *work.to_words(known, samples), time.perf_counter() - start)
     values: list[Any] = []
     size = -(-len(samples) // _PIECES)
     try:
@@ -189,12 +189,12 @@ def _measure_range(work: Work, samples: range) -> Part:
     except Exception as error:
         raise RuntimeError(f"sample {sample_id} could not be measured: {error!r}") from error
     samples = samples[: len(values)]
-    return Part(samples, *work.to_words(values, samples), time.perf_counter() - start)
+    return MeasuredRange(samples, *work.to_words(values, samples), time.perf_counter() - start)
 
 
 def _measure_in(
     engine: _Engine | _Workers, ranges: _Ranges, num_ranges: int, timeout_s: float | None
-) -> Generator[Part, None, None]:
+) -> Generator[MeasuredRange, None, None]:
     """The parts, as an engine with this many ranges at a time finishes them."""
     pending: dict[Future[_Answer], range] = {}
     done: queue.SimpleQueue[Future[_Answer]] = queue.SimpleQueue()
@@ -220,7 +220,7 @@ def _measure_in(
                     with _told(engine, ranges, pending):
                         submit(samples, asked_for_work=True)
                     continue
-                if not isinstance(answer, Part):
+                if not isinstance(answer, MeasuredRange):
                     error, cause = answer
                     raise error from cause and cause.unpack()
                 ranges.adapt(answer, samples)

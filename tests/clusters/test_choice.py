@@ -15,7 +15,7 @@ from jvarlen.clusters.choice import choose_layout
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.layout_table import SCHEDULES, layout_table
 from jvarlen.clusters.memory_model import MemoryModel
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes, count_costs
+from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
 from jvarlen.clusters.search import divisors
 from jvarlen.clusters.step_seconds import step_seconds
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -63,10 +63,10 @@ def random_case(seed):
 
     def passes():
         forward = rng.uniform(1e9, 1e11, num_buckets)
-        return Passes(forward, forward * rng.uniform(1, 3), forward * rng.uniform(0.5, 1))
+        return PerPass(forward, forward * rng.uniform(1, 3), forward * rng.uniform(0.5, 1))
 
     def traffic():
-        return Passes(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
+        return PerPass(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
 
     axes = ("tensor", "sequence_parallel", "sequence")
     costs = ModelCosts(
@@ -74,8 +74,8 @@ def random_case(seed):
         num_layers=int(rng.choice([0, 3, 4, 6])),
         layer_flops=passes(),
         ends_flops=passes(),
-        layer_split=Passes(*rng.uniform(0.5, 1, 3)),
-        ends_split=Passes(*rng.uniform(0, 1, 3)),
+        layer_split=PerPass(*rng.uniform(0.5, 1, 3)),
+        ends_split=PerPass(*rng.uniform(0, 1, 3)),
         x_bytes=rng.uniform(1e3, 1e7, num_buckets),
         layer_traffic={axis: traffic() for axis in axes},
         ends_traffic={axis: traffic() for axis in axes},

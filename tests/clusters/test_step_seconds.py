@@ -9,13 +9,13 @@ from jvarlen import Bucket
 from jvarlen.clusters import step_seconds as module
 from jvarlen.clusters.cluster import Cluster
 from jvarlen.clusters.layout_table import SCHEDULES, layout_table
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, Passes
+from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.clusters.step_seconds import step_seconds
 from jvarlen.parallel import Layout, eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
 from jvarlen.parallel.wire import Link
 
 MAKE = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_1f1b, "zero_bubble": zero_bubble}
-NONE = Passes((), (), ())
+NONE = PerPass((), (), ())
 
 
 def unit_cluster(**changes):
@@ -27,15 +27,15 @@ def unit_cluster(**changes):
 
 def model_costs(num_layers=8, forward=1.0, backward=2.0, ends=0.0, **changes):
     def passes(forward, backward):
-        return Passes(*(np.array([value]) for value in (forward, backward, forward)))
+        return PerPass(*(np.array([value]) for value in (forward, backward, forward)))
 
     fields = {
         "buckets": (Bucket(1, 64),),
         "num_layers": num_layers,
         "layer_flops": passes(forward, backward),
         "ends_flops": passes(ends, 2 * ends),
-        "layer_split": Passes(1.0, 1.0, 1.0),
-        "ends_split": Passes(1.0, 1.0, 1.0),
+        "layer_split": PerPass(1.0, 1.0, 1.0),
+        "ends_split": PerPass(1.0, 1.0, 1.0),
         "x_bytes": np.array([1e6]),
         "layer_traffic": {},
         "ends_traffic": {},
@@ -80,7 +80,7 @@ def test_kept_inputs_run_layers_again():
 
 def test_a_stage_runs_its_layers_whole_again_from_its_input():
     """A layer alone does not need its own output again."""
-    flops = Passes(*(np.array([value]) for value in (1.0, 2.0, 0.5)))
+    flops = PerPass(*(np.array([value]) for value in (1.0, 2.0, 0.5)))
     costs = model_costs(layer_flops=flops)
     assert (
         seconds_of("stage4", costs, unit_cluster()).total == seconds_of("stage4", model_costs(), unit_cluster()).total
@@ -144,7 +144,7 @@ def test_what_a_backward_pass_hides_is_not_waited_for():
 
 
 def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives():
-    traffic = Passes((AxisTraffic("all_reduce", 2, 2.0),), (AxisTraffic("all_reduce", 2, 2.0),), ())
+    traffic = PerPass((AxisTraffic("all_reduce", 2, 2.0),), (AxisTraffic("all_reduce", 2, 2.0),), ())
     costs = model_costs(layer_traffic={"tensor": traffic, "sequence": traffic})
     cluster = unit_cluster(link=Link(1e6, 1e-3))
     found = seconds_of("tensor2", costs, cluster, 1)
@@ -158,7 +158,7 @@ def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives(
 
 
 def test_what_tensor_does_not_split_every_device_computes():
-    costs = model_costs(layer_split=Passes(0.5, 0.5, 0.5))
+    costs = model_costs(layer_split=PerPass(0.5, 0.5, 0.5))
     assert seconds_of("tensor4", costs, unit_cluster(), 1).compute == pytest.approx(8 * 3 * (0.5 + 0.5 / 4))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jvarlen.data.measure import measure_lengths
-from jvarlen.data.sample_workers import Part
+from jvarlen.data.sample_workers import MeasuredRange
 from tests.logged_samples import LoggedSamples, measured_by, times_measured
 from tests.processes import ROOT
 
@@ -84,7 +84,7 @@ class Watched(Executor):
 
     def submit(self, function: Callable, /, *args: object, **kwargs: object) -> Future:
         def note(future: Future) -> None:
-            if not future.cancelled() and future.exception() is None and isinstance(future.result(), Part):
+            if not future.cancelled() and future.exception() is None and isinstance(future.result(), MeasuredRange):
                 self.arrived.append(future.result().samples)
 
         future = self._executor.submit(function, *args, **kwargs)

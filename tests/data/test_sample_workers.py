@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen.data import sample_workers
-from jvarlen.data.sample_workers import Part, Work, _Ranges, measure_ranges
+from jvarlen.data.sample_workers import MeasuredRange, Work, _Ranges, measure_ranges
 
 
 def to_words(values, samples):
@@ -40,7 +40,7 @@ def test_ranges_cover_what_is_missing_once_and_stay_in_their_shard(sizes, second
     cut, ranges = [], _Ranges(missing)
     for took, samples in zip(seconds, ranges, strict=False):
         cut.append(samples)
-        ranges.adapt(Part(samples, np.zeros(len(samples), int), False, took), samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(len(samples), int), False, took), samples)
     cut += ranges
     assert [i for samples in cut for i in samples] == [i for shard in missing for i in shard]
     assert all(samples.start // 5_000 == (samples.stop - 1) // 5_000 for samples in cut)
@@ -54,7 +54,7 @@ def test_ranges_of_slow_samples_are_short():
         if len(lengths) == 20:
             break
         seconds_per_sample = 1e-7 if len(lengths) < 15 else 0.1
-        ranges.adapt(Part(samples, np.zeros(0, int), False, len(samples) * seconds_per_sample), samples)
+        ranges.adapt(MeasuredRange(samples, np.zeros(0, int), False, len(samples) * seconds_per_sample), samples)
     assert max(lengths) == 32_768
     assert lengths[-1] == 2
 
