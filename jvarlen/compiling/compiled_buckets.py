@@ -159,7 +159,7 @@ class CompiledBuckets:
             self._explain(state, batch, bucket, error)
             raise
         self._returned = identity(outputs[0])
-        if not self._is_arithmetic_prepared and recompiles.is_guarded():
+        if not self._is_arithmetic_prepared and recompiles.is_arithmetic_expected():
             prepare_arithmetic(outputs[1])
             self._is_arithmetic_prepared = True
         if self._in_flight is not None:

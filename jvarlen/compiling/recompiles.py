@@ -27,7 +27,7 @@ __all__ = [
     "RecompileError",
     "counting_in_thread",
     "dispatched",
-    "is_guarded",
+    "is_arithmetic_expected",
     "no_recompiles",
     "uncounted_in_thread",
 ]
@@ -98,7 +98,7 @@ class RecompileCount:
 
 
 @contextlib.contextmanager
-def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
+def no_recompiles(action: Action = "raise", *, arithmetic: bool = True) -> Iterator[RecompileCount]:
     """Guards a region in which nothing may be compiled, eager operations and other threads included.
 
     A program from the persistent cache counts too: whether it is there is chance, but not having planned it is the
@@ -108,6 +108,8 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
     Args:
       action: `"raise"` raises where the compilation happens (and at the end of the region, where that was in another
         thread, or the error was swallowed); `"warn"` warns there; `"count"` only counts.
+      arithmetic: whether the first compiled step in the region also compiles sums, differences, products and quotients
+        of its metrics, which loops compute. It takes less than a second.
 
     Yields:
       A `RecompileCount` that counts while the region runs.
@@ -124,7 +126,7 @@ def no_recompiles(action: Action = "raise") -> Iterator[RecompileCount]:
       'float32[7]'
     """
     check_choices(action=(action, Action))
-    with _explaining(), _counting(_Guard(RecompileCount(), action, None)) as count:
+    with _explaining(), _counting(_Guard(RecompileCount(), action, None, arithmetic)) as count:
         yield count
     if action == "raise" and count.recompilations:
         raise RecompileError(_explain(count.recompilations))
@@ -160,9 +162,9 @@ def uncounted_in_thread() -> Iterator[None]:
         _this_thread.is_uncounted = before
 
 
-def is_guarded() -> bool:
-    """Whether a `no_recompiles` is active."""
-    return any(guard.thread is None for guard in _guards)
+def is_arithmetic_expected() -> bool:
+    """Whether a `no_recompiles` is active whose loop may do arithmetic on metrics."""
+    return any(guard.has_arithmetic for guard in _guards)
 
 
 def dispatched(bucket: AnyBucket) -> None:
@@ -179,6 +181,7 @@ class _Guard:
     count: RecompileCount
     action: Action
     thread: int | None  # None: all threads, since a data thread that compiles delays the step as well
+    has_arithmetic: bool = False
 
 
 _guards: list[_Guard] = []

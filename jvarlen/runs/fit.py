@@ -336,7 +336,7 @@ def _train(loop: TrainingLoop, state: TrainState, place: Place) -> _Trained:
         point_latest_to(loop.run_dir)
 
     after: dict[str, float] = {}
-    with no_recompiles() as compilations:
+    with no_recompiles(arithmetic=False) as compilations:  # metrics are added up on the host
         state, place = loop.run(state, place)
         was_interrupted = True
         if place.num_steps_done == loop.course.num_steps:

@@ -488,6 +488,20 @@ def test_the_least_recently_used_makes_room():
     assert live[1:] == [{BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[1]}, {BUCKETS[0], BUCKETS[2]}]
 
 
+def test_arithmetic_on_metrics_is_compiled_once_and_only_where_a_loop_may_do_it(monkeypatch):
+    prepared = []
+    monkeypatch.setattr("jvarlen.compiling.compiled_buckets.prepare_arithmetic", prepared.append)
+    compiled = compile_count()
+    state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+    with no_recompiles(arithmetic=False):
+        state, _ = compiled(state, make_batch(4, 8))
+    assert not prepared
+    with no_recompiles():
+        for _ in range(2):
+            state, metrics = compiled(state, make_batch(4, 8))
+    assert [one.keys() for one in prepared] == [metrics.keys()]
+
+
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch):
     ran = []
