@@ -159,9 +159,6 @@ class CompiledBuckets:
             self._explain(state, batch, bucket, error)
             raise
         self._returned = identity(outputs[0])
-        if not self._is_arithmetic_prepared and recompiles.is_arithmetic_expected():
-            prepare_arithmetic(outputs[1])
-            self._is_arithmetic_prepared = True
         if self._in_flight is not None:
             self._in_flight.append(outputs[1])
         if self._clock is not None:
@@ -170,6 +167,9 @@ class CompiledBuckets:
         if self._times_used[bucket] == self._last_use.get(bucket):
             self.release(bucket)
         try:
+            if not self._is_arithmetic_prepared and recompiles.is_arithmetic_expected():
+                prepare_arithmetic(outputs[1])
+                self._is_arithmetic_prepared = True
             self.advance()
         except (Exception, KeyboardInterrupt) as error:
             self._failure = error

@@ -73,6 +73,6 @@ def prepare_arithmetic(metrics: Any) -> None:
             array = jax.device_put(ones)
             if leaf.committed:
                 array = jax.make_array_from_callback(leaf.shape, leaf.sharding, ones.__getitem__)
-            for calculate in _OPERATIONS[: 1 if leaf.shape else None]:
+            for calculate in [operator.add] if leaf.shape else _OPERATIONS:
                 for pair in ((array, array), (array, 1.0), (1.0, array), (array, 1), (1, array)):
                     calculate(*pair)

@@ -53,10 +53,8 @@ __all__ = [
 _ROTARY_BASE = 10_000.0
 _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
-_LECUN_NORMAL, _NORMAL = (
-    jax.jit(initializer, static_argnums=(1, 2))
-    for initializer in (jax.nn.initializers.lecun_normal(), jax.nn.initializers.normal(0.02))
-)
+_LECUN_NORMAL = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
+_NORMAL = jax.jit(jax.nn.initializers.normal(0.02), static_argnums=(1, 2))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,8 @@ class _Linear(nnx.Linear):
     def __init__(self, config: TransformerConfig, num_in: int, num_out: int, **options: Any):
         if config.compute_dtype is not None:
             options["dot_general"] = dot_general_in_bfloat16
-        super().__init__(num_in, num_out, use_bias=False, **{"kernel_init": _LECUN_NORMAL, **options})
+        options.setdefault("kernel_init", _LECUN_NORMAL)
+        super().__init__(num_in, num_out, use_bias=False, **options)
 
     def __call__(self, inputs: Float[Array, "*batch D"]) -> Float[Array, "*batch F"]:  # type: ignore[override]
         """The product with all positions as rows of one matrix."""

@@ -502,6 +502,19 @@ def test_arithmetic_on_metrics_is_compiled_once_and_only_where_a_loop_may_do_it(
     assert [one.keys() for one in prepared] == [metrics.keys()]
 
 
+def test_a_step_whose_arithmetic_is_interrupted_gives_its_state_back(monkeypatch):
+    def interrupt(metrics):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jvarlen.compiling.compiled_buckets.prepare_arithmetic", interrupt)
+    compiled = compile_count()
+    with no_recompiles():
+        state, _ = compiled(jnp.float32(0), make_batch(4, 8))
+        with pytest.raises(KeyboardInterrupt):
+            compiled(state, make_batch(4, 8))
+    assert float(state) == 2 * 4 * 8
+
+
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_warming_up_runs_everything_and_changes_nothing(num_devices, monkeypatch):
     ran = []
