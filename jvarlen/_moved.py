@@ -24,7 +24,7 @@ _RENAMED = """
     collectives=compiling.hlo
     compile_log=compiling.jax_log compiled_file=compiling.program_store costs=planning.cost_model course=runs.epochs
     curriculum=planning.order data_config=runs.config data_files=data.open
-    datasets=data.tokens,data.split,data.stdlib_corpus,data.measure emission=planning.grouping
+    datasets=data.tokens,data.split,data.stdlib_corpus,data.measure emission=planning.step_order
     evaluation=runs.loop,runs.summary executables=compiling.program_store html_page=reports.page
     html_report=reports.plan_page kernels=planning._kernels
     leaves=_common.pytree lr=training.learning_rate,training.rates lr_table=training.rates

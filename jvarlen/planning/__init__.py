@@ -6,7 +6,7 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `edges`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.
 - `batching`, `packing`: greedy token batches, and several samples in a row.
-- `grouping`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
+- `grouping`, `step_order`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `on_disk`: plans of more samples than fit memory.
 - `balance`, `mixed_plan`: work dealt to ranks, and steps of microbatches with different shapes.
 - `streams`, `stream_state`: batches of samples whose lengths are not known in advance, and resuming them.

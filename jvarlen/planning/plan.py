@@ -20,16 +20,7 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
 from jvarlen.planning.buckets import Bucket, PairBucket, check_buckets
-from jvarlen.planning.grouping import (
-    CanonicalSteps,
-    GroupedSamples,
-    Ordering,
-    canonical_steps,
-    emitted_steps,
-    group_by_bucket,
-    paced_ranks,
-    sum_segments,
-)
+from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket, paced_ranks
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.on_disk.raw_plan import PlanFile, is_plan_file, open_plan_file
 from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, sample_order, split_difficulty
@@ -42,6 +33,7 @@ from jvarlen.planning.packing.packed_plan import (
     with_samples,
 )
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
+from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, sum_segments
 from jvarlen.planning.steps import PlannedSteps
 
 __all__ = ["Plan", "make_plan"]

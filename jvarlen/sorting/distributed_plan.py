@@ -22,7 +22,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_at_least
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
-from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.grouping import BucketTable, Ordering
 from jvarlen.planning.lengths import (
     Overlong,
     apply_overlong,
@@ -34,6 +34,7 @@ from jvarlen.planning.lengths import (
 )
 from jvarlen.planning.order import check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
+from jvarlen.planning.step_order import canonical_steps, emitted_steps
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.sorting.chunk_digests import chunk_digests
 from jvarlen.sorting.plan_places import Places, make_places, sort_to_places

@@ -26,7 +26,7 @@ from jvarlen._common.files import check_place, mapped_file, move_into_place
 from jvarlen._common.progress import progress_bar
 from jvarlen.planning._kernels import run_ahead
 from jvarlen.planning.buckets import Bucket
-from jvarlen.planning.grouping import BucketTable, Ordering, canonical_steps, emitted_steps
+from jvarlen.planning.grouping import BucketTable, Ordering
 from jvarlen.planning.lengths import (
     LengthHistogram,
     Overlong,
@@ -51,6 +51,7 @@ from jvarlen.planning.on_disk.stages import (
 )
 from jvarlen.planning.order import Order, block_order
 from jvarlen.planning.plan_file import DIGEST_CHUNK
+from jvarlen.planning.step_order import canonical_steps, emitted_steps
 
 __all__ = ["plan_out_of_core"]
 
