@@ -2,6 +2,7 @@
 
 - `masks`: which position may attend to which.
 - `attention`: attention by lengths or by segments, in several implementations.
+- `zigzag`: attention to the positions of other devices.
 """
 
 from jvarlen.attention.attention import attend, attend_within_segments

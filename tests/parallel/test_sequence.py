@@ -12,12 +12,12 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jvarlen.attention import zigzag
 from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel import sequence
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.sequence import (
     attend_over_axis,
@@ -91,8 +91,8 @@ def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_devi
     chunks = sequence_positions(2 * num_devices, num_devices)
     seen = collections.Counter()
     for own in range(num_devices):
-        visited = [(own, sequence._own_pairs())]
-        visited += [(r, sequence._pairs_with(jnp.int32(r), jnp.int32(own))) for r in range(num_devices) if r != own]
+        visited = [(own, zigzag._own_pairs())]
+        visited += [(r, zigzag._pairs_with(jnp.int32(r), jnp.int32(own))) for r in range(num_devices) if r != own]
         pairs = [
             (chunks[own][q], chunks[source][k], bool(causal))
             for source, pairs in visited
@@ -150,7 +150,7 @@ def step_over_axis(num_devices, implementation, *, packed):
     [(2, "ring", True), (4, "gather", False), (4, "gather", True), (4, "ring", False), (4, "ring", True)],
 )
 def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementation, packed, monkeypatch):
-    monkeypatch.setattr(sequence, "_QUERIES", 2)  # of 3 a chunk: in two parts, of which the last is filled up
+    monkeypatch.setattr(zigzag, "_QUERIES", 2)  # of 3 a chunk: in two parts, of which the last is filled up
     seq_length = 6 * num_devices
     arrays, segments, lengths = arrays_of(seq_length, packed)
     order = sequence_positions(seq_length, num_devices).ravel()
