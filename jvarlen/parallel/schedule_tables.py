@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
-__all__ = ["BACKWARD", "FORWARD", "KINDS", "WEIGHT", "Tables", "place_of_actions", "tables_of"]
+from jvarlen.distributed.layout import ScheduleName
+
+__all__ = [
+    "BACKWARD", "FORWARD", "KINDS", "WEIGHT", "BufferSlots", "Tables", "buffer_slots", "place_of_actions", "tables_of",
+]  # fmt: skip
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 KINDS = "FBW"
@@ -122,6 +127,49 @@ def tables_of(
         num_activations=num_activations,
         num_gradients=num_gradients,
     )
+
+
+class BufferSlots(NamedTuple):
+    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
+
+    Attributes:
+      inputs: inputs that arrive.
+      kept: what forward passes keep, and what backward passes hand on to weight gradients.
+      outputs: of the last part; only where residuals are kept.
+      gradients: output gradients that arrive.
+    """
+
+    inputs: Any
+    kept: Any
+    outputs: Any
+    gradients: Any
+
+
+def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+    """The slots of the buffers of a schedule, without its tables; at most one more of `inputs` and `gradients`.
+
+    Args:
+      name: a word of `Layout`.
+      num_stages: S, at least 2; an integer, or an array of several schedules.
+      num_microbatches: M; likewise.
+      num_chunks: V; likewise.
+
+    Returns:
+      `BufferSlots` of int64, of the shape that the numbers broadcast to.
+
+    Example:
+      >>> tuple(map(int, buffer_slots("1f1b", 4, 16)))
+      (1, 4, 1, 1)
+    """
+    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
+    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
+    if name == "interleaved":
+        kept = np.where(m > s, (v + 1) * s - 1, v * s)
+        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
+    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
+    kept = np.minimum(most, m) * one
+    outputs = kept if name in ("gpipe", "zero_bubble") else one
+    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)
 
 
 def place_of_actions(actions: Int32[np.ndarray, "S A 4"]) -> Int64[np.ndarray, "kinds S M V K"]:

@@ -13,21 +13,21 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.distributed import layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
-from jvarlen.parallel import schedules
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
 from jvarlen.parallel.residuals import Passes, floats_of, split_passes, with_floats
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, WEIGHT
+from jvarlen.parallel.schedules import Schedule, gpipe, make_schedule
 from jvarlen.parallel.stages import (
     add_trees,
     buffer_of,
@@ -41,87 +41,7 @@ from jvarlen.parallel.stages import (
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["BufferSlots", "buffer_slots", "check_chunks", "make_schedule", "sum_scheduled"]
-
-
-def make_schedule(name: layout.ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Any:
-    """The schedule of a word of a layout.
-
-    Args:
-      name: the word, such as `"1f1b"`.
-      num_stages: S.
-      num_microbatches: M, those of one data shard.
-      num_chunks: V; 1 for all but `"interleaved"`.
-
-    Returns:
-      A `jvarlen.parallel.Schedule`.
-
-    Raises:
-      ValueError: an unknown word; chunks without `"interleaved"`; or it takes a multiple of S microbatches.
-
-    Example:
-      >>> make_schedule("1f1b", 2, 4).name
-      'one_f_one_b'
-    """
-    check_choices(schedule=(name, layout.ScheduleName))
-    check_chunks(name, num_chunks)
-    if name == "interleaved":
-        return schedules.interleaved(num_stages, num_microbatches, num_chunks)
-    make = {
-        "gpipe": schedules.gpipe,
-        "1f1b": schedules.one_f_one_b,
-        "eager_1f1b": schedules.eager_1f1b,
-        "zero_bubble": schedules.zero_bubble,
-    }[name]
-    return make(num_stages, num_microbatches)
-
-
-def check_chunks(schedule: layout.ScheduleName, num_chunks: int) -> None:
-    """Raises ValueError if a schedule has no chunks."""
-    check_at_least_one(num_chunks=num_chunks)
-    if num_chunks > 1 and schedule != "interleaved":
-        others = ", ".join(name for name in get_args(layout.ScheduleName) if name != "interleaved")
-        raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
-
-
-class BufferSlots(NamedTuple):
-    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
-
-    Attributes:
-      inputs: inputs that arrive.
-      kept: what forward passes keep, and what backward passes hand on to weight gradients.
-      outputs: of the last part; only where residuals are kept.
-      gradients: output gradients that arrive.
-    """
-
-    inputs: Any
-    kept: Any
-    outputs: Any
-    gradients: Any
-
-
-def buffer_slots(name: layout.ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
-    """The slots of the buffers of a schedule, without its tables; at most one more of `inputs` and `gradients`.
-
-    Args:
-      name: a word of `Layout`.
-      num_stages: S, at least 2; an integer, or an array of several schedules.
-      num_microbatches: M; likewise.
-      num_chunks: V; likewise.
-
-    Example:
-      >>> tuple(map(int, buffer_slots("1f1b", 4, 16)))
-      (1, 4, 1, 1)
-    """
-    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
-    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
-    if name == "interleaved":
-        kept = np.where(m > s, (v + 1) * s - 1, v * s)
-        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
-    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
-    kept = np.minimum(most, m) * one
-    outputs = kept if name in ("gpipe", "zero_bubble") else one
-    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)
+__all__ = ["sum_scheduled"]
 
 
 def sum_scheduled(
@@ -267,7 +187,7 @@ _ROWS = (
 )
 
 
-def _plan_of(schedule: schedules.Schedule, keeps: layout.Keeps) -> _Plan:
+def _plan_of(schedule: Schedule, keeps: layout.Keeps) -> _Plan:
     tables = schedule.tables()
     rows = {name: getattr(tables, name) for name in _ROWS}
     kind, slot = tables.kind, tables.activation_slot
@@ -300,7 +220,7 @@ def _plan_of(schedule: schedules.Schedule, keeps: layout.Keeps) -> _Plan:
 
 def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
     """The forward passes of GPipe, with one chunk a stage."""
-    schedule = schedules.gpipe(num_stages, num_microbatches)
+    schedule = gpipe(num_stages, num_microbatches)
     plan = _plan_of(schedule, "residuals")
     rows = {name: row[: num_microbatches + num_stages - 1] for name, row in plan.rows.items()}
     return plan._replace(rows=rows, with_grads=False)

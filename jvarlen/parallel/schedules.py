@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Float64, Int32, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
+from jvarlen.distributed.layout import ScheduleName
 from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, KINDS, WEIGHT, Tables, place_of_actions, tables_of
 
 __all__ = [
     "Schedule",
     "Timeline",
+    "check_chunks",
     "eager_1f1b",
     "gpipe",
     "interleaved",
+    "make_schedule",
     "one_f_one_b",
     "token_slices",
     "zero_bubble",
@@ -355,6 +358,46 @@ def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Sch
         return _warm_up(*each, num_microbatches * num_slices)
 
     return _make("token_slices", num_stages, num_microbatches, order, num_slices=num_slices)
+
+
+def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+    """The schedule of a word of a layout.
+
+    Args:
+      name: the word, such as `"1f1b"`.
+      num_stages: S.
+      num_microbatches: M, those of one data shard.
+      num_chunks: V; 1 for all but `"interleaved"`.
+
+    Returns:
+      `Schedule`.
+
+    Raises:
+      ValueError: an unknown word; chunks without `"interleaved"`; or it takes a multiple of S microbatches.
+
+    Example:
+      >>> make_schedule("1f1b", 2, 4).name
+      'one_f_one_b'
+    """
+    check_choices(schedule=(name, ScheduleName))
+    check_chunks(name, num_chunks)
+    if name == "interleaved":
+        return interleaved(num_stages, num_microbatches, num_chunks)
+    make = {
+        "gpipe": gpipe,
+        "1f1b": one_f_one_b,
+        "eager_1f1b": eager_1f1b,
+        "zero_bubble": zero_bubble,
+    }[name]
+    return make(num_stages, num_microbatches)
+
+
+def check_chunks(schedule: ScheduleName, num_chunks: int) -> None:
+    """Raises ValueError if a schedule has no chunks."""
+    check_at_least_one(num_chunks=num_chunks)
+    if num_chunks > 1 and schedule != "interleaved":
+        others = ", ".join(name for name in get_args(ScheduleName) if name != "interleaved")
+        raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
 
 
 def _make(

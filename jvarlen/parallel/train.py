@@ -22,7 +22,8 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
-from jvarlen.parallel.scheduled import check_chunks, make_schedule, sum_scheduled
+from jvarlen.parallel.scheduled import sum_scheduled
+from jvarlen.parallel.schedules import check_chunks, make_schedule
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
 from jvarlen.parallel.sliced import check_slices, sum_sliced
 from jvarlen.parallel.slices import Slices
