@@ -13,8 +13,9 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from torch_ref.buckets import PairBucket, check_rule, make_buckets
+from torch_ref.buckets import PairBucket, make_buckets
 from torch_ref.checks import check_integer, to_tensor
+from torch_ref.fitting import check_rule
 from torch_ref.lengths import check_pair_lengths, list_pairs
 from torch_ref.rows import Budget, RowRule
 

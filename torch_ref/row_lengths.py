@@ -9,8 +9,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from torch_ref.buckets import Cheapest, check_budget, check_compile_seconds, check_rule, fit_budget
+from torch_ref.buckets import Cheapest
 from torch_ref.checks import check_integer
+from torch_ref.fitting import check_budget, check_compile_seconds, check_rule, fit_budget
 from torch_ref.lengths import check_lengths
 from torch_ref.packing import split_samples
 from torch_ref.placing import fill_rows

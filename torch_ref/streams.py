@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from torch_ref.buckets import Bucket, check_buckets, check_rule, make_buckets
+from torch_ref.buckets import Bucket, check_buckets, make_buckets
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
+from torch_ref.fitting import check_rule
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
 from torch_ref.rows import Budget
