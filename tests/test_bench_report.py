@@ -9,7 +9,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "jvarlen").glob("**/README.md")),
+]
 REPORT = re.compile(r"benchmarks/results/[\w-]+\.md")
 # Not those of names: int64, 64-bit, AVX-512.
 NUMBER = re.compile(r"(?<![\w.])(?<!\w-)(≈ ?)?([−-]?\d[\d,]*+(?:\.\d+)?+)(?!-?[^\W\d])( million)?")
@@ -154,7 +158,7 @@ def test_numbers_are_found_as_they_are_rounded():
     assert unfounded("1.12 of 11 million, and 64 bits", reports) == ["1.12", "11", "64"]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_quoted_figures_are_those_of_their_reports(document):
     for block in quoting(document):
         paths = [ROOT / name for name in REPORT.findall(block)]

@@ -21,7 +21,9 @@ ROOT = Path(jvarlen.__file__).parents[1]
 DOCS = ROOT / "docs"
 API = DOCS / "api"
 PAGES = sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])
-TEXTS = [ROOT / "README.md", *PAGES]
+EXPERIMENTAL = ROOT / "jvarlen" / "experimental"
+READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
+TEXTS = [ROOT / "README.md", *PAGES, *READMES]
 # Of these modules every name is public, and not only those that pages name.
 PUBLIC_MODULES = [
     "data.tokens",
@@ -64,13 +66,30 @@ def documented_names():
     ]
 
 
+def experimental_names():
+    """Full names of what the packages of `jvarlen.experimental` export, with the README that describes each."""
+    for path in sorted(EXPERIMENTAL.glob("*/__init__.py")):
+        package = f"jvarlen.experimental.{path.parent.name}"
+        names = importlib.import_module(package).__all__
+        yield from ((f"{package}.{name}", path.parent / "README.md") for name in names)
+
+
 def found(full_name):
     module, _, name = full_name.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
 def named_by_pages():
-    """Full names of ours that the README, the guides and the examples import from modules, or write in full."""
+    """Full names of ours that the README, the guides and the examples import from modules, or write in full.
+
+    Without those that are experimental, which are in no API.
+    """
+    for full_name in all_named_by_pages():
+        if not full_name.startswith("jvarlen.experimental"):
+            yield full_name
+
+
+def all_named_by_pages():
     programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     for page in TEXTS:
         text = page.read_text()
@@ -94,7 +113,7 @@ def public_names():
 
 def documented_functions():
     """Full name and function of all that is documented, methods of classes included."""
-    for full_name in documented_names():
+    for full_name in [*documented_names(), *dict(experimental_names())]:
         value = found(full_name)
         if inspect.isclass(value):
             for name, member in vars(value).items():
@@ -137,7 +156,7 @@ def test_no_name_is_in_the_api_twice():
 
 def test_everything_in_the_api_has_a_docstring_of_its_own():
     functions = dict(documented_functions())
-    values = {name: found(name) for name in documented_names()} | functions
+    values = {name: found(name) for name in [*documented_names(), *dict(experimental_names())]} | functions
     generated = re.compile(r"\w+\(.*\)", re.DOTALL)  # what dataclasses and named tuples get where nothing is written
     without = [name for name, value in values.items() if not value.__doc__ or generated.fullmatch(value.__doc__)]
     assert without == []
@@ -154,7 +173,7 @@ def test_every_parameter_in_the_api_is_described():
 
 def test_every_field_in_the_api_is_described():
     undescribed = []
-    for name in documented_names():
+    for name in [*documented_names(), *dict(experimental_names())]:
         value = found(name)
         if not inspect.isclass(value):
             continue
@@ -162,6 +181,14 @@ def test_every_field_in_the_api_is_described():
         fields = [field.name for field in dataclasses.fields(value)] if is_data else getattr(value, "_fields", ())
         undescribed += [f"{name}.{field}" for field in fields if field not in described_fields(value)]
     assert undescribed == []
+
+
+def test_what_is_experimental_is_in_the_readme_of_its_folder():
+    listed = (EXPERIMENTAL / "README.md").read_text()
+    folders = {path.parent.name for path in EXPERIMENTAL.glob("*/__init__.py")}
+    assert [name for name in folders if f"({name}/README.md)" not in listed] == []
+    without = [name for name, page in experimental_names() if name.rpartition(".")[2] not in page.read_text()]
+    assert without == []
 
 
 def test_what_functions_of_the_api_return_is_described():

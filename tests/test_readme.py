@@ -26,7 +26,9 @@ from jvarlen.reports.memory_figures import draw_memory
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"
-PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")])]
+EXPERIMENTAL = README.parent / "jvarlen" / "experimental"
+READMES = sorted(EXPERIMENTAL.glob("**/README.md"))
+PAGES = [README, *sorted([*DOCS.glob("*.md"), *DOCS.glob("api/*.md")]), *READMES]
 # What the pages name of other programs.
 FLAGS_OF_OTHERS = {
     "dask": {"--host", "--nthreads", "--scheduler-file"},
@@ -73,8 +75,8 @@ def test_the_script_trains_on_every_sample(monkeypatch):
 
 
 def blocks(name, language):
-    """The blocks of a guide in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", (README.parent / "docs" / name).read_text(), re.DOTALL)
+    """The blocks of a guide in a language: of a page of `docs/`, or of a README by its full path."""
+    return re.findall(rf"```{language}\n(.*?)```", (DOCS / name).read_text(), re.DOTALL)
 
 
 def run_guide(name):
@@ -347,7 +349,7 @@ def code_lines(text):
         yield span.replace("\n", " ")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(README.parent)))
 def test_the_settings_that_the_pages_name_exist(page, settings):
     of_any_command = set().union(*settings.values(), {"--version", "--traceback"}, *FLAGS_OF_OTHERS.values())
     for line in code_lines(page.read_text()):

@@ -1,0 +1,5 @@
+"""Features that are whole, tested and documented, but promised to nobody.
+
+A folder each, with a README of its own. Names and files here may change or go at any release. The rest of the library
+does without them: only the command line imports this package.
+"""
