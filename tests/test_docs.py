@@ -30,7 +30,6 @@ PUBLIC_MODULES = [
     "models",
     "parallel",
     "parallel.collectives",
-    "parallel.pipeline",
     "reports.plan_page",
     "reports.run_page",
     "sorting.balance",

@@ -297,7 +297,6 @@ def test_the_lines_of_the_guide_to_mixtures_run(capsys):
 def test_the_lines_of_the_training_guide_run(capsys):
     names = run_guide("training.md")
     printed = capsys.readouterr().out
-    assert "0.2" in printed
     assert "{'float32'}" in printed
     assert names["metrics"].loss < 6
     assert names["step"].collectives(names["plan"].buckets[0])["all-reduce"].in_loops == 0

@@ -12,7 +12,7 @@
 - `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
   of ticks, for a program. `scheduled`: that program, for a model by layers. `residuals`: a layer and its derivative,
   cut into passes. `slices`: where to cut a sequence. `sliced`: the program for rows that are cut. `stages`: what both
-  programs share. `pipeline`: that of `scheduled` for a model of any stages.
+  programs share.
 
 `Layout` and `layout_mesh` are in `distributed`. The names below are imported when they are first used: layouts and
 schedules are made without JAX.

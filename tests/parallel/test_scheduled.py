@@ -351,6 +351,30 @@ def test_idle_ticks_do_not_reach_the_gradient():
         assert_equal_trees(found, expected, 1e-5)
 
 
+def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
+    """What a recurrent network does: a carry of zeros, and a branch that doesn't depend on the input."""
+
+    def recurrent(own, x, microbatch, axes):
+        def cell(h, row):
+            h = jnp.tanh(h + row @ own["k"])
+            return h, h
+
+        rows = jax.lax.scan(cell, jnp.zeros(x.shape[1:]), x)[1]
+        return x + jax.lax.cond(jnp.sum(rows) > 0, lambda: rows, lambda: jnp.zeros_like(rows))
+
+    looping = LayeredModel(
+        lambda ends, microbatch, axes: microbatch["x"] @ ends["in"],
+        recurrent,
+        lambda ends, x, microbatch, axes: (jnp.sum(jnp.sin(x @ ends["in"].T)), jnp.sum(microbatch["w"])),
+    )
+    with jax.enable_x64(True):
+        state = init_train_state(noisy_params(4), optax.identity())
+        expected = jax.jit(sum_step(layered_loss_fn(looping)))(state, noisy_batch(4))
+        for keeps in ("inputs", "residuals"):
+            found = jax.jit(sums_on(looping, "data2.stage2", keeps=keeps))(state, noisy_batch(4))
+            assert_equal_trees(found, expected, 1e-12)
+
+
 def test_gradients_of_bfloat16_are_summed_in_float32():
     """In bfloat16, 256 + 1 is 256."""
     product = LayeredModel(
