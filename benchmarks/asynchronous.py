@@ -24,6 +24,7 @@ from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
 import jvarlen
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.experimental.asynchronous import ArrivalLog, keep_versions, make_stale_train_step, train_async
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 OPTIMIZERS: dict[str, Callable[[float], Any]] = {
@@ -43,7 +44,7 @@ def expected_rate(seconds: Sequence[float], *, waits: bool) -> float:
     return len(seconds) / max(seconds) if waits else sum(1 / each for each in seconds)
 
 
-def rate_of(log: jvarlen.ArrivalLog) -> float:
+def rate_of(log: ArrivalLog) -> float:
     """Gradients a second after the first tenth of the updates, in which programs are sent to the workers."""
     begun = len(log.steps) // 10
     return log.versions[begun + 1 :].size / float(log.applied_s[-1] - log.applied_s[begun])
@@ -61,7 +62,7 @@ def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_s
         samples = [np.ones(4, np.int32)] * (num_steps * 4)
         plan = jvarlen.make_plan([4] * len(samples), [(1, 4)], microbatches_per_step=num_microbatches)
         seconds = [0.02 * each for each in relative]
-        run = jvarlen.train_async(
+        run = train_async(
             loss_fn,
             optimizer,
             jvarlen.init_train_state(jnp.float32(1), optimizer),
@@ -123,7 +124,7 @@ def training_rows(
     for num_microbatches, bound in by_bound:
         plan, samples = setting.plan(num_microbatches)
         seconds = [fast_s * each for each in relative]
-        run = jvarlen.train_async(
+        run = train_async(
             make_loss_fn(setting.model),
             optimizer,
             setting.state(optimizer),
@@ -164,9 +165,9 @@ def delay_rows(setting: Setting, names: Sequence[str], factors: Sequence[float])
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](factor * setting.learning_rate))
         cells = [name, f"{factor:g}"]
         for delays in (0, [3, 3, 3, 2, 2, 2, 2, 2, 2, 9], 16):
-            step = jvarlen.make_stale_train_step(make_loss_fn(setting.model), optimizer, delays=delays)
+            step = make_stale_train_step(make_loss_fn(setting.model), optimizer, delays=delays)
             step = jax.jit(step, donate_argnums=0)
-            state, metrics = jvarlen.keep_versions(setting.state(optimizer), delays=delays), []
+            state, metrics = keep_versions(setting.state(optimizer), delays=delays), []
             for batch in batches:
                 state, of_step = step(state, batch)
                 metrics.append(of_step)

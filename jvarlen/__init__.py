@@ -72,12 +72,9 @@ if TYPE_CHECKING:
     from jvarlen.sorting.ordered_file import write_ordered
     from jvarlen.sorting.sample_sort import local_sort, sample_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
-    from jvarlen.training.arrival_log import ArrivalLog
-    from jvarlen.training.async_training import AsyncRun, replay, train_async
     from jvarlen.training.float32_master import with_float32_master
     from jvarlen.training.learning_rate import planned_schedule, scale_by_batch_size
     from jvarlen.training.rates import lr_scale, lr_sequence
-    from jvarlen.training.stale_step import keep_versions, make_stale_train_step
     from jvarlen.training.step import make_eval_step, make_train_step
     from jvarlen.training.train_state import Metrics, TrainState, init_train_state
 
@@ -137,18 +134,15 @@ _NAMES_OF = {
     "sorting.ordered_file": ("write_ordered",),
     "sorting.sample_sort": ("local_sort", "sample_sort",),
     "sorting.sharded_rows": ("shard_local_rows",),
-    "training.arrival_log": ("ArrivalLog",),
-    "training.async_training": ("AsyncRun", "replay", "train_async",),
     "training.float32_master": ("with_float32_master",),
     "training.learning_rate": ("planned_schedule", "scale_by_batch_size",),
     "training.rates": ("lr_scale", "lr_sequence",),
-    "training.stale_step": ("keep_versions", "make_stale_train_step",),
     "training.step": ("make_eval_step", "make_train_step",),
     "training.train_state": ("Metrics", "TrainState", "init_train_state",),
 }
 
 __all__ = [
-    "ArrivalLog", "AsyncRun", "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
+    "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
     "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedBatch",
     "MixedPlan", "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
@@ -156,16 +150,16 @@ __all__ = [
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh",
     "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "keep_versions", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream",
+    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan",
-    "make_mixed_train_step", "make_pair_buckets", "make_plan", "make_stale_train_step", "make_train_step",
+    "make_mixed_train_step", "make_pair_buckets", "make_plan", "make_train_step",
     "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixed_batch_spec",
     "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
     "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
     "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",
-    "remembered_interrupts", "replay", "replicate", "root_pacing", "sample_order", "sample_sort",
+    "remembered_interrupts", "replicate", "root_pacing", "sample_order", "sample_sort",
     "scale_by_batch_size", "segment_mask", "shard_local_rows", "simulate", "stream_batches", "together",
-    "token_batch_spec", "train_async", "use_compilation_cache", "with_float32_master", "write_ordered",
+    "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF, _moved.is_module)

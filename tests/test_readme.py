@@ -133,7 +133,7 @@ def test_the_guide_to_balance_prints_what_it_shows(capsys):
 @pytest.mark.multiprocess
 def test_the_guide_to_asynchronous_training_prints_what_it_shows(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = assert_prints_what_it_shows("asynchronous.md", capsys)
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "asynchronous" / "README.md", capsys)
     assert names["run"].state.params.keys() == names["stale_state"].params.keys()
     assert int(names["stale_state"].opt_state.version) == names["plan"].num_steps
 

@@ -516,6 +516,6 @@ def test_no_module_that_reads_files_can_unpickle_or_run_what_is_in_them():
     # JAX unpickles programs: of files, only what `read_compiled` found to be signed; else what a process sends to the
     # workers that it started.
     store = "jvarlen.compiling.program_store"
-    of_workers = {"step_programs", "async_worker"}
+    of_workers = {"programs", "worker"}
     assert importers["jax.experimental.serialize_executable"] == {"program_store"} | of_workers
     assert importers[f"{store}.deserialized"] == importers[f"{store}.read_compiled"] == {"compile"}

@@ -2,4 +2,6 @@
 
 A folder each, with a README of its own. Names and files here may change or go at any release. The rest of the library
 does without them: only the command line imports this package.
+
+- `asynchronous`: workers that don't wait for each other.
 """

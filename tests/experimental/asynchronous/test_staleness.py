@@ -6,7 +6,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jvarlen.training.staleness import Part, StalenessSchedule
+from jvarlen.experimental.asynchronous.train import Part, StalenessSchedule
 
 
 def simulate(schedule, seconds, deaths=(), last_opening=None):

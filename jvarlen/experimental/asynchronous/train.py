@@ -1,10 +1,20 @@
 """Asynchronous training: worker processes compute gradients on the newest parameters there are, and don't wait.
 
+`StalenessSchedule` says which microbatch is computed next and which step is applied next: pure bookkeeping.
+
+A step is open from the moment its first microbatch is handed out until it is applied. Let v be the updates applied so
+far, and s the bound. A gradient that was computed on version u must be applied while v is at most u + s, so the least
+such number of a step's microbatches is its deadline. With the open steps in the order of their deadlines, the i-th of
+them, from 0, can be applied at v + i at the earliest. Two rules keep that within every deadline: at most s + 1 steps
+are open, and a step that is complete waits while applying it would leave another one without its place. The step with
+the earliest deadline never waits, so the run never stalls.
+
 Letters: U updates, M microbatches of a step.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 import warnings
@@ -18,36 +28,16 @@ import optax
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
 from jvarlen._common.interrupts import is_interrupted, remembered_interrupts
+from jvarlen.experimental.asynchronous.arrival_log import ArrivalLog, AsyncRun, digest_of_state
+from jvarlen.experimental.asynchronous.programs import StepPrograms, Version, host_batches, split_microbatches
+from jvarlen.experimental.asynchronous.worker import Worker, WorkerDied
 from jvarlen.planning.plan import Plan
-from jvarlen.training.arrival_log import ArrivalLog, digest_of_state
-from jvarlen.training.async_worker import Worker, WorkerDied
 from jvarlen.training.losses import LossFn
-from jvarlen.training.staleness import Part, StalenessSchedule
-from jvarlen.training.step_programs import StepPrograms, Version, host_arrays, split_microbatches
-from jvarlen.training.step_sums import microbatches_of
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["AsyncRun", "replay", "train_async"]
+__all__ = ["Part", "StalenessSchedule", "train_async"]
 
 _WAIT_S = 0.2  # for the workers, between two looks at whether the run was interrupted
-
-
-class AsyncRun(NamedTuple):
-    """The result of an asynchronous run, or of its replay.
-
-    Attributes:
-      state: after the last update.
-      metrics: of each update, in their order, as NumPy arrays. The losses of an update are those of its gradients, on
-        the parameters that these were computed on.
-      log: what `replay` repeats.
-      interrupted: whether Ctrl-C or SIGTERM ended the run before the last step of the plan. The steps of the log are
-        then the first ones; the others are left.
-    """
-
-    state: TrainState
-    metrics: list[Metrics]
-    log: ArrivalLog
-    interrupted: bool
 
 
 def train_async(
@@ -119,7 +109,7 @@ def train_async(
     server = _Server(
         StepPrograms(loss_fn, optimizer, state),
         state,
-        _host_batches(batches, steps, plan.microbatches_per_step),
+        host_batches(batches, steps, plan.microbatches_per_step),
         StalenessSchedule(steps, plan.microbatches_per_step, staleness_bound),
         start_step,
     )
@@ -151,85 +141,94 @@ def train_async(
     return AsyncRun(server.state, metrics, log, len(log.steps) < len(steps))
 
 
-def replay(
-    log: ArrivalLog,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation | optax.MultiSteps,
-    state: TrainState,
-    plan: Plan,
-    batches: Iterable[Any],
-) -> AsyncRun:
-    """Repeats an asynchronous run in this process, bit for bit.
+class Part(NamedTuple):
+    """A microbatch of a step of the plan."""
 
-    It takes the same updates in the same order, each gradient on the version that the log names, and holds as many
-    past versions as that needs.
+    step: int
+    microbatch: int
+
+
+@dataclasses.dataclass
+class _OpenStep:
+    """The versions on which the microbatches of a step are computed, None where not handed out, and how many miss."""
+
+    versions: list[int | None]
+    num_missing: int
+
+
+class StalenessSchedule:
+    """The order of an asynchronous run, which calls `next_part`, `arrive` and `next_update` as things happen.
 
     Args:
-      log: of the run.
-      loss_fn: of the run.
-      optimizer: of the run.
-      state: with which the run began, on as many devices as there.
-      plan: of the run.
-      batches: as in the run: `load(plan, dataset, start_step=log.first_step)`.
+      steps: of the plan.
+      num_microbatches: M, of every step.
+      staleness_bound: the most updates between the parameters of a gradient and its own update; None: any number.
 
-    Returns:
-      `AsyncRun`: the state and the metrics of the run, and its log.
-
-    Raises:
-      ValueError: the log is of another plan, or of a run that began with another state; batches as in `train_async`; an
-        update has another loss than in the log, or the last state differs: another loss function, optimizer or dataset,
-        or another machine, JAX version or XLA flags, which round differently.
+    Attributes:
+      version: updates applied so far.
     """
-    differing = [
-        f"{what}: {there[:12]} in the log, {here[:12]} here"
-        for what, there, here in (
-            ("the digest of the plan", log.plan_digest, plan.digest),
-            ("the digest of the initial state", log.initial_digest, digest_of_state(state)),
-        )
-        if there != here
-    ]
-    steps = range(log.first_step, log.first_step + len(log.steps))
-    shape = (plan.num_steps - steps.start, plan.microbatches_per_step)
-    if log.plan_digest == plan.digest and (len(steps) > shape[0] or log.versions.shape[1] != shape[1]):
-        differing.append(f"steps × microbatches: {list(log.versions.shape)} in the log, {list(shape)} here")
-    if differing:
-        raise UserError(f"this log is of another run: {'; '.join(differing)}")
-    programs = StepPrograms(loss_fn, optimizer, state)
-    read = _host_batches(batches, steps, plan.microbatches_per_step)
-    waiting: dict[int, Any] = {}
-    # The least version that this update or a later one takes.
-    needed = np.minimum.accumulate(log.versions.min(axis=1, initial=len(log.steps))[::-1])[::-1]
-    past: dict[int, Version] = {}
-    metrics = []
-    for update, step in enumerate(log.steps.tolist()):
-        while step not in waiting:
-            number, batch = next(read)
-            waiting[number] = batch
-        past[update] = programs.version_of(state)
-        past = {version: arrays for version, arrays in past.items() if version >= needed[update]}
-        batch = waiting.pop(step)
-        sums = [
-            programs.run(programs.gradient_of(part), past[version], (step - log.first_step, i), part)
-            for i, (part, version) in enumerate(
-                zip(split_microbatches(batch), log.versions[update].tolist(), strict=True)
-            )
-        ]
-        state, of_update = programs.update(state, batch, sums)
-        metrics.append(jax.device_get(of_update))
-        loss = float(metrics[-1].loss)
-        if loss != log.losses[update] and not (np.isnan(loss) and np.isnan(log.losses[update])):
-            raise UserError(
-                f"update {update}, {_DIFFERS}: its loss is {log.losses[update]!r} in the log, {loss!r} here"
-            )
-    if digest_of_state(state) != log.final_digest:
-        raise UserError(f"the last state, {_DIFFERS}")
-    return AsyncRun(state, metrics, log, steps.stop < plan.num_steps)
 
+    def __init__(self, steps: range, num_microbatches: int, staleness_bound: int | None):
+        self.version = 0
+        self._bound = math.inf if staleness_bound is None else staleness_bound
+        self._num_microbatches = num_microbatches
+        self._parts = (Part(step, i) for step in steps for i in range(num_microbatches))
+        self._next = next(self._parts, None)
+        self._lost: list[Part] = []
+        self._open: dict[int, _OpenStep] = {}
+        self._opens_steps = True
+        self._complete: list[int] = []  # open steps without missing gradients, in the order of completion
 
-_DIFFERS = (
-    "replayed, is not that of the run: the loss function, optimizer or dataset is another, or the machine, version of "
-    "JAX or flags of XLA"
-)
+    @property
+    def is_done(self) -> bool:
+        """Whether every step was applied, or every open one after `open_no_more`."""
+        return not self._open and (self._next is None or not self._opens_steps)
+
+    def open_no_more(self) -> None:
+        """The run is to end after the steps that are open, which are the first ones of the plan not yet applied."""
+        self._opens_steps = False
+
+    def next_part(self) -> Part | None:
+        """The microbatch to hand out now, on the current version; None: nothing, until an update or at the end."""
+        if self._lost:
+            part = self._lost.pop(0)
+        elif self._next is None or not (self._next.step in self._open or self._may_open()):
+            return None
+        else:
+            part, self._next = self._next, next(self._parts, None)
+        if part.step not in self._open:
+            self._open[part.step] = _OpenStep([None] * self._num_microbatches, self._num_microbatches)
+        self._open[part.step].versions[part.microbatch] = self.version
+        return part
+
+    def lose(self, part: Part) -> None:
+        """Its worker died: it will be handed out again."""
+        self._open[part.step].versions[part.microbatch] = None
+        self._lost = sorted([*self._lost, part])
+
+    def arrive(self, part: Part) -> None:
+        """Its gradient has arrived."""
+        step = self._open[part.step]
+        step.num_missing -= 1
+        if not step.num_missing:
+            self._complete.append(part.step)
+
+    def next_update(self) -> tuple[int, tuple[int, ...]] | None:
+        """The step to apply now, which counts as applied, and the versions of its gradients; None: none may be."""
+        for step in self._complete:
+            deadlines = sorted(self._deadline(versions) for other, versions in self._open.items() if other != step)
+            if all(self.version + 1 + place <= deadline for place, deadline in enumerate(deadlines)):
+                self._complete.remove(step)
+                self.version += 1
+                return step, tuple(version for version in self._open.pop(step).versions if version is not None)
+        return None
+
+    def _may_open(self) -> bool:
+        return self._opens_steps and len(self._open) <= self._bound
+
+    def _deadline(self, step: _OpenStep) -> float:
+        """The last version at which the step can be applied."""
+        return min([self.version, *(version for version in step.versions if version is not None)]) + self._bound
 
 
 class _Server:
@@ -366,24 +365,3 @@ class _Server:
             self.arrivals.append(list(arrivals))
             self.applied_s.append(time.perf_counter() - self._begun)
             self.metrics.append(metrics)
-
-
-def _host_batches(batches: Iterable[Any], steps: range, num_microbatches: int) -> Iterator[tuple[int, Any]]:
-    """The batches of these steps, with their steps, as arrays on the host.
-
-    Raises:
-      ValueError: there are fewer, or one has another M.
-    """
-    read = iter(batches)
-    for step in steps:
-        try:
-            batch = next(read)
-        except StopIteration:
-            raise UserError(f"the batches end before step {step}, and the plan has {steps.stop} steps") from None
-        leaves, structure = jax.tree.flatten(batch)
-        batch = jax.tree.unflatten(structure, host_arrays(leaves))
-        if microbatches_of(batch) != num_microbatches:
-            raise UserError(
-                f"the batch of step {step} has {microbatches_of(batch)} microbatches, the plan {num_microbatches}"
-            )
-        yield step, batch

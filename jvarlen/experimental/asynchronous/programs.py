@@ -6,7 +6,7 @@ So the gradients of a step can be computed anywhere, and on older parameters. Le
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,15 @@ from jvarlen.training.step import update_state, with_extra_args
 from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, step_key, sum_microbatch
 from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["GradientProgram", "StepPrograms", "Version", "host_arrays", "no_value_fn", "split_microbatches"]
+__all__ = [
+    "GradientProgram",
+    "StepPrograms",
+    "Version",
+    "host_arrays",
+    "host_batches",
+    "no_value_fn",
+    "split_microbatches",
+]
 
 Version = list[np.ndarray]  # what a gradient depends on besides its microbatch: parameters, extra and the key
 
@@ -153,6 +161,27 @@ def split_microbatches(batch: Any) -> list[Any]:
         jax.tree.map(lambda leaf, i=i: np.ascontiguousarray(leaf[i]) if leaf.ndim else leaf, batch)
         for i in range(microbatches_of(batch))
     ]
+
+
+def host_batches(batches: Iterable[Any], steps: range, num_microbatches: int) -> Iterator[tuple[int, Any]]:
+    """The batches of these steps, with their steps, as arrays on the host.
+
+    Raises:
+      ValueError: there are fewer, or one has another M.
+    """
+    read = iter(batches)
+    for step in steps:
+        try:
+            batch = next(read)
+        except StopIteration:
+            raise UserError(f"the batches end before step {step}, and the plan has {steps.stop} steps") from None
+        leaves, structure = jax.tree.flatten(batch)
+        batch = jax.tree.unflatten(structure, host_arrays(leaves))
+        if microbatches_of(batch) != num_microbatches:
+            raise UserError(
+                f"the batch of step {step} has {microbatches_of(batch)} microbatches, the plan {num_microbatches}"
+            )
+        yield step, batch
 
 
 def host_arrays(tree: Any) -> list[np.ndarray]:

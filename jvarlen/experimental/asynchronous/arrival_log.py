@@ -1,4 +1,4 @@
-"""The log of an asynchronous run: which gradients each update took, and on which parameters they were computed.
+"""The log of an asynchronous run, which gradients each update took on which parameters; and its replay.
 
 Letters: U updates, M microbatches of a step.
 """
@@ -9,18 +9,24 @@ import dataclasses
 import hashlib
 import os
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen._common.pytree import is_key, leaves_by_name
+from jvarlen.experimental.asynchronous.programs import StepPrograms, Version, host_batches, split_microbatches
+from jvarlen.planning.plan import Plan
+from jvarlen.training.losses import LossFn
+from jvarlen.training.train_state import Metrics, TrainState
 
-__all__ = ["ArrivalLog", "digest_of_state"]
+__all__ = ["ArrivalLog", "AsyncRun", "digest_of_state", "replay"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,3 +135,102 @@ def digest_of_state(state: Any) -> str:
         digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
         digest.update(np.ascontiguousarray(array).tobytes())
     return digest.hexdigest()
+
+
+class AsyncRun(NamedTuple):
+    """The result of an asynchronous run, or of its replay.
+
+    Attributes:
+      state: after the last update.
+      metrics: of each update, in their order, as NumPy arrays. The losses of an update are those of its gradients, on
+        the parameters that these were computed on.
+      log: what `replay` repeats.
+      interrupted: whether Ctrl-C or SIGTERM ended the run before the last step of the plan. The steps of the log are
+        then the first ones; the others are left.
+    """
+
+    state: TrainState
+    metrics: list[Metrics]
+    log: ArrivalLog
+    interrupted: bool
+
+
+def replay(
+    log: ArrivalLog,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    state: TrainState,
+    plan: Plan,
+    batches: Iterable[Any],
+) -> AsyncRun:
+    """Repeats an asynchronous run in this process, bit for bit.
+
+    It takes the same updates in the same order, each gradient on the version that the log names, and holds as many
+    past versions as that needs.
+
+    Args:
+      log: of the run.
+      loss_fn: of the run.
+      optimizer: of the run.
+      state: with which the run began, on as many devices as there.
+      plan: of the run.
+      batches: as in the run: `load(plan, dataset, start_step=log.first_step)`.
+
+    Returns:
+      `AsyncRun`: the state and the metrics of the run, and its log.
+
+    Raises:
+      ValueError: the log is of another plan, or of a run that began with another state; batches as in `train_async`; an
+        update has another loss than in the log, or the last state differs: another loss function, optimizer or dataset,
+        or another machine, JAX version or XLA flags, which round differently.
+    """
+    differing = [
+        f"{what}: {there[:12]} in the log, {here[:12]} here"
+        for what, there, here in (
+            ("the digest of the plan", log.plan_digest, plan.digest),
+            ("the digest of the initial state", log.initial_digest, digest_of_state(state)),
+        )
+        if there != here
+    ]
+    steps = range(log.first_step, log.first_step + len(log.steps))
+    shape = (plan.num_steps - steps.start, plan.microbatches_per_step)
+    if log.plan_digest == plan.digest and (len(steps) > shape[0] or log.versions.shape[1] != shape[1]):
+        differing.append(f"steps × microbatches: {list(log.versions.shape)} in the log, {list(shape)} here")
+    if differing:
+        raise UserError(f"this log is of another run: {'; '.join(differing)}")
+    programs = StepPrograms(loss_fn, optimizer, state)
+    read = host_batches(batches, steps, plan.microbatches_per_step)
+    waiting: dict[int, Any] = {}
+    # The least version that this update or a later one takes.
+    needed = np.minimum.accumulate(log.versions.min(axis=1, initial=len(log.steps))[::-1])[::-1]
+    past: dict[int, Version] = {}
+    metrics = []
+    for update, step in enumerate(log.steps.tolist()):
+        while step not in waiting:
+            number, batch = next(read)
+            waiting[number] = batch
+        past[update] = programs.version_of(state)
+        past = {version: arrays for version, arrays in past.items() if version >= needed[update]}
+        batch = waiting.pop(step)
+        sums = [
+            programs.run(programs.gradient_of(part), past[version], (step - log.first_step, i), part)
+            for i, (part, version) in enumerate(
+                zip(split_microbatches(batch), log.versions[update].tolist(), strict=True)
+            )
+        ]
+        state, of_update = programs.update(state, batch, sums)
+        metrics.append(jax.device_get(of_update))
+        loss = float(metrics[-1].loss)
+        if loss != log.losses[update] and not (np.isnan(loss) and np.isnan(log.losses[update])):
+            raise UserError(
+                f"update {update}, {_DIFFERS}: its loss is {log.losses[update]!r} in the log, {loss!r} here"
+            )
+    if digest_of_state(state) != log.final_digest:
+        raise UserError(f"the last state, {_DIFFERS}")
+    return AsyncRun(state, metrics, log, steps.stop < plan.num_steps)
+
+
+_DIFFERS = (
+    "replayed, is not that of the run: the loss function, optimizer or dataset is another, or the machine, version of "
+    "JAX or flags of XLA"
+)

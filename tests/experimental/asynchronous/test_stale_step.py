@@ -12,14 +12,13 @@ from jvarlen import (
     UserError,
     compile_buckets,
     init_train_state,
-    keep_versions,
     load,
     make_plan,
-    make_stale_train_step,
     make_train_step,
     no_recompiles,
 )
-from jvarlen.training.step_programs import StepPrograms
+from jvarlen.experimental.asynchronous import keep_versions, make_stale_train_step
+from jvarlen.experimental.asynchronous.programs import StepPrograms
 from jvarlen.training.step_sums import sum_microbatch
 from tests.conftest import random_dataset
 

@@ -16,9 +16,9 @@ import optax
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
+from jvarlen.experimental.asynchronous.programs import no_value_fn
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, make_train_step, update_state, with_extra_args
-from jvarlen.training.step_programs import no_value_fn
 from jvarlen.training.step_sums import StepSums, accumulate, split_step, sum_microbatch
 from jvarlen.training.train_state import Metrics, TrainState
 

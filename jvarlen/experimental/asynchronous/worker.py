@@ -61,7 +61,7 @@ class Worker:
         }
         with there, without_interrupts():  # Ctrl-C is for the owner to handle
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "jvarlen.training.async_worker", str(there.fileno()), str(least_s)],
+                [sys.executable, "-m", "jvarlen.experimental.asynchronous.worker", str(there.fileno()), str(least_s)],
                 env=os.environ | settings,
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,

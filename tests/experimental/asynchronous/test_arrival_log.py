@@ -5,7 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jvarlen import ArrivalLog, UserError
+from jvarlen import UserError
+from jvarlen.experimental.asynchronous import ArrivalLog
 
 
 def make_log(**changes):

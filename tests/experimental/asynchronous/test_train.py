@@ -14,21 +14,18 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jvarlen import (
+from jvarlen import UserError, init_train_state, load, make_plan, make_train_step
+from jvarlen.experimental.asynchronous import (
     ArrivalLog,
-    UserError,
-    init_train_state,
     keep_versions,
-    load,
-    make_plan,
     make_stale_train_step,
-    make_train_step,
     replay,
+    train,
     train_async,
 )
-from jvarlen.training import async_training
-from jvarlen.training.async_worker import Worker, WorkerDied
-from jvarlen.training.step_programs import GradientProgram, StepPrograms
+from jvarlen.experimental.asynchronous.arrival_log import digest_of_state
+from jvarlen.experimental.asynchronous.programs import GradientProgram, StepPrograms, split_microbatches
+from jvarlen.experimental.asynchronous.worker import Worker, WorkerDied
 from tests.conftest import random_dataset
 
 OPTIMIZER = optax.adamw(0.05)
@@ -70,7 +67,7 @@ class Staying:
 
     def __init__(self, monkeypatch):
         self.workers = []
-        monkeypatch.setattr(async_training, "Worker", self.start)
+        monkeypatch.setattr(train, "Worker", self.start)
 
     def start(self, *args):
         self.workers.append(Worker(*args))
@@ -207,7 +204,7 @@ def made_up_run(plan, state, staleness, *, loss_fn=loss_fn, swapped=True):
     initial, losses, past = state, [], []
     for step, of_update in zip(steps.tolist(), versions.tolist(), strict=True):
         past.append(programs.version_of(state))
-        parts = async_training.split_microbatches(batches[step])
+        parts = split_microbatches(batches[step])
         sums = [
             programs.run(programs.gradient_of(part), past[version], (step, i), part)
             for i, (part, version) in enumerate(zip(parts, of_update, strict=True))
@@ -217,8 +214,8 @@ def made_up_run(plan, state, staleness, *, loss_fn=loss_fn, swapped=True):
     log = ArrivalLog(
         plan_digest=plan.digest,
         staleness_bound=None,
-        initial_digest=async_training.digest_of_state(initial),
-        final_digest=async_training.digest_of_state(state),
+        initial_digest=digest_of_state(initial),
+        final_digest=digest_of_state(state),
         steps=steps,
         versions=versions,
         workers=np.zeros(shape, np.int64),
