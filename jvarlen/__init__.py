@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jvarlen import _moved
 from jvarlen._common.lazy_imports import lazy_imports
 from jvarlen._version import __version__ as __version__
-
-_moved.install()
 
 if TYPE_CHECKING:
     from jvarlen._common.checks import UserError
@@ -162,4 +159,4 @@ __all__ = [
     "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 
-__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF, _moved.is_module)
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

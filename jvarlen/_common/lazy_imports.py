@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,21 +12,15 @@ __all__ = ["lazy_imports"]
 
 
 def lazy_imports(
-    package: str, names_of: Mapping[str, Sequence[str]], is_module: Callable[[str], bool] = lambda name: False
+    package: str, names_of: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's `__getattr__` and `__dir__`.
-
-    Args:
-      package: its `__name__`.
-      names_of: the names of each module, such as `planning.plan`.
-      is_module: whether any other name is that of a module, which is then imported.
-    """
+    """`__getattr__` and `__dir__` of a package: the names of each module, such as `planning.plan`, and its modules."""
     module_of = {name: module for module, names in names_of.items() for name in names}
 
     def find(name: str) -> Any:
         if name in module_of:
             return getattr(importlib.import_module(f"jvarlen.{module_of[name]}"), name)
-        if is_module(name):
+        if not name.startswith("__") and importlib.util.find_spec(f"{package}.{name}"):
             return importlib.import_module(f"{package}.{name}")
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
