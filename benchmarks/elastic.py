@@ -31,8 +31,8 @@ from support.timing import EMIT_FAST, digits, report, table, versions_and_hardwa
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.data.split import Split
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.distributed.elastic import Start, keep_training
-from jvarlen.parallel import Layout, surviving_layout
+from jvarlen.experimental.elastic import Start, keep_training, surviving_layout
+from jvarlen.parallel import Layout
 from jvarlen.runs.config import PlanConfig
 
 NUM_PROCESSES, MICROBATCHES = 2 if "--quick" in sys.argv else 4, 8

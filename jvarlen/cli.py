@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
@@ -16,7 +15,6 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -69,10 +67,6 @@ def _run(command: Any, shows_traceback: bool) -> int:
         if hasattr(command, "run"):
             command.run()
             return 0
-        if command.elastic is not None and not command.dry_run:
-            from jvarlen.runs.elastic import train_elastically  # here: it imports all of training
-
-            return train_elastically(command, lambda own: _run(own, shows_traceback))
         return _train(command)
 
     return _ending(command, run, shows_traceback)
@@ -158,24 +152,10 @@ def _command(name: str, args: list[str]) -> Any:
     command = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
     if name != "train":
         return Annotated[command, tyro.conf.subcommand(name)]
+    from jvarlen.runs.directory import default_settings  # here: only training needs it
+
     about = f"{command.__doc__} {_EXIT_CODES_OF_TRAINING}"
-    return Annotated[command, tyro.conf.subcommand("train", default=_train_defaults(args), description=about)]
-
-
-def _train_defaults(args: list[str]) -> Any:
-    """The settings of the run to continue, if one is named."""
-    from jvarlen.runs.config import FitConfig, load_config
-    from jvarlen.runs.directory import is_run_dir
-    from jvarlen.runs.plan_config import PlanConfig
-
-    for place, name in enumerate(args):
-        given, _, value = name.partition("=")
-        run_dir = value or "".join(args[place + 1 : place + 2])
-        if given == "--resume" and run_dir:
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
-        if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
-    return FitConfig(plan=PlanConfig(max_shapes="auto"))
+    return Annotated[command, tyro.conf.subcommand("train", default=default_settings(args), description=about)]
 
 
 def _unframed(text: str) -> str:

@@ -226,20 +226,6 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         (["sort", "LENGTHS", "--devices", "0"], "devices (0)"),
         (["train", "--devices", "2"], "1 microbatches a step do not spread over 2 shards"),
         (["train", "--devices", "9"], "num_devices must be between 1 and 8, not 9"),
-        (["train", "--elastic", "2"], "elastic (2) needs run_dir"),
-        (["train", "--elastic", "2", "--run-dir", "runs", "--distributed"], "elastic (2) starts the processes itself"),
-        (
-            ["train", "--elastic", "2", "--run-dir", "runs"],
-            "1 microbatches a step do not spread over the shards of data2",
-        ),
-        (
-            ["train", "--elastic", "2", "--run-dir", "runs", "--parallel", "data4"],
-            "the layout data4 takes 4 devices, and 2 processes of 1 have 2",
-        ),
-        (
-            ["train", "--elastic", "2", "--run-dir", "runs", "--parallel", "auto"],
-            "parallel auto would choose anew for the survivors: name a layout",
-        ),
         (["train", "--optimizer.schedule-unit", "epochs"], "schedule-unit"),
         (["sort", "LENGTHS", "--out", "."], "must be a file, and another one than the lengths"),
         (["sort", "LENGTHS", "--out", "LENGTHS"], "must be a file, and another one than the lengths"),

@@ -25,7 +25,8 @@ import yaml
 
 from jvarlen import FitConfig
 from jvarlen.cli import main
-from jvarlen.distributed.elastic import Start
+from jvarlen.experimental.elastic import Start
+from jvarlen.experimental.elastic import __main__ as elastic
 from jvarlen.runs.config import PlanConfig, save_config
 
 from .processes import COMPILE_FAST, ROOT
@@ -60,10 +61,10 @@ exit $code
 """
 
 
-def block(language: str, containing: str) -> str:
-    """The one block of the page that is in a language and contains a text."""
-    page = (ROOT / "docs" / "launching.md").read_text()
-    (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) if containing in text)
+def block(language: str, containing: str, page: str = "docs/launching.md") -> str:
+    """The one block of a page that is in a language and contains a text."""
+    text = (ROOT / page).read_text()
+    (found,) = (each for each in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if containing in each)
     return found
 
 
@@ -83,6 +84,14 @@ from tests.run_fit import leave_pictures_empty
 leave_pictures_empty()
 run()
 """
+# In place of `python -m jvarlen.experimental.elastic`.
+ELASTIC = """
+import runpy, sys
+from tests.run_fit import leave_pictures_empty
+leave_pictures_empty()
+sys.argv = sys.argv[2:]
+runpy.run_module("jvarlen.experimental.elastic", run_name="__main__")
+"""
 
 
 class Place:
@@ -91,8 +100,13 @@ class Place:
     def __init__(self, folder: Path, data: Path):
         self.folder = folder
         (folder / "bin").mkdir()
-        python, settings = shlex.join([sys.executable, "-c", JVARLEN]), shlex.join(small_settings(data))
-        self.write_program("jvarlen", f'#!/bin/sh\necho $$ >> tasks\nexec {python} "$@" {settings}\n')
+        self._settings = shlex.join(small_settings(data))
+        self.write_training("jvarlen", JVARLEN)
+
+    def write_training(self, name: str, program: str) -> None:
+        """Puts a program of Python first on the path, which trains with small settings."""
+        python = shlex.join([sys.executable, "-c", program])
+        self.write_program(name, f'#!/bin/sh\necho $$ >> tasks\nexec {python} "$@" {self._settings}\n')
 
     def write_program(self, name: str, text: str) -> None:
         """Puts a program first on the path."""
@@ -313,13 +327,13 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
         latest.symlink_to("another")
         return run(start._replace(is_again=True))
 
-    monkeypatch.setattr(importlib.import_module("jvarlen.runs.elastic"), "keep_training", keep_training)
+    monkeypatch.setattr(elastic, "keep_training", keep_training)
     own, latest = tmp_path / "own", tmp_path / "latest"
     newest = own / "checkpoints" / "200"
     newest.mkdir(parents=True)
     save_config(FitConfig(plan=PlanConfig(microbatches_per_step=2)), own / "config.json")
     latest.symlink_to("own")
-    assert main(["train", "--elastic", "2", "--resume", str(latest), "--from", "best"]) == 0
+    assert elastic.main(["2", "--", "jvarlen", "train", "--resume", str(latest), "--from", "best"]) == 0
     assert [config.resume_from for config in configs] == ["best", "best", "latest"]
     assert {config.resume for config in configs} == {own}
 
@@ -327,7 +341,7 @@ def test_all_starts_resume_the_run_that_was_named_from_the_best_until_they_have_
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_survivors_finish_the_run_of_lost_processes(place, losses_alone):
-    """Process 0 is one of them."""
+    """Rank 0 is one of them."""
 
     def kill_first_and_last():
         (supervisor,) = place.pids()
@@ -335,7 +349,9 @@ def test_survivors_finish_the_run_of_lost_processes(place, losses_alone):
         for pid in (workers[0], workers[-1]):
             os.kill(int(pid), signal.SIGKILL)
 
-    assert place.run_struck(block("bash", "--elastic 4"), kill_first_and_last) == 0, place.output
+    place.write_training("python", ELASTIC)
+    command = block("bash", "elastic 4", "jvarlen/experimental/elastic/README.md")
+    assert place.run_struck(command, kill_first_and_last) == 0, place.output
     said = "jvarlen: process 0 was killed by SIGKILL; process 3 was killed by SIGKILL; goes on from the last checkpoint"
     assert f"{said} with 2 of 4 processes" in place.output
     np.testing.assert_allclose(place.losses(), losses_alone, rtol=1e-5)

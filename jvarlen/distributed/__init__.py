@@ -4,7 +4,6 @@
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `grad_buckets`: which gradients are reduced together, and when.
 - `processes`: processes that start together, agree, and end together.
-- `elastic`: continues a training when processes are lost.
 - `launch`: starts the devices and processes of a command.
 - `cpu_memory`: keeps the memory of steps on a CPU from one step to the next.
 - `watchdog`: ends all processes when one of them stalls.
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.distributed.elastic import keep_training
     from jvarlen.distributed.grad_buckets import assign_grad_buckets
     from jvarlen.distributed.mesh import batch_shardings, data_mesh, devices_of, divide_processor, replicate, split_cpu
     from jvarlen.distributed.processes import agree, initialize_processes, together
@@ -32,14 +30,12 @@ __all__ = [
     "devices_of",
     "divide_processor",
     "initialize_processes",
-    "keep_training",
     "replicate",
     "split_cpu",
     "together",
 ]
 
 _NAMES_OF = {
-    "distributed.elastic": ("keep_training",),
     "distributed.grad_buckets": ("assign_grad_buckets",),
     "distributed.mesh": ("batch_shardings", "data_mesh", "devices_of", "divide_processor", "replicate", "split_cpu"),
     "distributed.processes": ("agree", "initialize_processes", "together"),

@@ -4,4 +4,5 @@ A folder each, with a README of its own. Names and files here may change or go a
 does without them: only the command line imports this package.
 
 - `asynchronous`: workers that don't wait for each other.
+- `elastic`: training that goes on when workers are lost.
 """

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from jvarlen._common.lazy_imports import lazy_imports
 
 if TYPE_CHECKING:
-    from jvarlen.distributed.layout import Layout, surviving_layout
+    from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import layout_mesh
     from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
@@ -106,7 +106,6 @@ __all__ = [
     "split_params",
     "spread_rows",
     "sum_over_positions",
-    "surviving_layout",
     "take_features",
     "take_positions",
     "tensor_parallel_model",
@@ -118,7 +117,7 @@ __all__ = [
 ]
 
 _NAMES_OF = {
-    "distributed.layout": ("Layout", "surviving_layout"),
+    "distributed.layout": ("Layout",),
     "distributed.mesh": ("layout_mesh",),
     "parallel.bill": ("communication_bill",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),

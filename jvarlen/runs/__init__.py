@@ -5,6 +5,6 @@
 - `epochs`: all steps of a training. `prepare`: everything before the first. `loop`, `profiling`, `step_display`: one
   host loop around the step.
 - `directory`, `trackers`, `charts`, `wandb_process`, `summary`: the files of a run.
-- `fit`: all of it, in order. `elastic`: the same in processes of which some may be lost.
+- `fit`: all of it, in order.
 - `page_commands`, `model_commands`, `measure_command`: `jvarlen plan` and `report`; `sample` and `export`; `measure`.
 """

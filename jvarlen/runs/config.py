@@ -224,9 +224,6 @@ class FitConfig(DataConfig, DeviceConfig):
     cluster: str | None = dataclasses.field(default=None, metadata=_PROCESS)
     """With parallel auto, the devices and links to choose for: a file of `jvarlen measure --links`, or a known machine.
     None measures them before the run."""
-    elastic: int | None = dataclasses.field(default=None, metadata=_CALL)
-    """Start this many processes on this host, and go on with the survivors when one is lost; it comes back after a
-    while. Needs run_dir or resume."""
     dry_run: bool = dataclasses.field(default=False, metadata=_CALL)
     """Print the plan, and what a step of its largest shape holds and sends on a device, and train nothing."""
     plan: PlanConfig = dataclasses.field(default_factory=PlanConfig)
@@ -241,7 +238,7 @@ class FitConfig(DataConfig, DeviceConfig):
     def __post_init__(self):
         DataConfig.__post_init__(self)
         DeviceConfig.__post_init__(self)
-        check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last", "elastic")
+        check_at_least(self, 1, "max_steps", "num_epochs", "checkpoint_every", "eval_every", "keep_last")
         check_at_least(self, 0, "seed", "keep_best", "profile")
         check_above(self, 0, "stall_timeout_s")
         _ = self.layout  # which raises ValueError for a text that names no layout
@@ -251,10 +248,6 @@ class FitConfig(DataConfig, DeviceConfig):
             raise UserError(f"keep_best ({self.keep_best}) needs eval_every: which is best only evaluations tell")
         if self.resume_from != "latest" and self.resume is None and self.run_dir is None:
             raise UserError(f"from {self.resume_from} needs resume, the directory of a run")
-        if self.elastic is not None and self.run_dir is None and self.resume is None:
-            raise UserError(f"elastic ({self.elastic}) needs run_dir, where later starts find the run")
-        if self.elastic is not None and self.has_processes:
-            raise UserError(f"elastic ({self.elastic}) starts the processes itself, which it tells where to meet")
         if self.run_dir is not None and self.resume is not None:
             raise UserError(f"run_dir ({self.run_dir}) and resume ({self.resume}) both name the run: give one of them")
 

@@ -141,8 +141,6 @@ def fit(
     )
     if config.dry_run:
         raise UserError("fit trains, and dry_run does not: call dry_run(config)")
-    if config.elastic is not None:
-        raise UserError("fit trains in this process, and elastic starts others: call keep_training")
     config, mesh = _launched(config, data, mesh)
     with remembered_interrupts(), contextlib.ExitStack() as held:
         return _fit(config, task, data, mesh, trackers or {}, held)

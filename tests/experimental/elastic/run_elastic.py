@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jvarlen.distributed import elastic
-from jvarlen.distributed.elastic import keep_training
-from jvarlen.parallel import Layout, surviving_layout
+from jvarlen.experimental.elastic import keep_training, supervisor, surviving_layout
+from jvarlen.parallel import Layout
 
 MISSES_OTHERS = 2  # the exit code of a process that misses another one
 FOR_EVER_S = 600
@@ -34,7 +33,7 @@ class Case:
         pid = os.fork()
         if pid == 0:
             for name, value in ({"_OTHERS_S": 4.0} | self.constants).items():
-                setattr(elastic, name, value)
+                setattr(supervisor, name, value)
             if self.devices is not None:
                 os.environ["JAX_LOCAL_DEVICE_IDS"] = self.devices
             options = {"survivors": survivors} | self.options
@@ -52,7 +51,7 @@ class Case:
         return self.how(self, start)
 
     def groups(self):
-        """Place and identifier of each process, by the coordinator that its start has named."""
+        """Worker and identifier of each process, by the coordinator that its start has named."""
         groups = {}
         for line in (self.folder / "starts").read_text().splitlines():
             coordinator, *numbers = line.split()
@@ -80,7 +79,7 @@ class Case:
             time.sleep(0.01)
 
     def outcome(self):
-        """The exit code or the error; the places of the processes, by start; those that still run."""
+        """The exit code or the error; the workers of the processes, by start; those that still run."""
         code = self.folder / "code"
         groups = [sorted(group) for group in self.groups().values()]
         deadline = time.monotonic() + 10
@@ -88,7 +87,7 @@ class Case:
             time.sleep(0.01)
         return {
             "code": json.loads(code.read_text()) if code.exists() else "killed",
-            "places": [[place for _, place, _ in group] for group in groups],
+            "workers": [[worker for _, worker, _ in group] for group in groups],
             "running": running,
         }
 
@@ -180,7 +179,7 @@ def dies_alone(case, start):
 
 
 def loses_after_returns(case, start):
-    """Processes 2 and 3 die, then process 1, when the places of the former have returned; then two train to the end."""
+    """Processes 2 and 3 die, then process 1, when the former have returned; then two train to the end."""
     number = len(case.groups())
     if number == 1 and start.process_id > 1:
         case.die_when_all_run(start)

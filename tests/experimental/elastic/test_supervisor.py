@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from jvarlen.distributed import elastic
-from jvarlen.distributed.elastic import keep_training
+from jvarlen.experimental.elastic import keep_training, supervisor
 from tests import forks
 
-PROGRAM = Path(__file__).parents[1] / "run_elastic.py"
+PROGRAM = Path(__file__).parent / "run_elastic.py"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.multiprocess
 
 
 @pytest.mark.parametrize(
-    ("case", "code", "places"),
+    ("case", "code", "workers"),
     [
         ("ends", 0, [[0, 1, 2, 3]]),
         ("is given GPUs", 0, [[9, 7, 5, 3]]),
@@ -49,15 +48,15 @@ pytestmark = pytest.mark.multiprocess
         ("is killed", "killed", [[0, 1, 2, 3]]),
     ],
 )
-def test_a_training_goes_on_with_those_that_survive(outcomes, case, code, places):
-    assert outcomes[case] == {"code": code, "places": places, "running": []}
+def test_a_training_goes_on_with_those_that_survive(outcomes, case, code, workers):
+    assert outcomes[case] == {"code": code, "workers": workers, "running": []}
 
 
 def test_starts_that_save_nothing_come_to_an_end(outcomes):
     assert outcomes["crashes"]["code"] == (
         "5 starts in a row have saved nothing new; the last: process 0 ended with exit code 1"
     )
-    assert len(outcomes["crashes"]["places"]) == 5
+    assert len(outcomes["crashes"]["workers"]) == 5
     assert not outcomes["crashes"]["running"]
     assert "LookupError: of the test" in outcomes["said"]
     assert outcomes["returns nothing"]["code"].startswith("5 starts in a row have saved nothing new")
@@ -69,7 +68,7 @@ def test_too_few_survivors_are_named_and_nothing_runs_on(outcomes):
     found = outcomes["too few"]
     assert "process 1 was killed by SIGKILL; process 2 was killed by SIGKILL; process 3" in found["code"]
     assert "goes on with 2 devices at least (stage1.tensor2), and 1 is left" in found["code"]
-    assert found["places"] == [[0, 1, 2, 3]]
+    assert found["workers"] == [[0, 1, 2, 3]]
     assert not found["running"]
 
 
@@ -77,7 +76,7 @@ def test_each_loss_is_said_with_how_many_go_on(outcomes):
     said = outcomes["said"]
     assert "jvarlen: process 2 was killed by SIGKILL; goes on from the last checkpoint with 2 of 4 processes" in said
     assert "jvarlen: process 1 stands still; goes on" in said
-    returned = "takes lost processes back; goes on from the last checkpoint with 4 of 4 processes"
+    returned = "takes lost workers back; goes on from the last checkpoint with 4 of 4 processes"
     assert f"jvarlen: {returned}" in said
 
 
@@ -96,7 +95,7 @@ def test_too_few_gpus_for_all_processes_are_named(monkeypatch):
         keep_training(lambda start: 0, 2, progress=list, devices_per_process=2)
 
 
-class NeverEnding(elastic._Process):
+class NeverEnding(supervisor._Process):
     def __init__(self):
         self.pid = 7
 
@@ -108,6 +107,6 @@ class NeverEnding(elastic._Process):
 
 
 def test_a_killed_process_that_does_not_end_is_not_waited_for(monkeypatch, capsys):
-    monkeypatch.setattr(elastic, "_KILLED_S", 0.0)
-    elastic._end([NeverEnding()])
+    monkeypatch.setattr(supervisor, "_KILLED_S", 0.0)
+    supervisor._end([NeverEnding()])
     assert "killed processes do not end, as while they wait for a disk: 7" in capsys.readouterr().err

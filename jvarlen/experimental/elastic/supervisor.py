@@ -1,8 +1,8 @@
 """Continues a training of several processes on one host when some of them are lost.
 
-A supervisor starts the processes, each on its own place: with GPUs, those at its index. When one is lost, it ends the
-others, which cannot compute without it, and starts as many as can continue without that place. They resume the run from
-its last checkpoint. After a while the place is tried again. Process 0 is no exception.
+A supervisor starts the processes, one for each worker, which has the GPUs at its index. When one is lost, it ends the
+others, which cannot compute without it, and starts as many as can continue. They resume the run from its last
+checkpoint. After a while the lost worker is tried again. Rank 0 is no exception.
 
 The processes are forks of the supervisor, which has imported everything and touched no device, so they start at once.
 Surviving processes do not continue themselves: in JAX 0.10 only private names can reconnect them, and they are aborted
@@ -40,7 +40,7 @@ _INTERVAL_S = 0.05
 _AT_ONCE_S = 0.2  # within which several are lost together
 _OTHERS_S = 30.0  # for the others to end by themselves after one did: two heartbeat timeouts and some
 _KILLED_S = 10.0  # for killed ones to end; one that waits for a disk may never do
-_RETURN_S = 60.0  # until a lost place is tried again; twice as long each time that it is lost
+_RETURN_S = 60.0  # until a lost worker is tried again; twice as long each time that it is lost
 _MOST_VAIN_STARTS = 5
 _DEVICE_IDS = "JAX_LOCAL_DEVICE_IDS"
 _SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
@@ -72,7 +72,7 @@ def keep_training(
 ) -> int:
     """Runs a training of several processes on this host to its end, with those that survive.
 
-    A process is lost if a signal kills it, if it crashes, if it was the first to end where others were then aborted, or
+    A worker is lost if a signal kills it, if it crashes, if it was the first to end where others were then aborted, or
     if it hangs: all must end within 30 s of the first. The others then start again without it. It comes back after a
     minute, and after twice as long each further time, or after SIGUSR1 to this process: once something new is saved,
     the training is interrupted, with all steps saved, and all start again. Ctrl-C and SIGTERM are passed on once; a
@@ -96,8 +96,8 @@ def keep_training(
         `survivors` returned more than are alive, or none; or `JAX_LOCAL_DEVICE_IDS` has too few devices.
     """
     check_at_least_one(num_processes=num_processes, devices_per_process=devices_per_process)
-    devices = _devices_of_places(num_processes, devices_per_process)
-    places, num_vain, cause = _Places(num_processes), 0, ""
+    devices = _devices_of_workers(num_processes, devices_per_process)
+    workers, num_vain, cause = _Workers(num_processes), 0, ""
 
     def num_for(alive: int) -> int:
         size = alive if survivors is None else survivors(alive)
@@ -105,9 +105,9 @@ def keep_training(
             raise UserError(f"survivors({alive}) must be from 1 to {alive}, not {size}")
         return size
 
-    with _remembered_signals(places) as interrupts:
+    with _remembered_signals(workers) as interrupts:
         while not interrupts:
-            alive, saved = places.alive(), progress()
+            alive, saved = workers.alive(), progress()
             try:
                 size = num_for(len(alive))
             except ValueError as error:  # as `survivors` may raise
@@ -116,12 +116,12 @@ def keep_training(
                 _say(f"{cause}; goes on from the last checkpoint with {size} of {num_processes} processes")
 
             def has_more(num_before: int = len(alive), size: int = size, saved: object = saved) -> bool:
-                num_alive = len(places.alive())
+                num_alive = len(workers.alive())
                 # Not before something is saved: what returns may be lost again.
                 return num_alive > num_before and num_for(num_alive) > size and progress() != saved
 
             used = sorted(alive[:size])
-            with _started(run, [devices[place] for place in used], is_again=cause != "") as group:
+            with _started(run, [devices[worker] for worker in used], is_again=cause != "") as group:
                 ended = _watch(group, interrupts, has_more)
             if ended.is_done:
                 return 0
@@ -131,8 +131,8 @@ def keep_training(
                 break
             has_saved = progress() != saved
             if ended.lost:
-                # Where all are lost, it was no fault of a place.
-                places.lose([used[each] for each in ended.lost], stays_away=len(ended.lost) < size)
+                # Where all are lost, it was no fault of a worker.
+                workers.lose([used[each] for each in ended.lost], stays_away=len(ended.lost) < size)
             elif not ended.makes_room and not (ended.code == _ERROR and has_saved):
                 return ended.code
             cause, num_vain = str(ended), 0 if has_saved else num_vain + 1
@@ -141,8 +141,8 @@ def keep_training(
     return 128 + interrupts[0]
 
 
-class _Places:
-    """What processes are started on, and which of it is lost until when."""
+class _Workers:
+    """Which workers are lost, and until when."""
 
     def __init__(self, number: int):
         self._returns_at = [0.0] * number
@@ -151,22 +151,22 @@ class _Places:
     def alive(self) -> list[int]:
         """Those that are not lost or have returned; what was lost last comes last."""
         now = time.monotonic()
-        alive = [place for place, at in enumerate(self._returns_at) if at <= now]
+        alive = [worker for worker, at in enumerate(self._returns_at) if at <= now]
         return sorted(alive, key=self._returns_at.__getitem__)
 
-    def lose(self, places: Sequence[int], *, stays_away: bool) -> None:
-        for place in places:
-            wait_s = _RETURN_S * 2 ** self._num_losses[place] if stays_away else 0.0
-            self._returns_at[place] = time.monotonic() + wait_s
-            self._num_losses[place] += stays_away
+    def lose(self, workers: Sequence[int], *, stays_away: bool) -> None:
+        for worker in workers:
+            wait_s = _RETURN_S * 2 ** self._num_losses[worker] if stays_away else 0.0
+            self._returns_at[worker] = time.monotonic() + wait_s
+            self._num_losses[worker] += stays_away
 
     def return_now(self) -> None:
         now = time.monotonic()
         self._returns_at = [min(at, now) for at in self._returns_at]
 
 
-def _devices_of_places(num_processes: int, devices_per_process: int) -> list[str]:
-    """The numbers of the GPUs of each place, as `JAX_LOCAL_DEVICE_IDS` has them."""
+def _devices_of_workers(num_processes: int, devices_per_process: int) -> list[str]:
+    """The numbers of the GPUs of each worker, as `JAX_LOCAL_DEVICE_IDS` has them."""
     num_devices = num_processes * devices_per_process
     given = os.environ.get(_DEVICE_IDS)
     ids = given.split(",") if given else list(map(str, range(num_devices)))
@@ -179,13 +179,13 @@ def _devices_of_places(num_processes: int, devices_per_process: int) -> list[str
 
 
 @contextlib.contextmanager
-def _remembered_signals(places: _Places) -> Iterator[list[int]]:
-    """A block in which each SIGINT and SIGTERM is appended to a list, and SIGUSR1 brings all places back."""
+def _remembered_signals(workers: _Workers) -> Iterator[list[int]]:
+    """A block in which each SIGINT and SIGTERM is appended to a list, and SIGUSR1 brings all workers back."""
     interrupts: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
-            places.return_now()
+            workers.return_now()
         else:
             interrupts.append(number)
 
@@ -331,7 +331,7 @@ class _Ended(NamedTuple):
 
     @property
     def lost(self) -> dict[int, int | None]:
-        """Exit codes of lost processes by number, None for one that stands still."""
+        """Exit codes of lost workers by rank, None for one that stands still."""
         codes = self.codes
         lost: dict[int, int | None] = {each: code for each, code in sorted(codes.items()) if code not in _NOT_LOST}
         lost = lost or {each: None for each in range(self.size) if each not in codes}
@@ -343,7 +343,7 @@ class _Ended(NamedTuple):
 
     def __str__(self) -> str:
         if self.makes_room:
-            return "takes lost processes back"
+            return "takes lost workers back"
         lost = [f"process {each} {_how(code)}" for each, code in self.lost.items()]
         return list_first(lost or [f"all processes {_how(self.code)}"], "; ")
 
@@ -362,7 +362,7 @@ def _watch(group: Sequence[_Process], interrupts: Sequence[int], has_more: Calla
         if not was_told and (interrupts or (not codes and has_more())):
             was_told, was_stopped = True, not interrupts
             if was_stopped:
-                _say("lost processes can return: saves, and starts again by itself")
+                _say("lost workers can return: saves, and starts again by itself")
                 group[0].send_signal(signal.SIGTERM)  # all stop together
             else:
                 for process in group:

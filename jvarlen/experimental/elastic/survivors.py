@@ -1,0 +1,62 @@
+"""The layout of the devices that are left."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero
+from jvarlen.distributed.layout import Layout
+
+__all__ = ["surviving_layout"]
+
+
+def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> Layout:
+    """The largest layout for the devices that are left, with the same numbers in every step.
+
+    Data-parallel shards are given up first: as many stay as fit and divide the microbatches. If not even one fits, rows
+    are split into fewer parts, a divisor of their number. Stages and tensor parallelism stay, because the parameters of
+    a device would not fit without them. With fewer shards, ZeRO holds more on each.
+
+    Args:
+      layout: of all devices.
+      alive: how many devices are left. Some may be left over.
+      microbatches_per_step: M.
+
+    Returns:
+      A layout of at most `alive` devices: the given one if it fits, otherwise the same but for `data`, then `sequence`,
+      and for what means nothing on one shard (`zero`, `sequence_from`).
+
+    Raises:
+      ValueError: there are fewer devices than stages and tensor parallelism take, or M suits no number of shards.
+
+    Example:
+      >>> str(surviving_layout(Layout(data=4), alive=3, microbatches_per_step=8))
+      'data2'
+    """
+    check_at_least_zero(alive=alive)
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    per_shard = layout.stage * layout.tensor
+    for sequence in range(layout.sequence, 0, -1):
+        for data in range(min(layout.data, alive // (per_shard * sequence)), 0, -1):
+            if layout.sequence % sequence or not _takes_microbatches(layout, data, sequence, microbatches_per_step):
+                continue
+            return dataclasses.replace(
+                layout,
+                data=data,
+                sequence=sequence,
+                zero=layout.zero if data * sequence > 1 else 0,
+                sequence_from=layout.sequence_from if sequence > 1 else 0,
+            )
+    if alive >= per_shard:
+        raise UserError(f"{microbatches_per_step} microbatches a step suit no number of shards of the layout {layout}")
+    raise UserError(
+        f"the layout {layout} goes on with {per_shard} devices at least (stage{layout.stage}.tensor{layout.tensor}), "
+        f"and {alive} {'is' if alive == 1 else 'are'} left"
+    )
+
+
+def _takes_microbatches(layout: Layout, data: int, sequence: int, microbatches_per_step: int) -> bool:
+    """Whether microbatches spread over this many shards; rows that are not spread use the axis "sequence" as data."""
+    shards = {data, data * sequence} if layout.sequence_from and sequence > 1 else {data}
+    multiple_of = layout.stage if layout.schedule == "interleaved" else 1
+    return all(microbatches_per_step % (num_shards * multiple_of) == 0 for num_shards in shards)
