@@ -29,7 +29,7 @@ from support.timing import COMPILE_FAST, RESULTS, report, table, versions_and_ha
 
 from jvarlen.distributed.mesh import layout_mesh, split_cpu
 from jvarlen.parallel import LayeredModel, LayeredParams, Layout, Schedule, Timeline
-from jvarlen.parallel.scheduled import sum_scheduled
+from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.parallel.schedules import make_schedule
 from jvarlen.reports.schedule_figures import draw_timelines
 from jvarlen.training.train_state import TrainState

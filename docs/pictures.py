@@ -19,6 +19,7 @@ import jvarlen
 from jvarlen import parallel
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
+from jvarlen.experimental import token_slices
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.memory_figures import draw_memory
@@ -87,9 +88,9 @@ def draw_schedules() -> Iterator[tuple[str, str]]:
         return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128
 
     sliced = []
-    for slices in ([2048], [512] * 4, parallel.choose_slices(2048, 4, 1, seconds, unit=128)):
-        forward = parallel.slice_seconds(slices, 2048, seconds)[None]
-        schedule = parallel.token_slices(4, 1, len(slices))
+    for slices in ([2048], [512] * 4, token_slices.choose_slices(2048, 4, 1, seconds, unit=128)):
+        forward = token_slices.slice_seconds(slices, 2048, seconds)[None]
+        schedule = token_slices.token_slices(4, 1, len(slices))
         sliced.append(schedule.simulate({"F": forward, "B": 2 * forward}, "mpmd"))
     yield "schedules-slices", draw_timelines(*sliced)
 

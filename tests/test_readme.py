@@ -173,8 +173,12 @@ def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
 
 def test_the_guide_to_schedules_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("schedules.md", capsys)
-    assert names["chosen"].sum() == 2048
     assert names["svg"].startswith("<svg")
+
+
+def test_the_guide_to_token_slices_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "token_slices" / "README.md", capsys)
+    assert names["chosen"].sum() == 2048
 
 
 @pytest.mark.slow

@@ -5,4 +5,5 @@ does without them: only the command line imports this package.
 
 - `asynchronous`: workers that don't wait for each other.
 - `elastic`: training that goes on when workers are lost.
+- `token_slices`: rows go through the stages of a pipeline in slices of positions.
 """

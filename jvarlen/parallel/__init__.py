@@ -9,10 +9,8 @@
 - `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
 - `sequence`: attention over rows whose positions are spread over a mesh axis.
-- `schedules`: which stage of a pipeline works on what, when, and what it holds. `schedule_tables`: the same as tables
-  of ticks, for a program. `scheduled`: that program, for a model by layers. `residuals`: a layer and its derivative,
-  cut into passes. `slices`: where to cut a sequence. `sliced`: the program for rows that are cut. `stages`: what both
-  programs share.
+- `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
+  `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
 
 `Layout` and `layout_mesh` are in `distributed`. The names below are imported when they are first used: layouts and
 schedules are made without JAX.
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
         gpipe,
         interleaved,
         one_f_one_b,
-        token_slices,
         zero_bubble,
     )
     from jvarlen.parallel.sequence import (
@@ -49,7 +46,6 @@ if TYPE_CHECKING:
         spread_rows,
         unspread_rows,
     )
-    from jvarlen.parallel.slices import choose_slices, slice_seconds
     from jvarlen.parallel.tensor import (
         TensorSpec,
         check_tensor_divides,
@@ -79,7 +75,6 @@ __all__ = [
     "Timeline",
     "attend_over_axis",
     "check_tensor_divides",
-    "choose_slices",
     "column_linear",
     "communication_bill",
     "eager_1f1b",
@@ -102,14 +97,12 @@ __all__ = [
     "row_linear",
     "sequence_positions",
     "shard_positions",
-    "slice_seconds",
     "split_params",
     "spread_rows",
     "sum_over_positions",
     "take_features",
     "take_positions",
     "tensor_parallel_model",
-    "token_slices",
     "unspread_rows",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
@@ -131,7 +124,6 @@ _NAMES_OF = {
         "gpipe",
         "interleaved",
         "one_f_one_b",
-        "token_slices",
         "zero_bubble",
     ),
     "parallel.sequence": (
@@ -141,7 +133,6 @@ _NAMES_OF = {
         "spread_rows",
         "unspread_rows",
     ),
-    "parallel.slices": ("choose_slices", "slice_seconds"),
     "parallel.tensor": (
         "TensorSpec",
         "check_tensor_divides",

@@ -21,7 +21,7 @@ from jvarlen.distributed.layout import Keeps, Layout
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
-from jvarlen.parallel.schedule_tables import BufferSlots, buffer_slots
+from jvarlen.parallel.schedules import BufferSlots, buffer_slots
 from jvarlen.parallel.train import Accumulate, check_layout, other_specs_of
 from jvarlen.parallel.zero import shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets

@@ -18,7 +18,7 @@ from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn
-from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
+from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import model_on_axes, other_specs_of
 from jvarlen.parallel.zero import padded_shape

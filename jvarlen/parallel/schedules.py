@@ -1,35 +1,43 @@
-"""Pipeline schedules as data: which stage works on what and when, and what it holds. NumPy only.
+"""Pipeline schedules as data: which stage works on what and when, what it holds, and tables of it. NumPy only.
 
-Letters: S stages, M microbatches of a data shard, V chunks of the model on each stage, K slices of tokens in each
-microbatch, A actions of a stage, T ticks. Chunk c of stage s is part c · S + s of the model's S · V parts.
+Letters: S stages, M microbatches of a data shard, V chunks of the model on each stage, A actions of a stage, T ticks.
+Chunk c of stage s is part c · S + s of the model's S · V parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
-from jaxtyping import Float64, Int32, Int64
+from jaxtyping import Bool, Float64, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.layout import ScheduleName
-from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD, KINDS, WEIGHT, Tables, place_of_actions, tables_of
 
 __all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "WEIGHT",
+    "BufferSlots",
     "Schedule",
+    "Tables",
     "Timeline",
+    "buffer_slots",
     "check_chunks",
     "eager_1f1b",
     "gpipe",
     "interleaved",
     "make_schedule",
     "one_f_one_b",
-    "token_slices",
+    "schedule_of",
     "zero_bubble",
 ]
 
+FORWARD, BACKWARD, WEIGHT = range(3)
+_KINDS = "FBW"
 _Mode = Literal["lockstep", "phases", "mpmd"]
 
 
@@ -42,10 +50,9 @@ class Schedule:
       num_stages: S.
       num_microbatches: M.
       num_chunks: V.
-      num_slices: K.
-      actions: int32[S, A, 4], the actions of each stage in order: kind, microbatch, chunk and slice. Kinds are 0 for a
-        forward pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes
-        only the gradient of the stage's input.
+      actions: int32[S, A, 3], the actions of each stage in order: kind, microbatch and chunk. Kinds are 0 for a forward
+        pass (F), 1 for a backward pass (B), and 2 for weight gradients (W). In a schedule with W, B computes only the
+        gradient of the stage's input.
       ticks: int32[S, A], the tick of each action in lockstep. A result is received in the tick after its action, or
         later.
     """
@@ -54,21 +61,20 @@ class Schedule:
     num_stages: int
     num_microbatches: int
     num_chunks: int
-    num_slices: int
-    actions: Int32[np.ndarray, "S A 4"]
+    actions: Int32[np.ndarray, "S A 3"]
     ticks: Int32[np.ndarray, "S A"]
 
     @property
     def kinds(self) -> str:
         """The kinds of its actions: `"FB"` or `"FBW"`."""
-        return KINDS[: 1 + int(self.actions[..., 0].max())]
+        return _KINDS[: 1 + int(self.actions[..., 0].max())]
 
     def simulate(self, costs: Mapping[str, Any], mode: str = "lockstep") -> Timeline:
         """When each action starts and ends. Transfers take no time.
 
         Args:
-          costs: seconds, or any unit, of each kind of `kinds`: a number, an array [S] for each stage, or an array
-            that broadcasts to [S, K], such as [1, K] for each slice. An action works on one chunk and one slice.
+          costs: seconds, or any unit, of each kind of `kinds`: a number, or an array [S] for each stage. An action
+            works on one chunk.
           mode: `"mpmd"`: a stage starts its next action when it is free and the inputs are there. `"lockstep"`: one
             program moves all stages in ticks. Transfers are at the end of a tick, which lasts as long as its slowest
             action. `"phases"`: as lockstep, but with a transfer after each kind. A tick lasts as long as its slowest F,
@@ -88,9 +94,7 @@ class Schedule:
           [600.0, 795.0]
         """
         check_choices(mode=(mode, _Mode))
-        kind, slice_index = self.actions[..., 0], self.actions[..., 3]
-        stage = np.arange(self.num_stages)[:, None]
-        durations = self._checked_costs(costs)[kind, stage, slice_index]
+        kind, durations = self.actions[..., 0], self._durations(costs)
         if mode == "mpmd":
             starts = _earliest_starts(_received_from(self.actions), durations)
             makespan = float((starts + durations).max())
@@ -104,6 +108,10 @@ class Schedule:
             starts = (np.cumsum(lasts) - lasts)[self.ticks] + before[self.ticks, kind]
             makespan = float(lasts.sum())
         capacity = self.num_stages * makespan
+        peaks = [  # of forward passes, each of which is held until its action of the last kind has ended
+            (np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == last, axis=1)).max(axis=1)
+            for last in (len(self.kinds) - 1, BACKWARD)
+        ]
         return Timeline(
             schedule=self,
             mode=mode,
@@ -111,9 +119,27 @@ class Schedule:
             ends=starts + durations,
             makespan=makespan,
             bubble=float((capacity - durations.sum()) / capacity) if capacity else 0.0,
-            peak_activations=self._peak_activations(len(self.kinds) - 1),
-            peak_before_backward=self._peak_activations(BACKWARD),
+            peak_activations=peaks[0],
+            peak_before_backward=peaks[1],
         )
+
+    def _durations(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "S A"]:
+        """The cost of each action."""
+        of_kinds = [np.broadcast_to(cost, self.num_stages) for cost in self._checked_costs(costs, (self.num_stages,))]
+        return np.stack(of_kinds)[self.actions[..., 0], np.arange(self.num_stages)[:, None]]
+
+    def _checked_costs(self, costs: Mapping[str, Any], shape: tuple[int, ...]) -> list[Float64[np.ndarray, ...]]:
+        """The costs of each kind, which broadcast to a shape."""
+        if sorted(costs) != sorted(self.kinds):
+            raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
+        checked = [np.asarray(costs[kind], np.float64) for kind in self.kinds]
+        for kind, cost in zip(self.kinds, checked, strict=True):
+            sizes = zip(cost.shape, shape, strict=False)
+            if cost.ndim not in (0, len(shape)) or any(size not in (1, most) for size, most in sizes):
+                raise UserError(f"costs of {kind} have shape {cost.shape}; it must be () or broadcast to {shape}")
+            if not (np.isfinite(cost) & (cost >= 0)).all():
+                raise UserError(f"costs of {kind} must be finite and at least 0, not {costs[kind]!r}")
+        return checked
 
     def tables(self) -> Tables:
         """The tables that a program reads when it moves all stages in ticks.
@@ -128,30 +154,41 @@ class Schedule:
           >>> tables.num_inputs, tables.num_activations, tables.num_gradients
           (1, 2, 1)
         """
-        return tables_of(self.actions, self.ticks, _received_from(self.actions))
+        ticks, received_from = self.ticks, _received_from(self.actions)
+        stage = np.broadcast_to(np.arange(self.num_stages)[:, None], ticks.shape)
+        kind, microbatch, chunk = np.moveaxis(self.actions, -1, 0)
+        place = _place_of(self.actions)
 
-    def _checked_costs(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "kinds S K"]:
-        if sorted(costs) != sorted(self.kinds):
-            raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
-        wanted = (self.num_stages, self.num_slices)
-        checked = []
-        for kind in self.kinds:
-            cost = np.asarray(costs[kind], np.float64)
-            cost = cost[:, None] if cost.ndim == 1 else cost
-            if cost.ndim > 2 or any(size not in (1, most) for size, most in zip(cost.shape, wanted, strict=False)):
-                shape = np.shape(costs[kind])
-                raise UserError(
-                    f"costs of {kind} have shape {shape}; it must be (), {wanted[:1]} or broadcast to {wanted}"
-                )
-            if not (np.isfinite(cost) & (cost >= 0)).all():
-                raise UserError(f"costs of {kind} must be finite and at least 0, not {costs[kind]!r}")
-            checked.append(np.broadcast_to(cost, wanted))
-        return np.stack(checked)
+        def of_kind(wanted: int, values: np.ndarray) -> np.ndarray:
+            """What the action of another kind has, for the same stage, microbatch and chunk."""
+            return values.ravel()[place[wanted, stage, microbatch, chunk]]
 
-    def _peak_activations(self, last: int) -> Int64[np.ndarray, " S"]:
-        """The most forward passes whose action of kind `last` has not ended: at the end of a forward pass."""
-        kind = self.actions[..., 0]
-        return (np.cumsum(kind == FORWARD, axis=1) - np.cumsum(kind == last, axis=1)).max(axis=1)
+        def table(values: np.ndarray, where: Any = True, at: np.ndarray = ticks) -> Int32[np.ndarray, "T S"]:
+            filled, is_there = (
+                np.full((int(ticks.max()) + 1, len(ticks)), -1, np.int32),
+                np.broadcast_to(where, at.shape),
+            )
+            filled[at[is_there], stage[is_there]] = values[is_there]
+            return filled
+
+        of_last, source_tick = of_kind(int(kind.max()), ticks), ticks.ravel()[received_from]
+        takes_input, takes_gradient = ((kind == each) & (received_from >= 0) for each in (FORWARD, BACKWARD))
+        activations, num_activations = _slots(of_kind(FORWARD, ticks), of_last, kind == FORWARD)
+        inputs, num_inputs = _slots(source_tick, ticks, takes_input)
+        gradients, num_gradients = _slots(source_tick, of_last, takes_gradient)
+        return Tables(
+            kind=table(kind),
+            microbatch=table(microbatch),
+            chunk=table(chunk),
+            activation_slot=table(of_kind(FORWARD, activations)),
+            input_slot=table(inputs, takes_input),
+            gradient_slot=table(of_kind(BACKWARD, gradients), kind != FORWARD),
+            arriving_input_slot=table(inputs, takes_input, source_tick),
+            arriving_gradient_slot=table(gradients, takes_gradient, source_tick),
+            num_inputs=num_inputs,
+            num_activations=num_activations,
+            num_gradients=num_gradients,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -165,9 +202,9 @@ class Timeline:
       ends: float64[S, A], when it ends.
       makespan: the time of the whole step.
       bubble: the share of S · makespan in which stages are idle.
-      peak_activations: int64[S], the most forward results that each stage holds, of one chunk and one slice of a
-        microbatch each. A result is held until the last action that needs it has ended: W in a schedule that has it,
-        otherwise B. It depends on the order alone, not on costs.
+      peak_activations: int64[S], the most forward results that each stage holds, of one chunk of a microbatch each. A
+        result is held until the last action that needs it has ended: W in a schedule that has it, otherwise B. It
+        depends on the order alone, not on costs.
       peak_before_backward: int64[S], likewise, but held until B has ended.
     """
 
@@ -179,6 +216,46 @@ class Timeline:
     bubble: float
     peak_activations: Int64[np.ndarray, " S"]
     peak_before_backward: Int64[np.ndarray, " S"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """What every stage does in every tick. Where there is nothing to do or no slot, a table has −1.
+
+    At the end of a tick, a stage sends the output of a forward pass to the next stage, or the input gradient of a
+    backward pass to the stage before; the first and the last stage are neighbours too. What arrives is stored after the
+    action, so a slot is read before that.
+
+    Every stage has three buffers. `inputs` holds a stage's input from its arrival to the forward pass. `activations`
+    holds what a forward pass keeps, up to the last action that needs it: W, or B in schedules without W. `gradients`
+    holds an output gradient from its arrival up to that action. The first part of the model takes its input from the
+    microbatch, and the last part its gradient from the loss, so neither has a slot for it.
+
+    Attributes:
+      kind: int32[T, S]: 0 forward pass, 1 backward pass, 2 weight gradients.
+      microbatch: int32[T, S].
+      chunk: int32[T, S].
+      activation_slot: int32[T, S]: written by a forward pass, read by the other kinds.
+      input_slot: int32[T, S]: read by a forward pass.
+      gradient_slot: int32[T, S]: read by the other kinds.
+      arriving_input_slot: int32[T, S]: where the stage stores what arrives from the one before.
+      arriving_gradient_slot: int32[T, S]: where it stores what arrives from the next one.
+      num_inputs: slots of `inputs`; as many as the stage with the most needs.
+      num_activations: slots of `activations`.
+      num_gradients: slots of `gradients`.
+    """
+
+    kind: Int32[np.ndarray, "T S"]
+    microbatch: Int32[np.ndarray, "T S"]
+    chunk: Int32[np.ndarray, "T S"]
+    activation_slot: Int32[np.ndarray, "T S"]
+    input_slot: Int32[np.ndarray, "T S"]
+    gradient_slot: Int32[np.ndarray, "T S"]
+    arriving_input_slot: Int32[np.ndarray, "T S"]
+    arriving_gradient_slot: Int32[np.ndarray, "T S"]
+    num_inputs: int
+    num_activations: int
+    num_gradients: int
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
@@ -201,7 +278,7 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     References:
       Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
     """
-    return _make("gpipe", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_microbatches))
+    return schedule_of("gpipe", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_microbatches))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -223,7 +300,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
     References:
       Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
     """
-    return _make("one_f_one_b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_stages - 1 - s))
+    return schedule_of("one_f_one_b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_stages - 1 - s))
 
 
 def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
@@ -249,7 +326,7 @@ def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
     References:
       Lepikhin et al. 2020, "GShard", for one program of all stages; Narayanan et al. 2019, "PipeDream".
     """
-    schedule = _make(
+    schedule = schedule_of(
         "eager_1f1b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, 2 * (num_stages - 1 - s))
     )
     kind, microbatch, s = *np.moveaxis(schedule.actions, -1, 0)[:2], np.arange(num_stages)[:, None]
@@ -293,7 +370,7 @@ def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
     def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
         return _warm_up(*each, (num_chunks - 1) * num_stages + 2 * (num_stages - 1 - s))
 
-    return _make("interleaved", num_stages, num_microbatches, order, num_chunks=num_chunks)
+    return schedule_of("interleaved", num_stages, num_microbatches, order, num_chunks=num_chunks)
 
 
 def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
@@ -329,35 +406,7 @@ def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
         after = behind[np.minimum(np.arange(num_microbatches) + s, num_microbatches - 1)]
         return np.insert(actions, after + 1, weights, axis=0)
 
-    return _make("zero_bubble", num_stages, num_microbatches, order)
-
-
-def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Schedule:
-    """TeraPipe: GPipe over slices of tokens, for causal models. A stage holds M · K activations, of one slice each.
-
-    Forward passes of a microbatch are in the order of its slices: a slice attends to the keys and values of earlier
-    ones. Backward passes are in the reverse order: a slice needs the gradients of its keys and values from later ones.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1.
-      num_slices: K, at least 1; `choose_slices` tells their lengths.
-
-    Returns:
-      The schedule. For slices of one cost, its bubble is (S − 1) / (M K + S − 1), in lockstep too.
-
-    Raises:
-      ValueError: a number below 1.
-
-    References:
-      Li et al. 2021, "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models".
-    """
-    check_at_least_one(num_slices=num_slices)
-
-    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        return _warm_up(*each, num_microbatches * num_slices)
-
-    return _make("token_slices", num_stages, num_microbatches, order, num_slices=num_slices)
+    return schedule_of("zero_bubble", num_stages, num_microbatches, order)
 
 
 def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -383,12 +432,7 @@ def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, nu
     check_chunks(name, num_chunks)
     if name == "interleaved":
         return interleaved(num_stages, num_microbatches, num_chunks)
-    make = {
-        "gpipe": gpipe,
-        "1f1b": one_f_one_b,
-        "eager_1f1b": eager_1f1b,
-        "zero_bubble": zero_bubble,
-    }[name]
+    make = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_1f1b, "zero_bubble": zero_bubble}[name]
     return make(num_stages, num_microbatches)
 
 
@@ -400,45 +444,31 @@ def check_chunks(schedule: ScheduleName, num_chunks: int) -> None:
         raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
 
 
-def _make(
+def schedule_of(
     name: str,
     num_stages: int,
     num_microbatches: int,
     order: Callable[[int, tuple[np.ndarray, np.ndarray]], np.ndarray],
-    *,
     num_chunks: int = 1,
-    num_slices: int = 1,
 ) -> Schedule:
     """The schedule with `order(s, (forwards, backwards))` as the actions of stage s, each in the earliest tick."""
     check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches)
-    each = _passes(num_stages, num_microbatches, num_chunks, num_slices)
-    actions = np.stack([order(s, each) for s in range(num_stages)])
+    # With chunks, groups of S microbatches go through all chunks before the next group does.
+    size = num_stages if num_chunks > 1 else num_microbatches
+    group, chunk, member = np.indices((num_microbatches // size, num_chunks, size), np.int32).reshape(3, -1)
+    microbatch = group * size + member
+    forwards = np.stack([np.full_like(chunk, FORWARD), microbatch, chunk], axis=1)
+    backwards = np.stack([np.full_like(chunk, BACKWARD), microbatch, num_chunks - 1 - chunk], axis=1)
+    actions = np.stack([order(s, (forwards, backwards)) for s in range(num_stages)])
     ticks = _earliest_starts(_received_from(actions), np.ones(actions.shape[:2]))
     return Schedule(
         name=name,
         num_stages=num_stages,
         num_microbatches=num_microbatches,
         num_chunks=num_chunks,
-        num_slices=num_slices,
         actions=_frozen(actions),
         ticks=_frozen(ticks),
     )
-
-
-def _passes(
-    num_stages: int, num_microbatches: int, num_chunks: int, num_slices: int
-) -> tuple[Int32[np.ndarray, "n 4"], Int32[np.ndarray, "n 4"]]:
-    """The forward passes and the backward passes of a stage, in order.
-
-    With chunks, groups of S microbatches go through all chunks before the next group does.
-    """
-    size = num_stages if num_chunks > 1 else num_microbatches
-    sizes = num_microbatches // size, num_chunks, size, num_slices
-    group, chunk, member, slice_index = np.indices(sizes, np.int32).reshape(4, -1)
-    microbatch = group * size + member
-    forwards = [np.full_like(chunk, FORWARD), microbatch, chunk, slice_index]
-    backwards = [np.full_like(chunk, BACKWARD), microbatch, num_chunks - 1 - chunk, num_slices - 1 - slice_index]
-    return np.stack(forwards, axis=1), np.stack(backwards, axis=1)
 
 
 def _warm_up(forwards: np.ndarray, backwards: np.ndarray, num_warmup: int) -> np.ndarray:
@@ -451,18 +481,26 @@ def _warm_up(forwards: np.ndarray, backwards: np.ndarray, num_warmup: int) -> np
     return both[np.argsort(np.concatenate([place_of_forwards, place_of_backwards]), kind="stable")]
 
 
-def _received_from(actions: Int32[np.ndarray, "S A 4"]) -> Int64[np.ndarray, "S A"]:
-    """For each action, the place s · A + a of the action whose result it receives over a transfer, or −1."""
+def _place_of(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "kinds S M V"]:
+    """The place s · A + a of the action of each kind, stage, microbatch and chunk."""
     num_stages, num_actions = actions.shape[:2]
-    kind, microbatch, chunk, slice_index = np.moveaxis(actions, -1, 0)
-    place = place_of_actions(actions)
+    kind, microbatch, chunk = np.moveaxis(actions, -1, 0)
+    place = np.empty((kind.max() + 1, num_stages, microbatch.max() + 1, chunk.max() + 1), np.int64)
+    stage = np.arange(num_stages)[:, None]
+    place[kind, stage, microbatch, chunk] = stage * num_actions + np.arange(num_actions)
+    return place
+
+
+def _received_from(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "S A"]:
+    """For each action, the place s · A + a of the action whose result it receives over a transfer, or −1."""
+    num_stages = len(actions)
+    kind, microbatch, chunk = np.moveaxis(actions, -1, 0)
     # One part of the model before for a forward pass, and one after for a backward pass; −1 on both sides of the model.
     part = chunk * num_stages + np.arange(num_stages)[:, None] + np.where(kind == FORWARD, -1, 1)
-    num_parts = num_stages * (int(chunk.max()) + 1)
-    is_received = (kind != WEIGHT) & (part >= 0) & (part < num_parts)
+    is_received = (kind != WEIGHT) & (part >= 0) & (part < num_stages * (chunk.max() + 1))
     part = np.where(is_received, part, 0)
-    source = place[kind, part % num_stages, microbatch, part // num_stages, slice_index]
-    return np.where(is_received, source, -1).reshape(num_stages, num_actions)
+    source = _place_of(actions)[kind, part % num_stages, microbatch, part // num_stages]
+    return np.where(is_received, source, -1)
 
 
 def _earliest_starts(
@@ -487,7 +525,55 @@ def _earliest_starts(
     return starts
 
 
+def _slots(
+    written: Integer[np.ndarray, "S A"], last_read: Integer[np.ndarray, "S A"], where: Bool[np.ndarray, "S A"]
+) -> tuple[Int32[np.ndarray, "S A"], int]:
+    """A slot for each value, taken in the tick in which it is written, and free from the tick of its last read."""
+    slots = np.full(written.shape, -1, np.int32)
+    num_slots = 0
+    for s in range(len(written)):
+        free: list[int] = []
+        in_use: list[tuple[int, int]] = []  # tick of the last read, slot
+        chosen = np.flatnonzero(where[s])
+        for a in chosen[np.argsort(written[s, chosen], kind="stable")].tolist():
+            while in_use and in_use[0][0] <= written[s, a]:
+                heapq.heappush(free, heapq.heappop(in_use)[1])
+            slots[s, a] = heapq.heappop(free) if free else len(in_use)
+            heapq.heappush(in_use, (int(last_read[s, a]), int(slots[s, a])))
+            num_slots = max(num_slots, len(in_use))
+    return slots, num_slots
+
+
 def _frozen(values: np.ndarray) -> np.ndarray:
     array = values.astype(np.int32)
     array.setflags(write=False)
     return array
+
+
+class BufferSlots(NamedTuple):
+    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
+
+    Attributes:
+      inputs: inputs that arrive.
+      kept: what forward passes keep, and what backward passes hand on to weight gradients.
+      outputs: of the last part; only where residuals are kept.
+      gradients: output gradients that arrive.
+    """
+
+    inputs: Any
+    kept: Any
+    outputs: Any
+    gradients: Any
+
+
+def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+    """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
+    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
+    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
+    if name == "interleaved":
+        kept = np.where(m > s, (v + 1) * s - 1, v * s)
+        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
+    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
+    kept = np.minimum(most, m) * one
+    outputs = kept if name in ("gpipe", "zero_bubble") else one
+    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)

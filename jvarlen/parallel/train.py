@@ -22,12 +22,9 @@ from jvarlen._common.checks import UserError, check_choices
 from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
-from jvarlen.parallel.scheduled import sum_scheduled
+from jvarlen.parallel.pipeline import check_layers_divide, sum_scheduled
 from jvarlen.parallel.schedules import check_chunks, make_schedule
 from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
-from jvarlen.parallel.sliced import check_slices, sum_sliced
-from jvarlen.parallel.slices import Slices
-from jvarlen.parallel.stages import check_layers_divide
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
@@ -58,12 +55,17 @@ __all__ = [
     "Accumulate",
     "check_bucket",
     "check_layout",
+    "check_model",
+    "checked_mesh",
     "gather_params",
     "init_state",
     "make_eval_step",
     "make_train_step",
     "model_on_axes",
     "other_specs_of",
+    "pad_params",
+    "step_on_layout",
+    "sums_on_shards",
 ]
 
 Accumulate = Literal["shards", "whole"]
@@ -109,7 +111,7 @@ def init_state(
         raise UserError(
             "a model by layers takes no extra: its functions have no place for it, and return no next value"
         )
-    mesh = _checked_mesh(mesh, layout)
+    mesh = checked_mesh(mesh, layout)
     params = jax.tree.map(lambda leaf: leaf if hasattr(leaf, "shape") else np.asarray(leaf), params)
     other_specs = other_specs_of(params, model, layout)
     if isinstance(model, LayeredModel) and model.specs is not None and layout.tensor > 1:
@@ -135,7 +137,6 @@ def make_train_step(
     norms: bool = False,
     accumulate: Accumulate | None = None,
     keeps: Keeps | None = None,
-    slices: Slices | None = None,
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -151,40 +152,34 @@ def make_train_step(
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
       keeps: what layers keep from the forward pass to the backward pass, in place of what the layout says: their
         `"inputs"`, from which the backward pass recomputes them, or their `"residuals"`, with which they run once.
-      slices: token slices, in which rows go through the stages of a model by positions: their number, or their
-        lengths for a row length, by a mapping or a function, such as one that calls `choose_slices`. They have an order
-        of their own, so that the layout names no schedule. None: rows are whole.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
       same mesh. The state is that of `init_state`, and is returned with the same shardings.
 
     Raises:
-      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function;
-        slices without stages, with another schedule, or of a model that does not work by positions; when it
+      ValueError: a layout that is not supported, or not that of the mesh; ZeRO-3 or stages of a loss function; when it
         is traced, as `jvarlen.make_train_step`, or microbatches or layers that a schedule cannot take.
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Xu et al. 2020,
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
-    mesh = _checked_mesh(mesh, layout)
+    mesh = checked_mesh(mesh, layout)
     layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
-    _check_model(model, layout)
-    if slices is not None:
-        check_slices(layout, model, layout.kept)
+    check_model(model, layout)
     if layout.stage == 1 and layout.zero < 3 and layout.kept == "inputs" and isinstance(model, LayeredModel):
         model = keeping_inputs(model)  # at ZeRO-3 the model that gathers does it
     if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
-    train_step_of_sums = step_of_sums(
-        _sums_of(model, mesh, layout, accumulate, slices),
-        _sums_of(model, mesh, layout, with_grads=False),
-        optimizer,
-        norms=norms,
-    )
+    sums_of, values_of = _sums_of(model, mesh, layout, accumulate), _sums_of(model, mesh, layout, with_grads=False)
+    return step_on_layout(step_of_sums(sums_of, values_of, optimizer, norms=norms), model, mesh, layout)
+
+
+def step_on_layout(train_step_of_sums: StepFn, model: LayeredModel | LossFn, mesh: Mesh, layout: Layout) -> StepFn:
+    """A train step of states that lie as a layout says, from one whose optimizer gets whole arrays."""
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         state = state._replace(params=_cropped(state.params, model, layout))
@@ -193,7 +188,7 @@ def make_train_step(
         following, metrics = train_step_of_sums(unpadded(state, layout, other_specs), batch)
         following, params = padded(following, layout, other_specs), following.params
         if other_specs is not None:
-            params = _padded(params, layout, other_specs)
+            params = pad_params(params, layout, other_specs)
         if layout.zero:  # added on shards, then gathered in the type of the parameters: updates may be wider
             params = _on_shards(params, mesh, shard_specs(state.params, layout, other_specs=other_specs))
         return following._replace(
@@ -224,8 +219,8 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     Raises:
       ValueError: as `make_train_step`.
     """
-    mesh = _checked_mesh(mesh, layout)
-    _check_model(model, layout)
+    mesh = checked_mesh(mesh, layout)
+    check_model(model, layout)
     if layout.zero < 3 and layout.stage == layout.tensor == layout.sequence == 1:
         loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
         return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
@@ -253,7 +248,7 @@ def gather_params(state: TrainState, *, mesh: Mesh, layout: Layout, model: Layer
     Raises:
       ValueError: a layout that is not supported, or not that of the mesh.
     """
-    mesh = _checked_mesh(mesh, layout)
+    mesh = checked_mesh(mesh, layout)
 
     def gather(leaf: jax.Array) -> np.ndarray:
         if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
@@ -272,7 +267,7 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
     _check_axes(layout)
     _tensor_specs(model, layout)
     if model is not None:
-        _check_model(model, layout)
+        check_model(model, layout)
     if isinstance(model, LayeredModel):
         num_layers_of(params if model.stack is None else jax.eval_shape(model.stack, params))
     elif isinstance(params, LayeredParams):
@@ -341,7 +336,8 @@ def _tensor_specs(model: LayeredModel | LossFn | None, layout: Layout) -> Any:
     return partition_specs(model.specs)
 
 
-def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
+def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
+    """Raises ValueError if a layout does not take such a model."""
     _tensor_specs(model, layout)
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
@@ -363,7 +359,7 @@ def _check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
         )
 
 
-def _checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
+def checked_mesh(mesh: Mesh, layout: Layout) -> Mesh:
     """The mesh with Auto axes; raises ValueError if the layout is not supported, or not that of the mesh."""
     _check_axes(layout)
     num_shards_of(mesh, DATA_AXIS)
@@ -376,7 +372,6 @@ def _sums_of(
     mesh: Mesh,
     layout: Layout,
     accumulate: Accumulate | None = None,
-    slices: Slices | None = None,
     *,
     with_grads: bool = True,
 ) -> Callable[[TrainState, Any], StepSums]:
@@ -389,16 +384,13 @@ def _sums_of(
         sum_of: Callable[..., Callable[[TrainState, Any], StepSums]]
         params, other_specs = state.params, other_specs_of(state.params, whole_model, layout)
         if other_specs is not None:
-            state = state._replace(params=_padded(params, layout, other_specs))
+            state = state._replace(params=pad_params(params, layout, other_specs))
         specs_of = functools.partial(shard_specs, layout=layout, other_specs=other_specs)
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
             sum_of = functools.partial(
                 sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks, keeps=layout.kept
             )
-            if slices is not None:
-                sum_of = functools.partial(sum_sliced, model, slices=slices)
-                del options["rows_along"]  # a sequence axis is refused
             options["param_specs"] = other_specs
             if layout.zero == 3:
                 specs = options["param_specs"] = specs_of(state.params, padded=False)
@@ -422,12 +414,17 @@ def _sums_of(
             options["accumulates_shards"] = layout.zero == 2 and accumulate != "whole"
             sum_of = functools.partial(sum_step, _loss_fn(model))
         sums = sum_of(mesh=mesh, with_grads=with_grads, grad_specs=specs, **options)(state, batch)
-        if not with_grads or specs is None:
-            return sums
-        grads = _constrain(sums.grads, _on(mesh, specs))
-        return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
+        return sums_on_shards(sums, params, specs, mesh)
 
     return sums_of
+
+
+def sums_on_shards(sums: StepSums, params: Any, specs: Any, mesh: Mesh) -> StepSums:
+    """The sums, with gradients in the shapes of the parameters, where `specs` says (None: on every device)."""
+    if sums.grads is None or specs is None:
+        return sums
+    grads = _constrain(sums.grads, _on(mesh, specs))
+    return sums._replace(grads=jax.tree.map(lambda grad, param: crop(grad, param.shape), grads, params))
 
 
 def model_on_axes(
@@ -476,7 +473,7 @@ def _cropped(params: Any, model: LayeredModel | LossFn | None, layout: Layout) -
     return params
 
 
-def _padded(params: Any, layout: Layout, other_specs: Any) -> Any:
+def pad_params(params: Any, layout: Layout, other_specs: Any) -> Any:
     """The inverse of `_cropped`."""
     return jax.tree.map(lambda leaf, spec: pad(leaf, spec, layout.axis_sizes), params, other_specs)
 

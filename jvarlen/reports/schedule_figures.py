@@ -23,7 +23,7 @@ def draw_timelines(*timelines: Timeline) -> str:
     """Timelines below each other, on one axis of time.
 
     Forward passes are blue, backward passes orange, weight gradients green; later chunks are darker. The number is that
-    of the microbatch, with slices as microbatch.slice, and is left out where a bar is too narrow.
+    of the microbatch, and is left out where a bar is too narrow.
 
     Args:
       timelines: one or more, from `Schedule.simulate`.
@@ -74,8 +74,7 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
             look: dict[str, Any] = {"facecolor": to_rgba(colour, opacity), "edgecolor": colour, "linewidth": 0.7}
             axis.add_patch(PathPatch(bars, **look))
     for (s, a), last in np.ndenumerate(lasts):
-        _, microbatch, _, slice_index = schedule.actions[s, a].tolist()
-        label = f"{microbatch}.{slice_index}" if schedule.num_slices > 1 else f"{microbatch}"
+        label = f"{schedule.actions[s, a, 1]}"
         if len(label) * _LABEL_INCHES <= last * inches_per_unit:
             middle = timeline.starts[s, a] + last / 2
             axis.text(middle, s, label, ha="center", va="center_baseline", fontsize=8)

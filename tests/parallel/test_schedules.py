@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import UserError
-from jvarlen.parallel import eager_1f1b, gpipe, interleaved, one_f_one_b, token_slices, zero_bubble
+from jvarlen.parallel import eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
 
 MODES = ("lockstep", "phases", "mpmd")
 SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
@@ -18,27 +18,25 @@ SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
 def schedules(draw):
     s, m, more = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
     simple = st.sampled_from([gpipe, one_f_one_b, eager_1f1b, zero_bubble]).map(lambda make: make(s, m))
-    others = [lambda: interleaved(s, s * draw(st.integers(1, 3)), more), lambda: token_slices(s, m, more)]
-    return draw(simple) if draw(st.booleans()) else draw(st.sampled_from(others))()
+    return draw(simple) if draw(st.booleans()) else interleaved(s, s * draw(st.integers(1, 3)), more)
 
 
 def named_actions(schedule):
-    """For each stage, (kind, part of the model, microbatch, slice) in order."""
+    """For each stage, (kind, part of the model, microbatch) in order."""
     return [
-        [("FBW"[kind], chunk * schedule.num_stages + s, m, k) for kind, m, chunk, k in of_stage.tolist()]
+        [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk in of_stage.tolist()]
         for s, of_stage in enumerate(schedule.actions)
     ]
 
 
-def needed_by(action, num_parts, num_slices):
+def needed_by(action, num_parts):
     """What must have ended before an action starts."""
-    kind, part, m, k = action
+    kind, part, m = action
     if kind == "F":
-        return [("F", part - 1, m, k)] * (part > 0) + [("F", part, m, k - 1)] * (k > 0)
+        return [("F", part - 1, m)] * (part > 0)
     if kind == "W":
-        return [("B", part, m, k)]
-    after = [("B", part + 1, m, k)] * (part + 1 < num_parts) + [("B", part, m, k + 1)] * (k + 1 < num_slices)
-    return [("F", part, m, k), *after]
+        return [("B", part, m)]
+    return [("F", part, m)] + [("B", part + 1, m)] * (part + 1 < num_parts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,16 +45,15 @@ def test_every_action_happens_once_and_after_what_it_needs(schedule, seed):
     orders = named_actions(schedule)
     num_parts = schedule.num_stages * schedule.num_chunks
     every = {
-        (kind, part, m, k)
+        (kind, part, m)
         for kind in schedule.kinds
         for part in range(num_parts)
         for m in range(schedule.num_microbatches)
-        for k in range(schedule.num_slices)
     }
     assert sum(map(len, orders)) == len(every)
     assert {action for of_stage in orders for action in of_stage} == every
-    shape = schedule.num_stages, schedule.num_slices
-    costs = {kind: np.random.default_rng(seed).integers(0, 9, shape) for kind in schedule.kinds}
+    rng = np.random.default_rng(seed)
+    costs = {kind: rng.integers(0, 9, schedule.num_stages) for kind in schedule.kinds}
     for mode in MODES:
         timeline = schedule.simulate(costs, mode)
         start, end = (
@@ -64,15 +61,15 @@ def test_every_action_happens_once_and_after_what_it_needs(schedule, seed):
             for times in (timeline.starts, timeline.ends)
         )
         for action in every:
-            assert all(end[needed] <= start[action] for needed in needed_by(action, num_parts, schedule.num_slices))
-            assert end[action] - start[action] == costs[action[0]][action[1] % schedule.num_stages, action[3]]
+            assert all(end[needed] <= start[action] for needed in needed_by(action, num_parts))
+            assert end[action] - start[action] == costs[action[0]][action[1] % schedule.num_stages]
         assert (timeline.ends[:, :-1] <= timeline.starts[:, 1:]).all()
         assert timeline.makespan >= timeline.ends.max()
         if mode == "mpmd":  # no action could start earlier
             assert timeline.makespan == timeline.ends.max()
             for s, of_stage in enumerate(orders):
                 for a, action in enumerate(of_stage):
-                    causes = [end[needed] for needed in needed_by(action, num_parts, schedule.num_slices)]
+                    causes = [end[needed] for needed in needed_by(action, num_parts)]
                     assert start[action] == max([0, *causes, *timeline.ends[s, :a][-1:]])
     least, most = (schedule.simulate(costs, mode).makespan for mode in ("mpmd", "phases"))
     assert least <= schedule.simulate(costs, "lockstep").makespan <= most
@@ -90,55 +87,45 @@ def run_tables(schedule, tables):
     for t in range(len(tables.kind)):
         outputs, input_gradients = [None] * num_stages, [None] * num_stages
         for s in range(num_stages):
-            kind, m, chunk, k = (
-                int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.chunk, tables.slice)
-            )
+            kind, m, chunk = (int(each[t, s]) for each in (tables.kind, tables.microbatch, tables.chunk))
             of_input, kept, of_gradient = (
                 int(each[t, s]) for each in (tables.input_slot, tables.activation_slot, tables.gradient_slot)
             )
             if kind < 0:
-                assert (m, chunk, k, of_input, kept, of_gradient) == (-1,) * 6
+                assert (m, chunk, of_input, kept, of_gradient) == (-1,) * 5
                 continue
             part = chunk * num_stages + s
-            done.append((kind, part, m, k))
+            done.append((kind, part, m))
             if kind == 0:
                 assert (of_input < 0) == (part == 0)
                 if part:
-                    assert inputs[s][of_input] == ("F", part - 1, m, k)
+                    assert inputs[s][of_input] == ("F", part - 1, m)
                     inputs[s][of_input] = None  # it is read once
                 assert activations[s][kept] is None
-                activations[s][kept] = ("kept", part, m, k)
-                outputs[s] = ("F", part, m, k)
+                activations[s][kept] = ("kept", part, m)
+                outputs[s] = ("F", part, m)
             else:
-                assert activations[s][kept] == ("kept", part, m, k)
+                assert activations[s][kept] == ("kept", part, m)
                 assert (of_gradient < 0) == (part == num_parts - 1)
                 if of_gradient >= 0:
-                    assert gradients[s][of_gradient] == ("B", part + 1, m, k)
+                    assert gradients[s][of_gradient] == ("B", part + 1, m)
                 is_last = kind == len(schedule.kinds) - 1
                 if is_last:
                     activations[s][kept] = None
                     if of_gradient >= 0:
                         gradients[s][of_gradient] = None
                 if kind == 1:
-                    input_gradients[s] = ("B", part, m, k)
+                    input_gradients[s] = ("B", part, m)
         for s in range(num_stages):
-            assert tables.sends_output[t, s] == (outputs[s] is not None and outputs[s][1] + 1 < num_parts)
-            assert tables.sends_gradient[t, s] == (input_gradients[s] is not None and input_gradients[s][1] > 0)
-        for s in range(num_stages):
-            for sends, sent, sender, slots, buffer in (
-                (tables.sends_output, outputs, (s - 1) % num_stages, tables.arriving_input_slot, inputs),
-                (
-                    tables.sends_gradient,
-                    input_gradients,
-                    (s + 1) % num_stages,
-                    tables.arriving_gradient_slot,
-                    gradients,
-                ),
+            before, after = outputs[s - 1], input_gradients[(s + 1) % num_stages]
+            for sent, is_sent, slots, buffer in (
+                (before, before is not None and before[1] + 1 < num_parts, tables.arriving_input_slot, inputs),
+                (after, after is not None and after[1] > 0, tables.arriving_gradient_slot, gradients),
             ):
-                assert sends[t, sender] == (slots[t, s] >= 0)
-                if slots[t, s] >= 0:
+                assert is_sent == (slots[t, s] >= 0)
+                if is_sent:
                     assert buffer[s][slots[t, s]] is None
-                    buffer[s][slots[t, s]] = sent[sender]
+                    buffer[s][slots[t, s]] = sent
     assert len(done) == len(set(done)) == schedule.actions[..., 0].size
     assert not any(any(slots) for buffer in (inputs, activations, gradients) for slots in buffer)
 
@@ -149,7 +136,7 @@ def test_a_program_finds_in_its_buffers_what_it_needs(schedule):
     tables = schedule.tables()
     run_tables(schedule, tables)
     assert tables.num_activations == schedule.simulate(dict.fromkeys(schedule.kinds, 1)).peak_activations.max()
-    assert all(values.dtype in (np.int32, bool) for values in vars(tables).values() if np.ndim(values))
+    assert all(values.dtype == np.int32 for values in vars(tables).values() if np.ndim(values))
 
 
 @pytest.mark.parametrize("name", ["activation_slot", "arriving_input_slot", "arriving_gradient_slot"])
@@ -175,9 +162,6 @@ def test_bubbles_and_activations_are_those_of_the_papers(s, m):
         assert simple.makespan == eager.makespan == (m + s - 1) * 3
         assert simple.peak_activations.tolist() == [m] * s
         assert eager.peak_activations.tolist() == np.minimum(m, 2 * (s - stages) - 1).tolist()
-        sliced = token_slices(s, m, 3).simulate({"F": 1, "B": 2}, mode)
-        assert sliced.bubble == (s - 1) / (3 * m + s - 1)
-        assert sliced.peak_activations.tolist() == [3 * m] * s
 
 
 @pytest.mark.parametrize(
@@ -215,26 +199,13 @@ def test_phases_cost_what_a_compiled_program_took_less_a_twelfth():
     assert interleaved(4, 8, 2).simulate({"F": 7.5, "B": 15}).makespan > gpipe(4, 8).simulate(costs).makespan
 
 
-def test_costs_differ_by_stage_and_slice():
+def test_costs_differ_by_stage():
     per_stage = {"F": [1, 2, 1], "B": np.array([2, 4, 2])}
     timeline = gpipe(3, 4).simulate(per_stage, "mpmd")
     assert timeline.makespan == (1 + 4 * 2 + 1) + (2 + 4 * 4 + 2)
     durations = timeline.ends - timeline.starts
     assert durations.sum(axis=1).tolist() == [12, 24, 12]
     assert timeline.bubble == (3 * timeline.makespan - 48) / (3 * timeline.makespan)
-    # The slowest action of each tick, when ticks are of slices of 3, 1, 3 and 1.
-    sliced = token_slices(2, 2, 2).simulate({"F": [[3, 1]], "B": [[1, 3], [0, 0]]})
-    assert sliced.makespan == (3 + 3 + 3 + 3 + 1) + (0 + 3 + 1 + 3 + 1)
-    both = token_slices(2, 1, 3).simulate({"F": [[1, 2, 3], [4, 5, 6]], "B": 0}, "mpmd")
-    assert (both.ends - both.starts)[:, :3].tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 5), st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(0, 3))
-def test_slices_take_all_of_them_and_the_slowest_on_the_other_stages(s, m, costs, factor):
-    cost = np.array([costs])
-    timeline = token_slices(s, m, len(costs)).simulate({"F": cost, "B": factor * cost}, "mpmd")
-    assert timeline.makespan == (1 + factor) * (m * cost.sum() + (s - 1) * cost.max())
 
 
 def test_arrays_cannot_be_changed():
@@ -251,20 +222,14 @@ def test_bad_input_is_named():
             make(0, -1)
     with pytest.raises(UserError, match=r"at least 1 .*: num_chunks \(0\)"):
         interleaved(2, 2, 0)
-    with pytest.raises(UserError, match=r"at least 1 .*: num_slices \(0\)"):
-        token_slices(2, 2, 0)
     with pytest.raises(UserError, match=r"multiple of num_stages \(4\) microbatches, not num_microbatches \(6\)"):
         interleaved(4, 6, 2)
     with pytest.raises(UserError, match=r"costs of gpipe must be of the kinds F, B, not \['B', 'F', 'W'\]"):
         gpipe(2, 2).simulate({"F": 1, "B": 1, "W": 1})
     with pytest.raises(UserError, match=r"of zero_bubble must be of the kinds F, B, W, not \['F'\]"):
         zero_bubble(2, 2).simulate({"F": 1})
-    with pytest.raises(
-        UserError, match=r"costs of B have shape \(3,\); it must be \(\), \(2,\) or broadcast to \(2, 1\)"
-    ):
+    with pytest.raises(UserError, match=r"costs of B have shape \(3,\); it must be \(\) or broadcast to \(2,\)"):
         gpipe(2, 2).simulate({"F": 1, "B": [1, 2, 3]})
-    with pytest.raises(UserError, match=r"costs of F have shape \(1, 3\); .* broadcast to \(2, 2\)"):
-        token_slices(2, 2, 2).simulate({"F": [[1, 2, 3]], "B": 1})
     with pytest.raises(UserError, match=r"costs of F must be finite and at least 0, not -1"):
         gpipe(2, 2).simulate({"F": -1, "B": 1})
     with pytest.raises(UserError, match=r"mode \('fast'\) must be one of 'lockstep', 'phases', 'mpmd'"):

@@ -29,7 +29,7 @@ TRIPLES = [
 def order_of(schedule: Schedule) -> list[list[tuple[str, int, int]]]:
     """For each stage: kind, part of the model, microbatch."""
     return [
-        [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk, _ in of_stage.tolist()]
+        [("FBW"[kind], chunk * schedule.num_stages + s, m) for kind, m, chunk in of_stage.tolist()]
         for s, of_stage in enumerate(schedule.actions)
     ]
 

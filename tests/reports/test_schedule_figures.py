@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jvarlen.parallel import gpipe, interleaved, token_slices, zero_bubble
+from jvarlen.parallel import gpipe, interleaved, zero_bubble
 from jvarlen.reports.schedule_figures import draw_timelines
 
 NUMBER = r"[\d.]+"
@@ -56,11 +56,9 @@ def test_titles_tell_schedule_mode_time_and_bubble():
     ]
 
 
-def test_chunks_differ_in_darkness_and_slices_are_named():
+def test_chunks_differ_in_darkness():
     svg = draw_timelines(interleaved(2, 2, 2).simulate({"F": 1, "B": 1}))
     assert len(set(re.findall(r"fill: var\(--first\); fill-opacity: ([\d.]+)", svg))) == 2
-    svg = draw_timelines(token_slices(2, 2, 2).simulate({"F": 1, "B": 1}))
-    assert words(svg).count("1.0") == 4
 
 
 def test_numbers_are_left_out_where_they_do_not_fit():

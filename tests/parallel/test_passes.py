@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jvarlen.parallel.residuals import split_passes
+from jvarlen.parallel.passes import split_passes
 
 PARAMS = {"in": np.full((3, 4), 0.3, np.float32), "out": np.full((4, 3), 0.2, np.float32)}
 X = {"x": np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3), "count": np.int32(2)}

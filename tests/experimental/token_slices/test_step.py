@@ -13,13 +13,13 @@ from jvarlen import Bucket, init_train_state, load, make_plan, make_train_step, 
 from jvarlen.compiling.hlo import count_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.experimental.token_slices import make_sliced_train_step
+from jvarlen.experimental.token_slices.program import sum_sliced
 from jvarlen.loading.collate import pack_to_bucket
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import attend_over_axis, gather_params, init_state
-from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.scheduled import sum_scheduled
-from jvarlen.parallel.sliced import sum_sliced
+from jvarlen.parallel.pipeline import sum_scheduled
 from jvarlen.training.step_sums import sum_step
 from tests.conftest import random_dataset
 
@@ -198,7 +198,7 @@ def test_the_transformer_trains_as_one_device(text, packed, slices):
     rtol = 1e-11 if "tensor" in text else 1e-12
     with jax.enable_x64(True):
         state = init_state(whole_params(), optimizer, model=model, **on)
-        step = jax.jit(make_layout_step(model, optimizer, slices=slices, **on))
+        step = jax.jit(make_sliced_train_step(model, optimizer, slices=slices, **on))
         losses, first, state = take_steps(step, state, packed)
         assert step._cache_size() == 1
         np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
@@ -243,8 +243,8 @@ def test_temporaries_are_those_of_a_slice():
 def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
     model, optimizer = layered(TRANSFORMER), optax.sgd(0.1)
 
-    def make(text, slices=2, model=model, **options):
-        return make_layout_step(model, optimizer, slices=slices, **on_layout(text), **options)
+    def make(text, model=model):
+        return make_sliced_train_step(model, optimizer, slices=2, **on_layout(text))
 
     def trace(slices, model=NOISY):
         state = init_train_state(noisy_params(), optax.identity(), seed=3)
@@ -258,8 +258,8 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
         make("stage2.tensor2.sequence_parallel")
     with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence2"):
         make("stage2.sequence2")
-    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave keeps='residuals' out"):
-        make("stage2", keeps="residuals")
+    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave it out of stage2.keep_residuals"):
+        make("stage2.keep_residuals")
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions .* by_positions=True"):
         make("stage2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions"):

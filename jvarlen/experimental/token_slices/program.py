@@ -1,9 +1,9 @@
 """Token slices: a step of a model in stages through which rows go a slice of positions at a time.
 
-As in `scheduled`, the step is one program that runs the tables of a schedule, and a backward pass recomputes its stage.
-A layer's attention in a slice uses the keys and values of earlier slices, which each stage keeps. Backward passes go
-from the last slice of a row to the first. Each adds to the gradients of the keys and values of earlier slices, which
-these use in their own backward passes. All lengths are static, so each slice has its own branches.
+As in `parallel.pipeline`, the step is one program that runs the tables of a schedule, and a backward pass recomputes
+its stage. A layer's attention in a slice uses the keys and values of earlier slices, which each stage keeps. Backward
+passes go from the last slice of a row to the first. Each adds to the gradients of the keys and values of earlier
+slices, which these use in their own backward passes. All lengths are static, so each slice has its own branches.
 
 Letters: L layers, S stages, M microbatches of a data shard, K slices of a row, T positions of a row, P those kept of
 earlier slices, B rows.
@@ -24,46 +24,28 @@ from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.pytree import describe, leaves_by_name
-from jvarlen.distributed.layout import Keeps, Layout
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
+from jvarlen.experimental.token_slices.cuts import Slices, slices_of
+from jvarlen.experimental.token_slices.schedule import token_slices
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
-from jvarlen.parallel.residuals import floats_of, split_passes, with_floats
-from jvarlen.parallel.schedule_tables import BACKWARD, FORWARD
-from jvarlen.parallel.scheduled import sum_scheduled
-from jvarlen.parallel.schedules import token_slices
-from jvarlen.parallel.sequence import row_length
-from jvarlen.parallel.slices import Slices, slices_of
-from jvarlen.parallel.stages import (
+from jvarlen.parallel.passes import floats_of, split_passes, with_floats
+from jvarlen.parallel.pipeline import (
     add_trees,
     buffer_of,
     check_layers_divide,
     read_slot,
     sum_over_stages,
+    sum_scheduled,
     wide_zeros,
     write_slot,
     zeros_of_shapes,
 )
+from jvarlen.parallel.schedules import BACKWARD, FORWARD
+from jvarlen.parallel.sequence import row_length
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 
-__all__ = ["check_slices", "sum_sliced"]
-
-
-def check_slices(layout: Layout, model: Any, keeps: Keeps) -> None:
-    """Raises ValueError if rows of this model cannot be cut into slices on this layout."""
-    if layout.stage == 1:
-        raise UserError(f"slices need stages, through which they follow each other, and the layout {layout} has none")
-    if layout.schedule != Layout.schedule:
-        raise UserError(
-            f"slices have an order of their own, token_slices: leave {layout.schedule} out of the layout {layout}"
-        )
-    if layout.sequence > 1:
-        raise UserError(f"slices of rows do not go with sequence{layout.sequence}, which spreads them: {layout}")
-    if layout.sequence_parallel:
-        raise UserError(f"slices of rows do not go with sequence_parallel, which spreads their positions: {layout}")
-    if keeps != "inputs":
-        raise UserError(f"slices keep inputs, and keys and values, not {keeps}: leave keeps={keeps!r} out")
-    _check_model(model)
+__all__ = ["check_by_positions", "sum_sliced"]
 
 
 def sum_sliced(
@@ -80,29 +62,9 @@ def sum_sliced(
 
     The order is that of `token_slices`. A stage keeps the inputs of all microbatches, and what its layers take of
     earlier slices, such as keys and values. It keeps gradients due to the latter for one microbatch. Everything else is
-    recomputed, for one slice at a time.
-
-    Args:
-      model: works by positions.
-      mesh: has axes `"data"` and `"stage"`.
-      slices: the number K of slices, whose lengths differ by 1 at most; or the lengths for a row length T, by a mapping
-        or a function, such as `lambda length: choose_slices(length, …)`.
-      with_grads: as for `sum_scheduled`; without gradients, rows are whole.
-      param_specs: as for `sum_scheduled`.
-      grad_specs: as for `sum_scheduled`.
-      axis_name: as for `sum_scheduled`.
-
-    Returns:
-      As `sum_scheduled`.
-
-    Raises:
-      ValueError: as `sum_scheduled`; a model that does not work by positions; when it is traced: slices that are below
-        1 or do not sum to T, or functions of the model that do not return `[B, S, …]` for S positions.
-
-    References:
-      Li et al. 2021, "TeraPipe: Token-Level Pipeline Parallelism for Training Large-Scale Language Models".
+    recomputed, for one slice at a time. Without gradients, rows are whole.
     """
-    _check_model(model)
+    check_by_positions(model)
     if not with_grads:
         return sum_scheduled(model, mesh=mesh, with_grads=False, param_specs=param_specs, axis_name=axis_name)
     mesh = auto_axes(mesh)
@@ -140,7 +102,8 @@ def sum_sliced(
     return sums_of
 
 
-def _check_model(model: Any) -> None:
+def check_by_positions(model: Any) -> None:
+    """Raises ValueError for a model that does not work by positions."""
     if not isinstance(model, LayeredModel) or not model.by_positions:
         raise UserError(
             "slices take a LayeredModel that works by positions and says so by by_positions=True: its attention is "
@@ -183,7 +146,6 @@ class _Plan(NamedTuple):
 
 
 _ROWS = (
-    "microbatch",
     "input_slot",
     "gradient_slot",
     "arriving_input_slot",
@@ -195,11 +157,11 @@ def _plan_of(num_stages: int, num_microbatches: int, lengths: tuple[int, ...]) -
     num_slices = len(lengths)
     edges = (0, *itertools.accumulate(lengths))
     tables = token_slices(num_stages, num_microbatches, num_slices).tables()
-    kind, k = tables.kind, tables.slice
-    rows = {name: getattr(tables, name) for name in _ROWS}
+    kind, k, microbatch = tables.kind, tables.microbatch % num_slices, tables.microbatch // num_slices
+    rows = {name: getattr(tables, name) for name in _ROWS} | {"microbatch": microbatch}
     rows["start"] = np.asarray(edges, np.int32)[k]
-    rows["input_at"] = np.where(kind == FORWARD, tables.microbatch, -1)
-    rows["earlier_at"] = np.where((kind == FORWARD) & (k < num_slices - 1), tables.microbatch, -1)
+    rows["input_at"] = np.where(kind == FORWARD, microbatch, -1)
+    rows["earlier_at"] = np.where((kind == FORWARD) & (k < num_slices - 1), microbatch, -1)
     branch = np.where(kind == FORWARD, 1 + k, 0) + np.where(kind == BACKWARD, 1 + num_slices + k, 0)
     # The backward pass of the last stage computes all of its forward pass, and nothing looks at the last slice.
     branch[:, -1][branch[:, -1] == num_slices] = 0

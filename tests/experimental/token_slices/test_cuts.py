@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import UserError
-from jvarlen.parallel import choose_slices, slice_seconds, token_slices
-from jvarlen.parallel.slices import slices_of
+from jvarlen.experimental.token_slices import choose_slices, slice_seconds, token_slices
+from jvarlen.experimental.token_slices.cuts import slices_of
 
 
 def causal_cost(num_tokens, num_earlier):
