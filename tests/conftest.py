@@ -44,7 +44,7 @@ from jvarlen.data.tokens import TokenDataset
 sys.dont_write_bytecode = False  # what that variable has set
 gc.disable()  # until all tests are collected: nothing of them is garbage
 KEEPING_PROGRAMS = (
-    "attention", "foreign", "models", "packing", "parallel", "parity", "planning", "sorting", "training",
+    "attention", "foreign", "golden", "models", "packing", "parallel", "parity", "planning", "sorting", "training",
 )  # fmt: skip
 MOST_PROGRAMS = 20_000
 SECONDS_OF_GARBAGE = 20

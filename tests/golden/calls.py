@@ -5,9 +5,37 @@
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+import optax
+from jax import numpy as jnp
+
+import jvarlen
+from jvarlen import parallel
+from jvarlen.distributed.mesh import batch_shardings
+from jvarlen.experimental import asynchronous
+from jvarlen.parallel import (
+    LayeredModel,
+    LayeredParams,
+    TensorSpec,
+    attend_over_axis,
+    column_linear,
+    enter_tensor_parallel,
+    row_linear,
+    vocabulary_cross_entropy,
+    vocabulary_embedding,
+)
+
+__all__ = [  # what a model calls, as it is
+    "attend_over_axis",
+    "column_linear",
+    "enter_tensor_parallel",
+    "row_linear",
+    "vocabulary_cross_entropy",
+    "vocabulary_embedding",
+]
 
 PACKAGES = ("jvarlen", "torch_ref")
 
@@ -89,20 +117,115 @@ def lr_sequence(package: str, plan: Any, base: Any, base_batch_size: float, **op
 
 def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any) -> str:
     """The digest of a plan of which every process holds its rows only."""
-    from jvarlen import data_mesh, plan_distributed
-
-    return plan_distributed(lengths, buckets, data_mesh(num_devices), **options).digest
+    return jvarlen.plan_distributed(lengths, buckets, jvarlen.data_mesh(num_devices), **options).digest
 
 
 def digest_on_disk(lengths: Any, buckets: Any, path: Path, **options: Any) -> str:
     """The digest of a plan that is written to `path` in pieces, from lengths in a file."""
-    from jvarlen import make_plan
-
     np.save(path.with_suffix(".npy"), np.asarray(lengths))
     lengths_of_file = np.load(path.with_suffix(".npy"), mmap_mode="r")
-    return make_plan(lengths_of_file, buckets, out=path, progress=False, **options).digest
+    return jvarlen.make_plan(lengths_of_file, buckets, out=path, progress=False, **options).digest
 
 
 def saved_and_loaded(package: str, plan: Any, path: Path) -> Any:
     plan.save(path)
     return _of(package, "Plan").load(path)
+
+
+class Trained(NamedTuple):
+    """Of every step, and the parameters by name after the first and the last."""
+
+    losses: list[float]
+    weight_sums: list[float]
+    grad_norms: list[float]
+    first_params: dict[str, Any]
+    last_params: dict[str, Any]
+
+
+def tensor_spec(spec: Any, **options: Any) -> Any:
+    return TensorSpec(spec, **options)
+
+
+def layered_model(embed: Any, layer: Any, loss: Any, specs: tuple[Any, Any]) -> Any:
+    return LayeredModel(embed, layer, loss, specs=LayeredParams(*specs), by_positions=True)
+
+
+def layered_params(ends: Any, layers: Any) -> Any:
+    return LayeredParams(ends, layers)
+
+
+def batch(tokens: Any, lengths: Any, weights: Any, num_sequences: float) -> Any:
+    return jvarlen.Batch(tokens, lengths, weights, np.float64(num_sequences))
+
+
+def _adamw(batch_size: float = 8) -> Any:
+    # Its eps keeps the rounding of gradients that should be 0 from becoming updates.
+    adamw = optax.adamw(1e-2, eps=1e-5)
+    return optax.chain(optax.clip_by_global_norm(0.5), adamw, jvarlen.scale_by_batch_size(batch_size))
+
+
+def _sgd() -> Any:
+    return optax.chain(optax.sgd(0.05, momentum=0.9), jvarlen.scale_by_batch_size(8))
+
+
+def _by_name(params: Any) -> dict[str, Any]:
+    leaves = jax.tree.leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _take_steps(step: Any, state: Any, batches: Any, params_of: Any = lambda state: state.params) -> Trained:
+    metrics, params = [], []
+    for given in batches:
+        state, found = step(state, given)
+        metrics.append(jax.device_get(found))
+        params = [*params[:1], _by_name(params_of(state))]
+    return Trained(*_columns(metrics), params[0], params[-1])
+
+
+def _columns(metrics: list[Any]) -> list[list[float]]:
+    """Empty where a step does not give the value."""
+    columns = [[getattr(each, name) for each in metrics] for name in ("loss", "weight_sum", "grad_norm")]
+    return [[float(value) for value in column if value is not None] for column in columns]
+
+
+def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, **options: Any) -> Trained:
+    """In float64, a model by layers on a layout, or on one device."""
+    with jax.enable_x64(True):
+        params, optimizer = jax.tree.map(jnp.asarray, params), _adamw()
+        if layout is None:
+            step = jvarlen.make_train_step(parallel.layered_loss_fn(model), optimizer, norms=True)
+            return _take_steps(jax.jit(step), jvarlen.init_train_state(params, optimizer), batches)
+        parsed = parallel.Layout.parse(layout)
+        on = {"layout": parsed, "mesh": parallel.layout_mesh(parsed)}
+        state = parallel.init_state(params, optimizer, model=model, **on)
+        step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on, **options))
+        placed = [jax.device_put(given, batch_shardings(given, on["mesh"])) for given in batches]
+        return _take_steps(step, state, placed, lambda state: parallel.gather_params(state, model=model, **on))
+
+
+def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_devices: int) -> Trained:
+    """In float64, microbatches of different shapes in a step, on so many devices."""
+    with jax.enable_x64(True):
+        optimizer, mesh = _sgd(), jvarlen.data_mesh(num_devices)
+        state = jvarlen.replicate(jvarlen.init_train_state(params, optimizer), mesh)
+        step = jvarlen.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, mesh=mesh, norms=True)
+        return _take_steps(jax.jit(step), state, jvarlen.load_mixed(mixed_plan, samples, mesh=mesh))
+
+
+def train_stale(loss_fn: Any, params: Any, plan: Any, samples: Any, delays: Any) -> Trained:
+    """In float64, with parameters of earlier updates."""
+    with jax.enable_x64(True):
+        optimizer = _sgd()
+        state = asynchronous.keep_versions(jvarlen.init_train_state(params, optimizer), delays=delays)
+        step = jax.jit(asynchronous.make_stale_train_step(loss_fn, optimizer, delays=delays))
+        return _take_steps(step, state, jvarlen.load(plan, samples))
+
+
+def train_asynchronously(loss_fn: Any, params: Any, plan: Any, samples: Any) -> Trained:
+    """In float64, by one worker process, whose gradients are never of earlier parameters."""
+    with jax.enable_x64(True):
+        optimizer = _sgd()
+        state = jvarlen.init_train_state(params, optimizer)
+        batches = jvarlen.load(plan, samples)
+        run = asynchronous.train_async(loss_fn, optimizer, state, plan, batches, num_workers=1, staleness_bound=0)
+        return Trained(*_columns(run.metrics), {}, _by_name(run.state.params))

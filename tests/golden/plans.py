@@ -103,6 +103,7 @@ ORDER_OPTIONS: dict[str, dict[str, Any]] = {order: {"order": order} for order in
     "shuffle_steps": {"order": "length", "shuffle_steps": True, "seed": 5},
     "shuffle and shuffle_steps": {"order": "shuffle", "shuffle_steps": True, "seed": 5, "epoch": 2},
     "longest_first": {"order": "dataset", "longest_first": True},
+    "longest_first, by length": {"order": "length", "longest_first": True},
     "onset_spacing": {"order": "shuffle", "onset_spacing": 4},
     "onset_spacing, longest_first, shuffle_steps": {"onset_spacing": 3, "longest_first": True, "shuffle_steps": True},
     "one microbatch": {"order": "shuffle", "microbatches_per_step": 1},

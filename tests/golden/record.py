@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import plans
+from . import plans, training
 from .calls import PACKAGES
 from .shorten import write
 
 # Where both packages have the function, they must agree, so one of them is recorded.
 RECORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "plans": lambda: {name: case(PACKAGES[0]) for name, case in plans.CASES.items()},
+    "training": training.recorded,
 }
 
 

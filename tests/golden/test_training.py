@@ -1,0 +1,87 @@
+"""Float64 training steps give the values of before, on every layout: to 1e-12 after one step, 1e-10 after all."""
+
+import numpy as np
+import pytest
+
+from . import training
+from .shorten import read
+
+GOLDEN = read("training")
+AFTER_ONE, AFTER_ALL = 1e-12, 1e-10
+
+
+def assert_golden(found, name):
+    """Parameters differ by no more than that part of the sum of their magnitudes; what is not found is not compared."""
+    expected = GOLDEN[name]
+    assert found.keys() == expected.keys()
+    for column in ("loss", "weight_sum", "grad_norm"):
+        if found[column]:
+            np.testing.assert_allclose(found[column], expected[column], rtol=AFTER_ALL)
+            np.testing.assert_allclose(found[column][0], expected[column][0], rtol=AFTER_ONE)
+    for when in found.keys() - {"loss", "weight_sum", "grad_norm"}:
+        assert found[when].keys() in (expected[when].keys(), set())
+        for leaf, sums in found[when].items():
+            scale = expected[when][leaf][0] * (AFTER_ONE if when == "after 1 step" else AFTER_ALL)
+            np.testing.assert_allclose(sums, expected[when][leaf], rtol=0, atol=scale, err_msg=f"{leaf} {when}")
+
+
+def test_values_are_of_steps_that_train():
+    losses = GOLDEN["layers"]["loss"]
+    assert len(losses) == training.NUM_STEPS
+    assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
+    assert GOLDEN["stale 1"]["loss"] != GOLDEN["plain"]["loss"]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        "data4",
+        "data2.zero1",
+        "data2.zero2",
+        "tensor2",
+        "sequence2",
+        "stage2",
+        *(
+            pytest.param(layout, marks=pytest.mark.slow)
+            for layout in (
+                "data1.keep_inputs",
+                "data2.zero3",
+                "data2.tensor2.sequence_parallel",
+                "data2.sequence2.zero3",
+                "stage2.gpipe",
+                "stage2.1f1b",
+                "stage2.zero_bubble",
+                "stage2.keep_residuals",
+                "stage2.chunks2.interleaved",
+                "data2.stage2.zero1",
+                "data2.stage2.zero3",
+                "data2.stage2.tensor2.zero1",
+                "data2.stage2.sequence2",
+            )
+        ),
+    ],
+)
+def test_a_layout_trains_to_the_values_of_before(layout):
+    assert_golden(training.trained(layout), "layers")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "slices"), [("stage2", 2), ("data2.stage2.zero1", lambda length: (3, length - 3))])
+def test_rows_in_token_slices_train_to_the_values_of_whole_rows(layout, slices):
+    assert_golden(training.trained(layout, slices=slices), "layers")
+
+
+def test_mixed_steps_train_to_the_values_of_before():
+    assert_golden(training.mixed(3), "mixed")
+
+
+@pytest.mark.parametrize("name", training.DELAYS)
+def test_stale_steps_train_to_the_values_of_before(name):
+    assert_golden(training.stale(training.DELAYS[name]), f"stale {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_a_worker_that_waits_trains_to_the_values_of_steps_without_workers():
+    assert_golden(training.asynchronous(), "plain")
