@@ -31,9 +31,6 @@ from jax.sharding import PartitionSpec
 from support.timing import COMPILE_FAST, report, table, versions_and_hardware
 
 from jvarlen import Bucket, ModelFile, Plan, compile_buckets, make_buckets, make_plan, measure_buckets, measure_cluster
-from jvarlen.clusters.choice import LayoutChoice, choose_layout
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.compiling.compile_options import CompileOptions
 from jvarlen.distributed.mesh import layout_mesh, split_cpu
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
@@ -45,6 +42,9 @@ from jvarlen.parallel.tensor import (
     take_positions,
 )
 from jvarlen.parallel.wire import Link
+from jvarlen.targets.choice import LayoutChoice, choose_layout
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.memory_model import MemoryModel
 
 NUM_MICROBATCHES, WIDTH = 4, 16
 APART = 1.1  # from one measured prediction to the next

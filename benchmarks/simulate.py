@@ -20,11 +20,10 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.failures import Failures
-from jvarlen.clusters.noise import Noise
-from jvarlen.clusters.step_seconds import StepSeconds
+from jvarlen.experimental.simulation import Failures, Noise, simulate
 from jvarlen.parallel import Layout
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.step_seconds import StepSeconds
 
 # Layouts, microbatches of a step, and steps.
 FULL = (
@@ -45,7 +44,7 @@ def measure(layout: str, microbatches_per_step: int, num_steps: int) -> dict[str
     plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=microbatches_per_step, order="shuffle")
     seconds = StepSeconds(np.linspace(1, 2, len(buckets)), *np.full((6, len(buckets)), 0.05))
     begun = time.perf_counter()
-    run = jvarlen.simulate(
+    run = simulate(
         plan,
         Layout.parse(layout),
         Cluster.preset("dgx-h100", num_hosts=1_300),

@@ -33,8 +33,8 @@ __all__ = [
     "draw_corpus",
     "draw_example",
     "draw_layouts",
-    "draw_scale",
     "draw_schedules",
+    "draw_simulation",
     "to_file",
 ]
 
@@ -102,9 +102,9 @@ def draw_layouts() -> Iterator[tuple[str, str]]:
     yield "layouts-stages", names["svg"]
 
 
-def draw_scale() -> Iterator[tuple[str, str]]:
-    """The name and the SVG of the run that the page on scale simulates."""
-    yield "scale", _run_guide("scale.md")["svg"]
+def draw_simulation() -> Iterator[tuple[str, str]]:
+    """The name and the SVG of the run that the README on simulation simulates."""
+    yield "simulation", _run_guide("../jvarlen/experimental/simulation/README.md")["svg"]
 
 
 def _run_guide(page: str) -> dict[str, Any]:
@@ -280,7 +280,7 @@ def _text(
 def main() -> None:
     """Writes all pictures."""
     FOLDER.mkdir(exist_ok=True)
-    for name, svg in [*draw_example(), *draw_schedules(), *draw_layouts(), *draw_scale(), *draw_corpus()]:
+    for name, svg in [*draw_example(), *draw_schedules(), *draw_layouts(), *draw_simulation(), *draw_corpus()]:
         (FOLDER / f"{name}.svg").write_text(to_file(svg) + "\n")
 
 

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
     from jvarlen.batches.mixed import MixedBatch, mixed_batch_spec
-    from jvarlen.clusters.choice import choose_layout
-    from jvarlen.clusters.cluster import Cluster
-    from jvarlen.clusters.cutting import cut_layers
-    from jvarlen.clusters.links import measure_cluster
-    from jvarlen.clusters.model_file import ModelFile
-    from jvarlen.clusters.simulate import simulate
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -69,6 +63,10 @@ if TYPE_CHECKING:
     from jvarlen.sorting.ordered_file import write_ordered
     from jvarlen.sorting.sample_sort import local_sort, sample_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
+    from jvarlen.targets.choice import choose_layout
+    from jvarlen.targets.cluster import Cluster
+    from jvarlen.targets.links import measure_cluster
+    from jvarlen.targets.model_file import ModelFile
     from jvarlen.training.float32_master import with_float32_master
     from jvarlen.training.learning_rate import planned_schedule, scale_by_batch_size
     from jvarlen.training.rates import lr_scale, lr_sequence
@@ -85,12 +83,6 @@ _NAMES_OF = {
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
     "batches.mixed": ("MixedBatch", "mixed_batch_spec",),
-    "clusters.choice": ("choose_layout",),
-    "clusters.cluster": ("Cluster",),
-    "clusters.cutting": ("cut_layers",),
-    "clusters.links": ("measure_cluster",),
-    "clusters.model_file": ("ModelFile",),
-    "clusters.simulate": ("simulate",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -131,6 +123,10 @@ _NAMES_OF = {
     "sorting.ordered_file": ("write_ordered",),
     "sorting.sample_sort": ("local_sort", "sample_sort",),
     "sorting.sharded_rows": ("shard_local_rows",),
+    "targets.choice": ("choose_layout",),
+    "targets.cluster": ("Cluster",),
+    "targets.links": ("measure_cluster",),
+    "targets.model_file": ("ModelFile",),
     "training.float32_master": ("with_float32_master",),
     "training.learning_rate": ("planned_schedule", "scale_by_batch_size",),
     "training.rates": ("lr_scale", "lr_sequence",),
@@ -145,7 +141,7 @@ __all__ = [
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
-    "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "cut_layers", "data_mesh",
+    "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
     "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
     "initialize_processes", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan",
@@ -155,7 +151,7 @@ __all__ = [
     "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
     "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",
     "remembered_interrupts", "replicate", "root_pacing", "sample_order", "sample_sort",
-    "scale_by_batch_size", "segment_mask", "shard_local_rows", "simulate", "stream_batches", "together",
+    "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
     "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
 ]
 

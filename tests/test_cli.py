@@ -297,7 +297,7 @@ def test_layouts_are_chosen_for_the_batches_of_the_plan(flags, kind, lengths_fil
         kinds.append(type(batch_spec(plan.buckets[0], 1)))
         raise UserError("chosen")
 
-    monkeypatch.setattr("jvarlen.clusters.choice.choose_layout", choose_layout)
+    monkeypatch.setattr("jvarlen.targets.choice.choose_layout", choose_layout)
     args = ["plan", lengths_file, "--max-tokens", "4096", "--cluster", "dgx-h100"]
     assert main([*args, "--model", str(tmp_path / "model.json"), *flags]) == 2
     assert kinds == [kind]

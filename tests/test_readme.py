@@ -184,9 +184,14 @@ def test_the_guide_to_token_slices_prints_what_it_shows(capsys):
 @pytest.mark.slow
 def test_the_guide_to_scale_prints_what_it_shows(capsys):
     names = assert_prints_what_it_shows("scale.md", capsys)
-    drawn, saved = (
-        re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (names["svg"], (DOCS / "pictures" / "scale.svg").read_text())
-    )
+    assert names["counts"].sum() > 0.9e11
+
+
+@pytest.mark.slow
+def test_the_guide_to_simulation_prints_what_it_shows(capsys):
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "simulation" / "README.md", capsys)
+    picture = (DOCS / "pictures" / "simulation.svg").read_text()
+    drawn, saved = (re.findall(r"<text[^>]*>([^<]+)<", svg) for svg in (names["svg"], picture))
     assert drawn == saved != [], "the picture is out of date: run `python docs/pictures.py`"
 
 

@@ -5,5 +5,7 @@ does without them: only the command line imports this package.
 
 - `asynchronous`: workers that don't wait for each other.
 - `elastic`: training that goes on when workers are lost.
+- `operators`: splits of operators, and stages of layers whose costs differ.
+- `simulation`: a plan played out on a cluster.
 - `token_slices`: rows go through the stages of a pipeline in slices of positions.
 """

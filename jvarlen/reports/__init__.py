@@ -6,6 +6,5 @@
 - `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.
 - `plan_figures`, `plan_page`: a plan as a page. `choice_page`: the choice of a layout as a page.
 - `schedule_figures`, `memory_figures`: pictures of simulated pipeline schedules, and of the memory of steps.
-- `simulation_figures`: pictures of simulated runs.
 - `run_records`, `run_figures`, `run_page`: run directories, read and overlaid; the pictures that a run leaves behind.
 """

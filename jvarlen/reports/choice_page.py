@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from jvarlen.clusters.choice import LayoutChoice
-from jvarlen.clusters.cluster import Cluster
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.figures import COLOURS, Picture, colour_of, drawing_settings, new_figure, to_svg
 from jvarlen.reports.page import Table, write_page
+from jvarlen.targets.choice import LayoutChoice
+from jvarlen.targets.cluster import Cluster
 
 __all__ = ["write_choice_page"]
 

@@ -11,7 +11,6 @@ import optax
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
-from jvarlen.clusters.links import measure_cluster
 from jvarlen.compiling.compilation_cache import without_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
@@ -21,6 +20,7 @@ from jvarlen.distributed.processes import is_main_process
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
 from jvarlen.planning.edges import check_edges
+from jvarlen.targets.links import measure_cluster
 from jvarlen.training.step import init_train_state, make_train_step
 
 __all__ = ["MeasureCommand", "MeasuredCosts", "measure_costs"]

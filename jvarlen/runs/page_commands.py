@@ -21,8 +21,8 @@ from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
 from jvarlen.training.rates import lr_sequence
 
 if TYPE_CHECKING:
-    from jvarlen.clusters.cluster import Cluster
-    from jvarlen.clusters.model_file import ModelFile
+    from jvarlen.targets.cluster import Cluster
+    from jvarlen.targets.model_file import ModelFile
 
 __all__ = ["PlanCommand", "ReportCommand"]
 
@@ -109,7 +109,7 @@ class PlanCommand(PlanConfig):
 
     def _choose_layout(self, plan: Plan, cluster: Cluster, model: ModelFile) -> None:
         from jvarlen.batches.batches import packed_batch_spec, token_batch_spec  # here: they import JAX
-        from jvarlen.clusters.choice import choose_layout
+        from jvarlen.targets.choice import choose_layout
 
         choice = choose_layout(
             plan,
@@ -149,8 +149,8 @@ class PlanCommand(PlanConfig):
 
 def _read_description(cluster: str, model: Path) -> tuple[Cluster, ModelFile]:
     """The cluster and the model that layouts are chosen for."""
-    from jvarlen.clusters.cluster import Cluster  # here: they import JAX
-    from jvarlen.clusters.model_file import ModelFile
+    from jvarlen.targets.cluster import Cluster  # here: they import JAX
+    from jvarlen.targets.model_file import ModelFile
 
     return Cluster.named(cluster), ModelFile.load(model)
 

@@ -13,9 +13,6 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.clusters.choice import choose_layout
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.links import measure_cluster
 from jvarlen.compiling.compilation_cache import use_compilation_cache
 from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import When
@@ -35,6 +32,9 @@ from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import BatchSpec, Task
+from jvarlen.targets.choice import choose_layout
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.links import measure_cluster
 
 __all__ = ["Prepared", "mesh_for", "prepare", "say", "show_bills", "when_compiled"]
 

@@ -15,16 +15,16 @@ import optax
 from jvarlen._common.checks import UserError, check_at_least_one, list_first
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.memory_model import MemoryModel
-from jvarlen.clusters.model_costs import ModelCosts, count_costs
-from jvarlen.clusters.search import Candidates, Search, divisors
-from jvarlen.clusters.step_seconds import StepSeconds
 from jvarlen.distributed.layout import Layout
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.plan import Plan
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.memory_model import MemoryModel
+from jvarlen.targets.model_costs import ModelCosts, count_costs
+from jvarlen.targets.search import Candidates, Search, divisors
+from jvarlen.targets.step_seconds import StepSeconds
 from jvarlen.training.losses import LossFn
 
 __all__ = ["LayoutChoice", "choose_layout"]

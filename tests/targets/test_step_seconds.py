@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket
-from jvarlen.clusters import step_seconds as module
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.layout_table import SCHEDULES, layout_table
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass
-from jvarlen.clusters.step_seconds import step_seconds
 from jvarlen.parallel import Layout, eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
 from jvarlen.parallel.wire import Link
+from jvarlen.targets import step_seconds as module
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.layout_table import SCHEDULES, layout_table
+from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass
+from jvarlen.targets.step_seconds import step_seconds
 
 MAKE = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_1f1b, "zero_bubble": zero_bubble}
 NONE = PerPass((), (), ())

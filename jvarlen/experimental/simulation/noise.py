@@ -13,10 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int32, Int64
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting, is_number
-from jvarlen.clusters.layout_table import layout_table
 from jvarlen.distributed.layout import Layout
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.targets.layout_table import layout_table
 
 __all__ = ["Noise", "stretches"]
 

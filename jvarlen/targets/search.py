@@ -15,13 +15,13 @@ import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.clusters.memory_model import MemoryModel
-from jvarlen.clusters.model_costs import ModelCosts
-from jvarlen.clusters.step_seconds import StepSeconds, step_seconds
 from jvarlen.distributed.layout import Layout
 from jvarlen.planning.budget import CostFn
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
+from jvarlen.targets.memory_model import MemoryModel
+from jvarlen.targets.model_costs import ModelCosts
+from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 
 __all__ = ["Candidates", "Search", "divisors"]
 

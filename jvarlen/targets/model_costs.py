@@ -19,7 +19,6 @@ from jaxtyping import Float64
 from jvarlen._common.checks import UserError
 from jvarlen._common.jaxprs import OperationCounts, count_operations
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.clusters.cluster import Kind
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
@@ -27,6 +26,7 @@ from jvarlen.parallel.microbatch import OneMicrobatch, shapes_on, stacked_shapes
 from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
+from jvarlen.targets.cluster import Kind
 from jvarlen.training.losses import LossFn
 
 __all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.operators import Operator, choose_operators, transformer_operators
+from jvarlen.experimental.operators.choice import Operator, choose_operators, transformer_operators
 from jvarlen.parallel.wire import Link
+from jvarlen.targets.cluster import Cluster
 
 SIZE = 4
 FAST = dataclasses.replace(

@@ -18,13 +18,13 @@ import optax
 from jaxtyping import Float64
 
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
 from jvarlen.parallel.memory import StateBytes, batch_bytes, memory_bill, state_bytes, temporary_bytes
 from jvarlen.parallel.microbatch import ArrayBytes, DeviceArrays, OneMicrobatch, shapes_on, stacked_shapes, with_layers
 from jvarlen.parallel.schedules import BufferSlots, buffer_slots
 from jvarlen.planning.buckets import Bucket
+from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, init_train_state
 

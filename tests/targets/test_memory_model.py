@@ -6,10 +6,10 @@ import optax
 
 from jvarlen import Bucket
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.clusters.layout_table import layout_table
-from jvarlen.clusters.memory_model import MemoryModel
 from jvarlen.models import TransformerConfig, init_params, layered, make_loss_fn, stack_layers
 from jvarlen.parallel import Layout, memory_bill
+from jvarlen.targets.layout_table import layout_table
+from jvarlen.targets.memory_model import MemoryModel
 
 MODEL = TransformerConfig(num_layers=4, width=32, num_heads=4, vocab_size=50)
 BUCKETS = [Bucket(8, 32), Bucket(2, 96)]

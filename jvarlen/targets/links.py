@@ -19,10 +19,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_first
 from jvarlen._common.progress import progress_bar
-from jvarlen.clusters.cluster import Cluster
 from jvarlen.distributed.mesh import data_mesh
 from jvarlen.distributed.processes import gather_arrays, gather_texts
 from jvarlen.parallel.wire import Link
+from jvarlen.targets.cluster import Cluster
 
 __all__ = ["ProductType", "measure_cluster"]
 

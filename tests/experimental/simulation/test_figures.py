@@ -6,20 +6,17 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.failures import Failures
-from jvarlen.clusters.step_seconds import StepSeconds
+from jvarlen.experimental.simulation import Failures, draw_simulation, simulate
 from jvarlen.parallel import Layout
-from jvarlen.reports.simulation_figures import draw_simulation
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.step_seconds import StepSeconds
 
 PLAN = jvarlen.make_plan(np.full(64, 8), [(4, 8)], microbatches_per_step=2)
 PARTS = StepSeconds(*np.array([[5.0], [1], [0], [0], [0], [2], [0]]))
 
 
 def run(num_steps, **options):
-    return jvarlen.simulate(
-        PLAN, Layout(data=2), Cluster.preset("dgx-h100"), seconds=PARTS, num_steps=num_steps, **options
-    )
+    return simulate(PLAN, Layout(data=2), Cluster.preset("dgx-h100"), seconds=PARTS, num_steps=num_steps, **options)
 
 
 def words(svg):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jvarlen.clusters.cluster import PRESETS, Cluster
+from jvarlen.targets.cluster import PRESETS, Cluster
 
 DGX = Cluster.preset("dgx-h100", num_hosts=4)
 

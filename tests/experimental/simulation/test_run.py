@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen.clusters import noise as noise_module
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.failures import Failures
-from jvarlen.clusters.noise import Noise
-from jvarlen.clusters.simulate import simulate
-from jvarlen.clusters.step_seconds import StepSeconds
+from jvarlen.experimental.simulation import noise as noise_module
+from jvarlen.experimental.simulation.failures import Failures
+from jvarlen.experimental.simulation.noise import Noise
+from jvarlen.experimental.simulation.run import simulate
 from jvarlen.parallel import Layout
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.step_seconds import StepSeconds
 
 CLUSTER = Cluster.preset("dgx-h100", num_hosts=3)
 PLAN = jvarlen.make_plan(

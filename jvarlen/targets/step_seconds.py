@@ -12,11 +12,11 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.layout_table import SCHEDULES, LayoutTable
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.parallel import schedules
 from jvarlen.planning.budget import CostFn
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
+from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass
 
 __all__ = ["StepSeconds", "step_seconds"]
 

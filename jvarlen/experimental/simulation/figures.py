@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jvarlen.clusters.simulate import Simulation
+from jvarlen.experimental.simulation.run import Simulation
 from jvarlen.reports.figures import COLOURS, colour_of, draw_line, drawing_settings, format_ticks, new_figure, to_svg
 
 __all__ = ["draw_simulation"]

@@ -11,17 +11,17 @@ import pytest
 
 import jvarlen
 from jvarlen import Bucket
-from jvarlen.clusters.choice import choose_layout
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.layout_table import SCHEDULES, layout_table
-from jvarlen.clusters.memory_model import MemoryModel
-from jvarlen.clusters.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
-from jvarlen.clusters.search import divisors
-from jvarlen.clusters.step_seconds import step_seconds
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
 from jvarlen.parallel import Layout
 from jvarlen.parallel.train import check_bucket
 from jvarlen.parallel.wire import Link
+from jvarlen.targets.choice import choose_layout
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.layout_table import SCHEDULES, layout_table
+from jvarlen.targets.memory_model import MemoryModel
+from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass, count_costs
+from jvarlen.targets.search import divisors
+from jvarlen.targets.step_seconds import step_seconds
 
 SKEWED = {
     "fast links": {"link": Link(1e15), "host_link": Link(1e15)},

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen.clusters.cutting import cut_layers
+from jvarlen.experimental.operators.cutting import cut_layers
 from jvarlen.parallel import gpipe
 
 

@@ -14,13 +14,13 @@ from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, is_number, list_first
 from jvarlen._common.text_table import text_table
-from jvarlen.clusters.cluster import Cluster
-from jvarlen.clusters.failures import Failures, Interruption, run_with_failures
-from jvarlen.clusters.noise import Noise, stretches
-from jvarlen.clusters.step_seconds import StepSeconds
 from jvarlen.distributed.layout import Layout
+from jvarlen.experimental.simulation.failures import Failures, Interruption, run_with_failures
+from jvarlen.experimental.simulation.noise import Noise, stretches
 from jvarlen.planning.mixed_plan import MixedPlan
 from jvarlen.planning.steps import PlannedSteps
+from jvarlen.targets.cluster import Cluster
+from jvarlen.targets.step_seconds import StepSeconds
 
 __all__ = ["Simulation", "simulate"]
 

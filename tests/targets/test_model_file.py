@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from jvarlen.clusters.model_file import ModelFile
+from jvarlen.targets.model_file import ModelFile
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "vocabulary": 256}
 
