@@ -3,6 +3,7 @@
 `package` is "jvarlen" or "torch_ref"; options are passed as they are, and named as in these two.
 """
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,11 @@ from jvarlen.parallel import (
     vocabulary_cross_entropy,
     vocabulary_embedding,
 )
+from jvarlen.reports.compare import compare_strategies
+from jvarlen.reports.plan_page import write_html_report
+from jvarlen.reports.run_page import read_runs
+from jvarlen.reports.run_records import read_metrics
+from tests.run_fit import leave_pictures_empty, make_config, make_data
 
 __all__ = [  # what a model calls, as it is
     "attend_over_axis",
@@ -229,3 +235,45 @@ def train_asynchronously(loss_fn: Any, params: Any, plan: Any, samples: Any) -> 
         batches = jvarlen.load(plan, samples)
         run = asynchronous.train_async(loss_fn, optimizer, state, plan, batches, num_workers=1, staleness_bound=0)
         return Trained(*_columns(run.metrics), {}, _by_name(run.state.params))
+
+
+def plan_report(plan: Any, learning_rates: Any, cost: Any, *, compile_seconds: float) -> str:
+    return plan.report(learning_rates, cost=cost, compile_seconds=compile_seconds)
+
+
+def plan_page(path: Path, plan: Any, lengths: Any, learning_rates: Any, cost: Any, options: dict[str, Any]) -> str:
+    """The page of a plan, with other strategies compared; `options` are those of the buckets."""
+    comparison = compare_strategies(lengths, cost=cost, **options)
+    write_html_report(path, plan, lengths, learning_rates=learning_rates, cost=cost, comparison=comparison)
+    return path.read_text(encoding="utf-8")
+
+
+def run_report(run_dir: Path) -> str:
+    return read_runs([run_dir]).table()
+
+
+def run_page(run_dir: Path, path: Path) -> str:
+    read_runs([run_dir]).write_html(path)
+    return path.read_text(encoding="utf-8")
+
+
+def fit_small(runs_dir: Path, out: Path, wrapped: Any, resumed: Path | None) -> None:
+    """Trains the built-in model on shapes in random order; `out` gets the last state, `wrapped` reads the dataset."""
+    leave_pictures_empty()
+    config, data = make_config(runs_dir), make_data()
+    plan = dataclasses.replace(config.plan, max_shapes=3, order="shuffle")
+    config = dataclasses.replace(config, plan=plan, checkpoint_every=5, resume=resumed)
+    state = jvarlen.fit(config, data._replace(train=wrapped(data.train))).state
+    np.savez(out, **{jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)})
+
+
+def steps_of_run(run_dir: Path) -> list[list[Any]]:
+    """What the log of a run says of each step that is the same in every run."""
+    rows = [row for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row]
+    names = ("step", "loss", "learning_rate", "num_tokens", "num_sequences", "bucket_rows", "bucket_length")
+    return [[row[name] for name in names] for row in rows]
+
+
+def num_steps_saved(run_dir: Path) -> int:
+    """The steps before the last checkpoint of a run."""
+    return max((int(path.name) for path in run_dir.glob("checkpoints/*") if path.name.isdigit()), default=0)

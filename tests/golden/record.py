@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from . import plans, training
+from . import figures, plans, training
 from .calls import PACKAGES
 from .shorten import write
 
@@ -16,6 +16,7 @@ from .shorten import write
 RECORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "plans": lambda: {name: case(PACKAGES[0]) for name, case in plans.CASES.items()},
     "training": training.recorded,
+    "figures": figures.recorded,
 }
 
 
