@@ -27,6 +27,7 @@ from support.timing import COMPILE_FAST, REPEATS, report, table, versions_and_ha
 
 import jvarlen
 from jvarlen.distributed.mesh import split_cpu
+from jvarlen.experimental.mixed import MixedPlan, load_mixed, make_mixed_plan, make_mixed_train_step
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 
 COST = jvarlen.CostModel(constant=2e-4, linear=2e-7, quadratic=1e-10)
@@ -38,7 +39,7 @@ class Plans(NamedTuple):
 
     lengths: np.ndarray
     ordinary: jvarlen.Plan
-    mixed: jvarlen.MixedPlan
+    mixed: MixedPlan
 
     @property
     def useful_s(self) -> float:
@@ -67,7 +68,7 @@ def make_plans(num_samples: int, max_tokens: int, microbatches_per_step: int, *,
     buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes)
     make = functools.partial(jvarlen.make_plan, lengths, buckets, order="shuffle")
     ordinary = make(microbatches_per_step=microbatches_per_step)
-    return Plans(lengths, ordinary, jvarlen.make_mixed_plan(make(), microbatches_per_step))
+    return Plans(lengths, ordinary, make_mixed_plan(make(), microbatches_per_step))
 
 
 def planned(num_samples: int, numbers_of_ranks: Sequence[int]) -> list[list[str]]:
@@ -120,10 +121,10 @@ def measured(num_samples: int, scale: float, *, max_shapes: int, each_per_rank: 
         plans = make_plans(num_samples, 2048, NUM_RANKS * per_rank, max_shapes=max_shapes)
         samples = [np.ones(length, np.int32) for length in plans.lengths]
         ordinary = jax.jit(jvarlen.make_train_step(waiting_loss(scale), optimizer, mesh=mesh))
-        mixed = jax.jit(jvarlen.make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, mesh=mesh))
+        mixed = jax.jit(make_mixed_train_step(waiting_loss(scale), optimizer, plans.mixed.buckets, mesh=mesh))
         loaded = (
             (ordinary, list(jvarlen.load(plans.ordinary, samples, mesh=mesh))),
-            (mixed, list(jvarlen.load_mixed(plans.mixed, samples, mesh=mesh, cost=COST))),
+            (mixed, list(load_mixed(plans.mixed, samples, mesh=mesh, cost=COST))),
         )
         for name, (step, batches), seconds in zip(
             ("ordinary", "mixed"), loaded, plans.planned_s(NUM_RANKS), strict=True
@@ -144,15 +145,15 @@ def program_cost(
     mesh, optimizer, loss_fn = jvarlen.data_mesh(1), optax.adamw(1e-3), make_loss_fn(config)
     state = jvarlen.replicate(jvarlen.init_train_state(init_params(config, seed=0), optimizer), mesh)
     ordinary = jax.jit(jvarlen.make_train_step(loss_fn, optimizer, mesh=mesh))
-    mixed = jax.jit(jvarlen.make_mixed_train_step(loss_fn, optimizer, buckets, mesh=mesh))
+    mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, mesh=mesh))
     lengths = np.repeat([bucket.length for bucket in buckets], [num_microbatches * bucket.rows for bucket in buckets])
     samples = [np.ones(length, np.int32) for length in lengths]
     of_ordinary = jvarlen.make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
-    of_mixed = jvarlen.make_mixed_plan(jvarlen.make_plan(lengths, buckets), num_microbatches)
+    of_mixed = make_mixed_plan(jvarlen.make_plan(lengths, buckets), num_microbatches)
     steps = zip(
         buckets,
         jvarlen.load(of_ordinary, samples, mesh=mesh),
-        jvarlen.load_mixed(of_mixed, samples, mesh=mesh),
+        load_mixed(of_mixed, samples, mesh=mesh),
         strict=True,
     )
     rows = []

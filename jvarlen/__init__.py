@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from jvarlen.batches.batches import (
         full_batch, packed_batch_spec, packed_pair_batch_spec, pair_batch_spec, token_batch_spec,
     )
-    from jvarlen.batches.mixed import MixedBatch, mixed_batch_spec
     from jvarlen.compiling.compilation_cache import use_compilation_cache
     from jvarlen.compiling.compile import compile_buckets, load_compiled
     from jvarlen.compiling.compile_options import CompileOptions
@@ -41,15 +40,12 @@ if TYPE_CHECKING:
     )
     from jvarlen.loading.ids_digest import planned_ids_digest
     from jvarlen.loading.loader import BatchIterator, load, load_stream
-    from jvarlen.loading.mixed_loader import load_mixed
-    from jvarlen.parallel.mixed import make_mixed_train_step
     from jvarlen.planning.balance import assign_microbatches, balance_plan, packed_row_costs
     from jvarlen.planning.batching import Batches, batch_by_tokens
     from jvarlen.planning.budget import Budget
     from jvarlen.planning.buckets import Bucket, PairBucket, make_buckets
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
     from jvarlen.planning.lengths import check_lengths
-    from jvarlen.planning.mixed_plan import MixedPlan, make_mixed_plan
     from jvarlen.planning.order import sample_order
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
     from jvarlen.planning.packing.pack import PackedHistogram, Packing, pack_samples
@@ -82,7 +78,6 @@ _NAMES_OF = {
         "Batch", "PackedBatch", "PackedPairBatch", "PairBatch",
         "full_batch", "packed_batch_spec", "packed_pair_batch_spec", "pair_batch_spec", "token_batch_spec",
     ),
-    "batches.mixed": ("MixedBatch", "mixed_batch_spec",),
     "compiling.compilation_cache": ("use_compilation_cache",),
     "compiling.compile": ("compile_buckets", "load_compiled",),
     "compiling.compile_options": ("CompileOptions",),
@@ -101,15 +96,12 @@ _NAMES_OF = {
     ),
     "loading.ids_digest": ("planned_ids_digest",),
     "loading.loader": ("BatchIterator", "load", "load_stream",),
-    "loading.mixed_loader": ("load_mixed",),
-    "parallel.mixed": ("make_mixed_train_step",),
     "planning.balance": ("assign_microbatches", "balance_plan", "packed_row_costs",),
     "planning.batching": ("Batches", "batch_by_tokens",),
     "planning.budget": ("Budget",),
     "planning.buckets": ("Bucket", "PairBucket", "make_buckets",),
     "planning.cost_model": ("CostModel", "fit_cost_model",),
     "planning.lengths": ("check_lengths",),
-    "planning.mixed_plan": ("MixedPlan", "make_mixed_plan",),
     "planning.order": ("sample_order",),
     "planning.pacing": ("ValuePacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
     "planning.packing.pack": ("PackedHistogram", "Packing", "pack_samples",),
@@ -136,17 +128,17 @@ _NAMES_OF = {
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
-    "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics", "MixedBatch",
-    "MixedPlan", "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
+    "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics",
+    "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
     "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
     "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
-    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_mixed", "load_stream",
-    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step", "make_mixed_plan",
-    "make_mixed_train_step", "make_pair_buckets", "make_plan", "make_train_step",
-    "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths", "mixed_batch_spec",
+    "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
+    "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
+    "make_pair_buckets", "make_plan", "make_train_step",
+    "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
     "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
     "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
     "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",

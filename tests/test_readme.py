@@ -145,7 +145,7 @@ def test_the_guide_to_the_learning_rate_prints_what_it_shows(capsys):
 
 @pytest.mark.slow
 def test_the_guide_to_mixed_steps_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("mixed.md", capsys)
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "mixed" / "README.md", capsys)
     assert len(names["compiled"].specs) == 1
 
 

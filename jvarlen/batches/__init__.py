@@ -1,7 +1,6 @@
 """Batch types: the arrays of a step, their shapes, and their token counts.
 
 - `batches`: `Batch`, `PackedBatch`, `PairBatch`, `PackedPairBatch`, and the specs that `compile_buckets` needs.
-- `mixed`: `MixedBatch`, whose ranks have different numbers of microbatches of different shapes, and its spec.
 """
 
 from jvarlen.batches.batches import (

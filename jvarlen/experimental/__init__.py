@@ -8,4 +8,5 @@ does without them: only the command line imports this package.
 - `operators`: splits of operators, and stages of layers whose costs differ.
 - `simulation`: a plan played out on a cluster.
 - `token_slices`: rows go through the stages of a pipeline in slices of positions.
+- `mixed`: steps of microbatches of different shapes, dealt to ranks by their time.
 """

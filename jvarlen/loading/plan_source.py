@@ -56,7 +56,6 @@ class PlanSource:
       microbatches: int64[m], the microbatches of a `Plan` to read; None reads all. A `DistributedPlan` has its own.
       lengths: as in `load`.
       on_mismatch: as in `load`.
-      num_sequences: int64[S], real samples of the whole step that each step of the plan belongs to; None: its own.
 
     Raises:
       ValueError: the dataset is smaller than the plan, or has another number of samples than `lengths`.
@@ -71,7 +70,6 @@ class PlanSource:
         *,
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
-        num_sequences: Int64[np.ndarray, " S"] | None = None,
     ):
         largest_id = int(plan.row_ids.max()) if isinstance(plan, DistributedPlan) else plan.largest_id
         if largest_id >= len(dataset):
@@ -84,7 +82,6 @@ class PlanSource:
         self._collate = collate
         self._microbatches = microbatches
         self._adjusts = on_mismatch == "adjust"
-        self._num_sequences = plan.num_sequences if num_sequences is None else num_sequences
         self._lengths = None
         if lengths is not None:
             self._lengths = _planned_lengths(plan, lengths)
@@ -134,7 +131,7 @@ class PlanSource:
             samples=samples,
             num_tokens=num_tokens,
             truncate=plan.overlong == "truncate",
-            num_sequences=int(self._num_sequences[step]),
+            num_sequences=int(plan.num_sequences[step]),
             starts=starts,
         )
         return ReadStep(step, self._collate(step_samples), len(ids), num_adjusted, ids)

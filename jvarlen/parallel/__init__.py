@@ -3,7 +3,6 @@
 - `layers`: a model by layers, which most of the others split.
 - `tensor`: matrix products split over devices, and sequence parallelism between them.
 - `train`: the state and the train step of a layout. `zero`: the shards of ZeRO.
-- `mixed`: the train step of ranks with different numbers of microbatches of different shapes.
 - `portable`: the single-device form of the states of any layout, for checkpoints.
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `bill`: what a compiled step communicates.
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
     from jvarlen.parallel.bill import communication_bill
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.memory import memory_bill
-    from jvarlen.parallel.mixed import make_mixed_train_step
     from jvarlen.parallel.portable import portable_form
     from jvarlen.parallel.schedules import (
         Schedule,
@@ -87,7 +85,6 @@ __all__ = [
     "layout_mesh",
     "leave_tensor_parallel",
     "make_eval_step",
-    "make_mixed_train_step",
     "make_train_step",
     "memory_bill",
     "merge_params",
@@ -115,7 +112,6 @@ _NAMES_OF = {
     "parallel.bill": ("communication_bill",),
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.memory": ("memory_bill",),
-    "parallel.mixed": ("make_mixed_train_step",),
     "parallel.portable": ("portable_form",),
     "parallel.schedules": (
         "Schedule",

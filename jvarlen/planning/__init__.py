@@ -8,7 +8,7 @@ Lengths, an order and a budget determine a `Plan`, the same on every process. In
 - `batching`, `packing`: greedy token batches, and several samples in a row.
 - `grouping`, `step_order`, `steps`, `plan`, `plan_file`: samples into steps in order, the plan and its file.
 - `on_disk`: plans of more samples than fit memory.
-- `balance`, `mixed_plan`: work dealt to ranks, and steps of microbatches with different shapes.
+- `balance`: work dealt to ranks.
 - `streams`, `stream_state`: batches of samples whose lengths are not known in advance, and resuming them.
 - `_kernels`: loops that NumPy cannot express, compiled where numba is installed.
 """

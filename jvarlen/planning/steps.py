@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Float64, Int32, Int64
@@ -19,7 +19,24 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["BucketFigures", "PlannedSteps", "bucket_figures", "plan_table"]
+__all__ = ["BucketFigures", "PlannedSteps", "StepPlan", "bucket_figures", "plan_table"]
+
+
+@runtime_checkable
+class StepPlan(Protocol):
+    """What training needs of a plan of any kind: S steps, and what each holds."""
+
+    @property
+    def num_steps(self) -> int:
+        """S, the number of steps."""
+
+    @property
+    def num_sequences(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], real samples of each step."""
+
+    @property
+    def num_tokens(self) -> Int64[np.ndarray, " S"]:
+        """int64[S], real tokens of each step."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -16,12 +16,12 @@ import optax
 from jaxtyping import Float64
 
 from jvarlen._common.checks import UserError, check_choices, list_first
+from jvarlen.planning.steps import StepPlan
 from jvarlen.training.rates import (
     BaseSchedule,
     BatchSizeUnit,
     Rule,
     ScheduleUnit,
-    StepPlan,
     apply_rule,
     lr_scale,
     lr_sequence,

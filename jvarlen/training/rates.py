@@ -16,15 +16,13 @@ import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, check_choices, list_offenders
-from jvarlen.planning.mixed_plan import MixedPlan
-from jvarlen.planning.steps import PlannedSteps
+from jvarlen.planning.steps import StepPlan
 
 __all__ = [
     "BaseSchedule",
     "BatchSizeUnit",
     "Rule",
     "ScheduleUnit",
-    "StepPlan",
     "apply_rule",
     "base_rates",
     "before_each",
@@ -33,7 +31,6 @@ __all__ = [
     "step_sizes",
 ]
 
-StepPlan = PlannedSteps | MixedPlan
 Rule = Literal["linear", "sqrt"] | Callable[[Any], Any] | None
 BaseSchedule = float | npt.ArrayLike | Callable[[Any], Any]
 BatchSizeUnit = Literal["sequences", "tokens"]
@@ -88,8 +85,7 @@ def lr_sequence(
     """The learning rate of every step of a plan, in float64 on the host.
 
     Args:
-      plan: a `Plan`, `DistributedPlan` or `MixedPlan`; or several, one an epoch, over which all counts continue. S
-        steps in all.
+      plan: a plan; or several, one an epoch, over which all counts continue. S steps in all.
       base_schedule: a number, an array of S rates, or a function of how far training has come, such as an Optax
         schedule (evaluated in float64 here).
       base_batch_size: the batch size that the base rate was tuned for, in `unit` a step.

@@ -73,6 +73,7 @@ def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:
 
 
 def make_mixed_plan(package: str, plan: Any, microbatches_per_step: int) -> Any:
+    package = "jvarlen.experimental.mixed" if package == "jvarlen" else package
     return _of(package, "make_mixed_plan")(plan, microbatches_per_step)
 
 

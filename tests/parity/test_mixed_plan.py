@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 import jvarlen
 import torch_ref
+from jvarlen.experimental import mixed as jvarlen_mixed
 
 from .inputs import moderate
 
 BUCKETS = [(4, 3), (2, 7), (1, 20)]
 BOTH = (jvarlen, torch_ref)
+make_mixed_plan = {jvarlen: jvarlen_mixed.make_mixed_plan, torch_ref: torch_ref.make_mixed_plan}
 
 whole_costs = st.lists(st.integers(0, 30), min_size=1, max_size=7)
 real_costs = st.lists(st.floats(0, 1e300), min_size=1, max_size=7)
@@ -94,7 +96,7 @@ def test_what_cannot_be_assigned_is_named(package: ModuleType) -> None:
 def test_steps_are_runs_of_microbatches(package: ModuleType, lengths: list[int], size: int, seed: int) -> None:
     """Counts, offsets and the digest, number by number."""
     plan = package.make_plan(lengths, BUCKETS, order="shuffle", seed=seed)
-    mixed = package.make_mixed_plan(plan, size)
+    mixed = make_mixed_plan[package](plan, size)
     starts = list(range(0, plan.num_steps, size))
     assert mixed.plan is plan
     assert mixed.step_offsets.dtype == np.int64
@@ -114,7 +116,7 @@ def test_steps_are_runs_of_microbatches(package: ModuleType, lengths: list[int],
 def test_every_step_is_assigned_by_itself(package: ModuleType, cost) -> None:
     """By positions, or by a function of the shape."""
     plan = package.make_plan(np.arange(150) % 20 + 1, BUCKETS, order="shuffle")
-    mixed = package.make_mixed_plan(plan, 5)
+    mixed = make_mixed_plan[package](plan, 5)
     ranks = mixed.ranks(2, cost)
     assert ranks.dtype == np.int32
     per_shape = cost or (lambda rows, length: rows * length)
@@ -127,14 +129,14 @@ def test_every_step_is_assigned_by_itself(package: ModuleType, cost) -> None:
 def test_pairs_count_both_sides(package: ModuleType) -> None:
     """The positions of a pair's bucket are those of its source and of its target."""
     plan = package.make_plan([[2, 3], [2, 9], [1, 1]], [(2, 2, 3), (1, 4, 12)], order="dataset")
-    mixed = package.make_mixed_plan(plan, 2)
+    mixed = make_mixed_plan[package](plan, 2)
     assert mixed.ranks(2).tolist() == package.assign_microbatches([16, 10], 2).tolist()
 
 
 def test_rates_follow_mixed_steps(package: ModuleType) -> None:
     """As those of a plan."""
     plan = package.make_plan([3] * 7 + [7] * 3, BUCKETS)
-    mixed = package.make_mixed_plan(plan, 2)
+    mixed = make_mixed_plan[package](plan, 2)
     assert mixed.num_sequences.tolist() == [7, 3]
     np.testing.assert_allclose(package.lr_sequence(mixed, 1e-3, 1), [7e-3, 3e-3], rtol=1e-12)
     rates = package.lr_sequence([plan, mixed], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences")
@@ -145,6 +147,6 @@ def test_a_plan_of_several_microbatches_cannot_be_mixed(package: ModuleType) -> 
     """Its steps have one bucket each."""
     plan = package.make_plan([3] * 8, BUCKETS, microbatches_per_step=2)
     with pytest.raises(ValueError, match="microbatches_per_step=1"):
-        package.make_mixed_plan(plan, 2)
+        make_mixed_plan[package](plan, 2)
     with pytest.raises(ValueError, match="microbatches_per_step"):
-        package.make_mixed_plan(package.make_plan([3] * 8, BUCKETS), 0)
+        make_mixed_plan[package](package.make_plan([3] * 8, BUCKETS), 0)

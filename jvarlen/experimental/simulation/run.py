@@ -17,7 +17,6 @@ from jvarlen._common.text_table import text_table
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.simulation.failures import Failures, Interruption, run_with_failures
 from jvarlen.experimental.simulation.noise import Noise, stretches
-from jvarlen.planning.mixed_plan import MixedPlan
 from jvarlen.planning.steps import PlannedSteps
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.step_seconds import StepSeconds
@@ -169,9 +168,9 @@ def simulate(
       A `Simulation`.
 
     Raises:
-      ValueError: a mixed plan; noise that is no number; seconds that are negative or not finite, or not of as many
-        buckets as the plan has; a layout of more devices than the cluster has, or whose data shards do not divide the
-        microbatches of a step; failures so frequent that the run would not end.
+      ValueError: a plan whose steps have several buckets; noise that is no number; seconds that are negative or not
+        finite, or not of as many buckets as the plan has; a layout of more devices than the cluster has, or whose data
+        shards do not divide the microbatches of a step; failures so frequent that the run would not end.
 
     Example:
       >>> import jvarlen
@@ -185,8 +184,8 @@ def simulate(
       Checkpoints and failures: Daly 2006, "A higher order estimate of the optimum checkpoint interval for restart
       dumps".
     """
-    if isinstance(plan, MixedPlan):
-        raise UserError("a mixed plan cannot be simulated: seconds are those of a bucket, and its steps have several")
+    if not isinstance(plan, PlannedSteps):
+        raise UserError("seconds are those of a bucket: only plans whose steps have one each can be simulated")
     if not isinstance(noise, Noise):
         if not is_number(noise):
             raise UserError(f"noise must be a Noise, or a number for the jitter, not {noise!r}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jvarlen
+from jvarlen.experimental.mixed import make_mixed_plan
 from jvarlen.experimental.simulation import noise as noise_module
 from jvarlen.experimental.simulation.failures import Failures
 from jvarlen.experimental.simulation.noise import Noise
@@ -230,8 +231,8 @@ def test_what_cannot_be_simulated_is_refused(options, message):
 
 def test_a_mixed_plan_cannot_be_simulated():
     microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)])
-    with pytest.raises(jvarlen.UserError, match="a mixed plan cannot be simulated"):
-        simulate(jvarlen.make_mixed_plan(microbatches, 2), Layout(), CLUSTER, seconds=COMPUTE)
+    with pytest.raises(jvarlen.UserError, match="only plans whose steps have one each can be simulated"):
+        simulate(make_mixed_plan(microbatches, 2), Layout(), CLUSTER, seconds=COMPUTE)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,8 @@ from jvarlen import (
     compile_buckets,
     data_mesh,
     init_train_state,
-    load_mixed,
-    make_mixed_train_step,
     make_plan,
     make_train_step,
-    mixed_batch_spec,
     no_recompiles,
     pack_samples,
     packed_batch_spec,
@@ -31,15 +28,21 @@ from jvarlen import (
     scale_by_batch_size,
 )
 from jvarlen.batches.batches import Batch
-from jvarlen.batches.mixed import mix_microbatches
 from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.experimental.mixed import (
+    load_mixed,
+    make_mixed_plan,
+    make_mixed_train_step,
+    mix_microbatches,
+    mixed_batch_spec,
+)
 from jvarlen.loading.collate import pack_to_bucket, pad_to_bucket
 from jvarlen.loading.loader import PlanSource
-from jvarlen.planning.mixed_plan import make_mixed_plan
-from tests import processes, run_mixed
+from tests import processes
 from tests.conftest import random_dataset
+from tests.experimental.mixed import run_mixed
 
 BUCKETS = (Bucket(5, 3), Bucket(3, 5), Bucket(2, 8), Bucket(1, 13))
 OF_STEP = (3, 0, 2, 1, 1, 0, 3, 2, 0, 1, 2)  # the buckets of eleven microbatches

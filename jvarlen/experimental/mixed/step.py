@@ -18,8 +18,8 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from jvarlen._common.checks import UserError
-from jvarlen.batches.mixed import MixedBatch
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, num_shards_of
+from jvarlen.experimental.mixed.batches import MixedBatch
 from jvarlen.planning.buckets import AnyBucket, check_buckets
 from jvarlen.training.losses import LossFn, takes_argument
 from jvarlen.training.step import StepFn, step_of_sums

@@ -14,16 +14,16 @@ from jax.sharding import Mesh
 from jaxtyping import Int32
 
 from jvarlen._common.checks import UserError
-from jvarlen.batches.mixed import MixedBatch, mix_microbatches, mixed_batch_spec
 from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, own_shards
 from jvarlen.distributed.processes import agree
+from jvarlen.experimental.mixed.batches import MixedBatch, mix_microbatches, mixed_batch_spec
+from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.loading.collate import pad_to_bucket
 from jvarlen.loading.loader import BatchIterator, Delivered, put
 from jvarlen.loading.plan_source import CollateFn, PlanSource, ReadStep
 from jvarlen.loading.read_ahead import ReadAhead
 from jvarlen.planning.budget import CostFn
 from jvarlen.planning.lengths import DataSource
-from jvarlen.planning.mixed_plan import MixedPlan
 
 __all__ = ["load_mixed"]
 
@@ -76,12 +76,11 @@ def load_mixed(
     if mesh.is_multi_process:
         agree("the mixed plan", plan.digest)
         agree("the ranks of its microbatches", hashlib.sha256(ranks.tobytes()).hexdigest())
-    of_step = np.repeat(plan.num_sequences, np.diff(plan.step_offsets))
-    source = PlanSource(plan.plan, dataset, collate, num_sequences=of_step)
+    source = PlanSource(plan.plan, dataset, lambda samples: samples)  # which are collated with the size of their step
 
     def read(step: int) -> ReadStep:
         try:
-            return _read(plan, source, step, ranks, own, spec)
+            return _read(plan, source, collate, step, ranks, own, spec)
         except Exception as error:
             error.add_note(f"which is a microbatch of step {step} of the mixed plan")
             raise
@@ -99,6 +98,7 @@ def load_mixed(
 def _read(
     plan: MixedPlan,
     source: PlanSource,
+    collate: CollateFn,
     step: int,
     ranks: Int32[np.ndarray, " all"],
     own: np.ndarray,
@@ -111,8 +111,10 @@ def _read(
     if has_none:
         mine_M = np.array([start])  # for its scalars, which are of the whole step
     parts = [source.read(int(t)) for t in mine_M]
+    num_sequences = int(plan.num_sequences[step])
+    microbatches = [collate(part.batch._replace(num_sequences=num_sequences)) for part in parts]
     buckets = [plan.buckets[k] for k in plan.plan.step_bucket[mine_M]]
-    mixed = mix_microbatches([part.batch for part in parts], buckets, ranks[mine_M], spec, places=mine_M - start)
+    mixed = mix_microbatches(microbatches, buckets, ranks[mine_M], spec, places=mine_M - start)
 
     def of_own_ranks(leaf: Any) -> Any:
         return leaf[own] if leaf.ndim else leaf

@@ -19,9 +19,9 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, have_same_containers, leaves_by_name
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.mesh import DATA_AXIS, batch_shardings, num_shards_of
+from jvarlen.experimental.mixed.plan import MixedPlan
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn
-from jvarlen.planning.mixed_plan import MixedPlan
 
 __all__ = ["BucketArrays", "MixedBatch", "mix_microbatches", "mixed_batch_spec"]
 
