@@ -19,7 +19,7 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.distributed.cpu_memory import keep_memory_of_steps
+from jvarlen.distributed.launch import keep_memory_of_steps
 
 NUM_HEADS, HEAD_SIZE = 2, 64
 

@@ -30,7 +30,7 @@ from support.timing import report, table, versions_and_hardware
 import jvarlen
 from jvarlen.data.split import HELD_OUT, split_held_out
 from jvarlen.data.stdlib_corpus import stdlib_functions
-from jvarlen.distributed.cpu_memory import keep_memory_of_steps
+from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.epochs import Course

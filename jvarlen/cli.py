@@ -85,7 +85,7 @@ def _ending(command: Any, run: Callable[[], int], shows_traceback: bool) -> int:
 
 
 def _train(config: FitConfig) -> int:
-    from jvarlen.distributed.cpu_memory import keep_memory_of_steps  # here: only training needs them
+    from jvarlen.distributed.launch import keep_memory_of_steps  # here: only training needs them
     from jvarlen.runs.fit import dry_run, fit
 
     if config.dry_run:

@@ -6,8 +6,8 @@ Arguments: the number of processes, a rank and a port.
 import sys
 import time
 
-from jvarlen.distributed.processes import agree, initialize_processes
-from jvarlen.distributed.watchdog import ending_stalled_processes
+from jvarlen.distributed import processes
+from jvarlen.distributed.processes import agree, ending_stalled_processes, initialize_processes
 
 TIMEOUT_S = 2.5
 
@@ -18,20 +18,21 @@ def read_from_a_disk_that_hangs():
 
 def main():
     num_processes, rank, port = map(int, sys.argv[1:])
+    processes._LOOK_S = 0.1
     initialize_processes(f"127.0.0.1:{port}", num_processes, rank)
-    with ending_stalled_processes("practice", TIMEOUT_S, interval_s=0.1) as tick:
+    with ending_stalled_processes("practice", TIMEOUT_S) as tick:
         for _ in range(4):
             tick()
             agree("step", "")
             if rank == 1:
                 time.sleep(TIMEOUT_S / 2)
-    with ending_stalled_processes("compiling", TIMEOUT_S, interval_s=0.1) as tick:
+    with ending_stalled_processes("compiling", TIMEOUT_S) as tick:
         for _ in range(20):
             tick.wait()
             time.sleep(TIMEOUT_S / 10)
         agree("step", "")
     print("slow is not stalled", flush=True)
-    with ending_stalled_processes("training", TIMEOUT_S, interval_s=0.1) as tick:
+    with ending_stalled_processes("training", TIMEOUT_S) as tick:
         for step in range(9):
             if step == 5 and rank == 1:
                 print(f"hangs at {time.time()}", flush=True)

@@ -42,7 +42,7 @@ from jvarlen.compiling.auto_shapes import Compiler, ShapeChoice, choose_shapes
 from jvarlen.compiling.lowering import make_recipe
 from jvarlen.compiling.step_costs import estimate_costs
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.distributed.cpu_memory import keep_memory_of_steps
+from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
 from jvarlen.planning.budget import Budget
 from jvarlen.runs.shape_choice import SLOWDOWN_ON_CPU

@@ -3,10 +3,8 @@
 - `layout`: which axes a mesh has and what is sharded, as a text such as `data4.zero2`.
 - `mesh`: the device mesh, and how a step's arrays are sharded over it.
 - `grad_buckets`: which gradients are reduced together, and when.
-- `processes`: processes that start together, agree, and end together.
-- `launch`: starts the devices and processes of a command.
-- `cpu_memory`: keeps the memory of steps on a CPU from one step to the next.
-- `watchdog`: ends all processes when one of them stalls.
+- `processes`: processes that start together, agree, and end together, also when one of them stalls.
+- `launch`: starts the devices and processes of a command, and keeps the memory of its steps on a CPU.
 
 The names below are imported when they are first used: layouts are made without JAX.
 """

@@ -2,12 +2,16 @@
 
 A process that raises while the others wait for it makes them hang. So a step that may fail runs inside `together`, and
 values that must be equal go through `agree`. Both are collective: every process calls them, in the same order.
+
+A process whose disk hangs stays alive, and the others would wait for it in the next collective for ever. They cannot
+raise an error from inside the runtime, so a thread prints the reason and ends the process.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import hashlib
 import os
 import signal
@@ -15,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,8 +33,10 @@ from jvarlen._common.interrupts import interrupt_signal, take_interrupt
 
 __all__ = [
     "ProcessesError",
+    "Ticks",
     "agree",
     "end_without_others",
+    "ending_stalled_processes",
     "gather_arrays",
     "gather_texts",
     "initialize_processes",
@@ -48,6 +54,9 @@ _WORD_S = 2.0  # for a process to notice that another is lost: the connections o
 _failed = threading.Event()
 _exit_code = 1  # of a process that has failed
 _ALARM_S = 5  # after the time to leave, if no thread of Python runs any more
+_LOOK_S = 1.0  # between two looks at the steps of the others
+_STALLED_CODE = 2  # that of the command for a lost process
+_num_blocks = 0  # that end stalled processes: all processes enter the same ones, and each has keys of its own
 
 
 class ProcessesError(RuntimeError):
@@ -153,17 +162,7 @@ def together(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_lost_processes(doing: str) -> Iterator[None]:
-    """A block in which the error of a failed computation over several processes names the lost ones.
-
-    The error is printed to standard error as well.
-
-    Args:
-      doing: what the block does, as a noun for the error.
-
-    Raises:
-      ProcessesError: the computation failed; it includes the backend's message. A single process keeps the original
-        error.
-    """
+    """A block in which a failed computation over several processes raises ProcessesError, which names the lost ones."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -176,13 +175,7 @@ def naming_lost_processes(doing: str) -> Iterator[None]:
 
 
 def end_without_others(exit_code: int = 1) -> None:
-    """Bounds how long this process waits for the others when it ends, as after an uncaught exception.
-
-    It is for a program that ends with an exit code of its own after an error: the others may be waiting for it.
-
-    Args:
-      exit_code: of the program.
-    """
+    """Bounds how long a program that ends with this code waits for the others, as after an uncaught exception."""
     global _exit_code
     _exit_code = exit_code
     _failed.set()
@@ -194,11 +187,7 @@ def is_main_process() -> bool:
 
 
 def is_any_interrupted() -> bool:
-    """Whether any process received Ctrl-C or SIGTERM; all then treat it as their own, with the same exit code.
-
-    Raises:
-      ProcessesError: a process has died.
-    """
+    """Whether any process received Ctrl-C or SIGTERM; all then treat it as their own, with the same exit code."""
     number = int(gather_arrays(np.array([interrupt_signal()])).max())
     if number:
         take_interrupt(number)
@@ -206,22 +195,7 @@ def is_any_interrupted() -> bool:
 
 
 def gather_texts(name: str, text: str) -> list[str]:
-    """Gathers a text from every process.
-
-    Args:
-      name: what the texts are; the same on all processes.
-      text: a short text; of a long one the start and the SHA-256 are passed.
-
-    Returns:
-      The texts, by process.
-
-    Raises:
-      ProcessesError: processes are in calls of different names, or one has died.
-
-    Example:
-      >>> gather_texts("host", "a")
-      ['a']
-    """
+    """The short texts of all processes, by process; ProcessesError if they are in calls of different names."""
     if jax.process_count() == 1:
         return [text]
     record = np.array([(_to_bytes(name, _RECORD["name"]), _to_bytes(text, _RECORD["text"]))], _RECORD)
@@ -233,31 +207,96 @@ def gather_texts(name: str, text: str) -> list[str]:
 
 
 def gather_arrays(array: Shaped[np.ndarray, ...]) -> Shaped[np.ndarray, "P ..."]:
-    """Gathers an array from every process, bit for bit, with or without 64-bit types in JAX.
-
-    Args:
-      array: not empty, with the same shape and dtype on all processes.
-
-    Returns:
-      The arrays, stacked by process.
-
-    Raises:
-      ProcessesError: a process has died.
-
-    Example:
-      >>> gather_arrays(np.array([1, 2]))
-      array([[1, 2]])
-    """
+    """The arrays of all processes, bit for bit: not empty, of one shape and dtype."""
     if jax.process_count() == 1:
         return array[None]
     return _gather(array, "arrays")
 
 
-def key_value_store() -> Any:
-    """JAX's client of the key-value store that process 0 keeps for all processes.
+class Ticks:
+    """Counts the steps of this process, for the others to see; called at every step."""
 
-    It has no public name. The errors of its methods depend on the backend.
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_waits = 0
+
+    def __call__(self) -> None:
+        """Counts a step."""
+        self._num_steps += 1
+
+    def wait(self) -> None:
+        """Shows that this process is alive although it takes no step, as while it waits for the compiler."""
+        self._num_waits += 1
+
+    def __str__(self) -> str:
+        return f"{self._num_steps}.{self._num_waits}"
+
+
+@contextlib.contextmanager
+def ending_stalled_processes(doing: str, stall_timeout_s: float) -> Iterator[Ticks]:
+    """A block in which all processes end when none has ticked for this long; the error names those that are behind.
+
+    The timeout exceeds the longest pause between two ticks, which a checkpoint may make. A process that is behind also
+    prints where in the code it is. Nothing is saved and no exception is raised, because the main thread may be waiting
+    in a collective that nothing interrupts. `Ticks` is called at every step once this process has its own part, before
+    the computation that needs all parts: processes that are behind have then ticked less.
     """
+    if jax.process_count() == 1:
+        yield Ticks()
+        return
+    global _num_blocks
+    _num_blocks += 1
+    own = Ticks()
+    left = threading.Event()
+
+    def watch(prefix: str) -> None:
+        store = key_value_store()
+        seen: list[tuple[str, str]] = []
+        last_move = time.monotonic()
+        while not left.wait(_LOOK_S):
+            try:
+                store.key_value_set(f"{prefix}{jax.process_index()}", str(own), allow_overwrite=True)
+                shared = sorted(store.key_value_dir_get(prefix))
+            except Exception:  # process 0 is lost, which JAX notices as well: it ends this process
+                return
+            ticks = dict.fromkeys(range(jax.process_count()), 0) | {
+                int(key.rpartition("/")[2]): int(value.partition(".")[0]) for key, value in shared
+            }
+            if shared != seen:
+                seen, last_move = shared, time.monotonic()
+            elif time.monotonic() - last_move >= stall_timeout_s:
+                _end(f"{doing} has stalled: no step in {stall_timeout_s:g} s; {_who_is_behind(ticks)}", ticks)
+
+    thread = threading.Thread(target=watch, args=(f"jvarlen/ticks-{_num_blocks}/",), name="watchdog", daemon=True)
+    thread.start()
+    try:
+        yield own
+    finally:
+        left.set()
+        thread.join()
+
+
+def _who_is_behind(ticks: Mapping[int, int]) -> str:
+    """The processes that have ticked least."""
+    least, most = min(ticks.values()), max(ticks.values())
+    behind = [process for process, count in ticks.items() if count == least]
+    if least == most:
+        return f"all processes stand after step {least:,}"
+    stand = "stands" if len(behind) == 1 else "stand"
+    return f"{_processes(behind)} {stand} after step {least:,}, others after {most:,}"
+
+
+def _end(message: str, ticks: Mapping[int, int]) -> None:
+    print(f"jvarlen: {message}", file=sys.stderr, flush=True)
+    if ticks[jax.process_index()] == min(ticks.values()):
+        faulthandler.dump_traceback(sys.stderr)
+    if is_main_process():
+        time.sleep(3 * _LOOK_S)  # without it, the others end before they can say why
+    os._exit(_STALLED_CODE)
+
+
+def key_value_store() -> Any:
+    """JAX's client of the key-value store of process 0; it has no public name, and its errors depend on the backend."""
     return distributed.global_state.client
 
 

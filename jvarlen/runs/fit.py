@@ -28,13 +28,13 @@ from jvarlen.distributed.launch import launch
 from jvarlen.distributed.mesh import replicate
 from jvarlen.distributed.processes import (
     agree,
+    ending_stalled_processes,
     gather_texts,
     is_any_interrupted,
     is_main_process,
     naming_lost_processes,
     together,
 )
-from jvarlen.distributed.watchdog import ending_stalled_processes
 from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong

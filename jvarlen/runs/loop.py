@@ -23,8 +23,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.progress import show_line
 from jvarlen.compiling.compiled_buckets import CompiledBuckets
 from jvarlen.data.split import HELD_OUT
-from jvarlen.distributed.processes import is_any_interrupted
-from jvarlen.distributed.watchdog import Ticks
+from jvarlen.distributed.processes import Ticks, is_any_interrupted
 from jvarlen.loading.loader import BatchIterator, load
 from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.lengths import DataSource

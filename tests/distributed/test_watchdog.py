@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jvarlen.distributed.watchdog import _who_is_behind, ending_stalled_processes
+from jvarlen.distributed import processes
+from jvarlen.distributed.processes import _who_is_behind, ending_stalled_processes
 from tests.processes import started
 from tests.run_watchdog import TIMEOUT_S
 
@@ -24,8 +25,9 @@ def test_who_has_ticked_least_is_named(ticks, said):
     assert _who_is_behind(ticks) == said
 
 
-def test_one_process_waits_for_nobody():
-    with ending_stalled_processes("training", 0.01, interval_s=0.001) as tick:
+def test_one_process_waits_for_nobody(monkeypatch):
+    monkeypatch.setattr(processes, "_LOOK_S", 0.001)
+    with ending_stalled_processes("training", 0.01) as tick:
         tick()
         time.sleep(0.1)
 
@@ -33,12 +35,12 @@ def test_one_process_waits_for_nobody():
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_processes_end_with_the_name_of_the_one_that_hangs():
-    with started(Path(__file__).parents[1] / "run_watchdog.py", 3) as processes:
+    with started(Path(__file__).parents[1] / "run_watchdog.py", 3) as started_ones:
         deadline = time.monotonic() + 60
-        while "hangs at" not in processes.output(1):
-            assert time.monotonic() < deadline, processes.output(1)
+        while "hangs at" not in started_ones.output(1):
+            assert time.monotonic() < deadline, started_ones.output(1)
             time.sleep(0.05)
-        ended = processes.wait(TIMEOUT_S + WITHIN_S)
+        ended = started_ones.wait(TIMEOUT_S + WITHIN_S)
     for rank, one in enumerate(ended):
         assert one.code == 2, one.output
         assert "slow is not stalled" in one.output

@@ -9,7 +9,7 @@ import pytest
 STEPS = """
 import resource, sys
 import jax, jax.numpy as jnp
-from jvarlen.distributed.cpu_memory import keep_memory_of_steps
+from jvarlen.distributed.launch import keep_memory_of_steps
 if sys.argv[1] == "kept":
     keep_memory_of_steps()
 x = jnp.ones((64, 3000))
