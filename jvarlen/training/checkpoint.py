@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -43,11 +44,11 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import move_into_place, write_atomically
 from jvarlen._common.pytree import describe, is_key, leaves_by_name
 from jvarlen.distributed.processes import agree, is_main_process
-from jvarlen.training.manifest import check_manifest, write_manifest
 
 __all__ = ["Checkpoints", "Place", "StateForm", "open_checkpoints", "read_params"]
 
-_OLD_NAMES = {"held_out_bits_per_byte_before": "held_out_before"}  # of fields of `Place` in earlier checkpoints
+_MANIFEST = "manifest.json"
+_NUM_THREADS = 4  # hashing and reading leave the interpreter to others
 _RUN = "run.json"  # a name drawn for the run, so that a checkpoint of another one is told from its own
 
 
@@ -173,13 +174,14 @@ class Checkpoints:
             return
         part = self._directory / f".{step}.part"
         metric = None if metric is None or math.isnan(metric) else float(metric)
-        about = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
+        about: dict[str, Any] = {"place": dataclasses.asdict(place), "metric": metric, "leaves": self._describe(state)}
         saved = state if self._form is None else self._form.save(state)
         try:
             if is_main_process():
                 _remove_parts(self._directory)
                 part.mkdir()
-                _write_json(part / "about.json", about | {"config": self._config, "run": _run_of(self._directory)})
+                about |= {"config": self._config, "run": _run_of(self._directory)}
+                (part / "about.json").write_text(json.dumps(about, indent=1))
             self._checkpointer.save(part / "state", args=ocp.args.PyTreeSave(_written(saved)))
         except OSError as error:
             failed: Future[None] = Future()
@@ -269,7 +271,7 @@ class Checkpoints:
         """In the background: completes a checkpoint once its state is written."""
         self._checkpointer.wait_until_finished()  # of several processes: for the parts of all
         if is_main_process():
-            write_manifest(part)
+            _write_manifest(part)
             move_into_place(part, self._directory / str(step))
         self._metrics[step] = metric
         kept = {*sorted(self._metrics)[-self._keep_last :], *_best(self._metrics)[: self._keep_best]}
@@ -313,8 +315,11 @@ class Checkpoints:
                 raise UserError(f"it is of another model or optimizer: {leaves}")
             like = state if self._form is None else self._form.like(state)
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _written(like))
-            restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
-            restore_args = jax.tree.map(_with_any_padding, restore_args)
+            restore_args = jax.tree.map(
+                # Orbax adds the zeros that are missing, and cuts those that are too many.
+                lambda arg: dataclasses.replace(arg, strict=False) if isinstance(arg, ocp.ArrayRestoreArgs) else arg,
+                ocp.checkpoint_utils.construct_restore_args(abstract),
+            )
             args = ocp.args.PyTreeRestore(abstract, restore_args=restore_args)
             saved_state = _with_keys(self._checkpointer.restore(path / "state", args=args), like)
             return saved_state if self._form is None else self._form.restore(saved_state, state), place
@@ -417,10 +422,9 @@ def _check(directory: Path, step: int, steps: Iterable[int]) -> tuple[Place, dic
     path = directory / str(step)
     run = _read_run(directory)  # first: that this is damaged does not make a checkpoint so
     try:
-        check_manifest(path)
+        _check_manifest(path)
         about = _read_json(path / "about.json")
-        saved = {_OLD_NAMES.get(name, name): value for name, value in about["place"].items()}
-        place = dacite.from_dict(Place, saved, dacite.Config(strict=True))
+        place = dacite.from_dict(Place, about["place"], dacite.Config(strict=True))
         if place.num_steps_done != step:
             raise UserError(f"{path} is of {place.num_steps_done} steps")
         if about["run"] != run:
@@ -501,16 +505,68 @@ def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_bytes())
 
 
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=1))
-
-
 def _reason(error: BaseException) -> str:
     """Why something could not be written, in one line: of a long message, the operating system's part."""
     code = re.search(r"os_error_code='(\d+)'", str(error))  # as TensorStore has it
     return os.strerror(int(code[1])) if code else str(error).partition("\n")[0] or type(error).__name__
 
 
-def _with_any_padding(args: ocp.RestoreArgs) -> ocp.RestoreArgs:
-    """Orbax adds the zeros that are missing, and cuts those that are too many."""
-    return dataclasses.replace(args, strict=False) if isinstance(args, ocp.ArrayRestoreArgs) else args
+def _write_manifest(directory: Path) -> None:
+    """Lists all files of a directory, with size and SHA-256, in one that hashes itself; all of it is then on disk."""
+    files = _hash_files(directory, _files_in(directory), sync=True)
+    with write_atomically(directory / _MANIFEST) as file:
+        file.write(_encode(files))
+
+
+def _check_manifest(directory: Path) -> None:
+    """Raises ValueError if a directory is not as `_write_manifest` left it; parses no file but the manifest."""
+    found = _files_in(directory)
+    listed = _read_manifest(directory) if _MANIFEST in found else None
+    if listed is None:
+        raise UserError(f"{directory} is not whole: {_MANIFEST}: missing, or damaged: not as it was written")
+    found.remove(_MANIFEST)
+    problems = [f"{name}: missing" for name in sorted(listed.keys() - found)]
+    problems += [f"{name}: not listed in {_MANIFEST}" for name in sorted(found - listed.keys())]
+    for name, is_now in _hash_files(directory, found & listed.keys()).items():
+        if is_now["size"] != listed[name]["size"]:
+            problems.append(f"{name}: {is_now['size']} bytes instead of {listed[name]['size']}")
+        elif is_now != listed[name]:
+            problems.append(f"{name}: other bytes than were written, its SHA-256 differs")
+    if problems:
+        raise UserError(f"{directory} is not whole: {list_first(problems, '; ')}")
+
+
+def _files_in(directory: Path) -> set[str]:
+    """Names of all files, relative and with slashes."""
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if not path.is_dir()}
+
+
+def _hash_files(directory: Path, names: set[str], *, sync: bool = False) -> dict[str, dict[str, Any]]:
+    """Size in bytes and SHA-256 of files, by name."""
+
+    def hash_file(name: str) -> dict[str, Any]:
+        with (directory / name).open("rb") as file:
+            if sync:
+                os.fsync(file.fileno())
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {"size": file.tell(), "sha256": digest}
+
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return dict(zip(sorted(names), threads.map(hash_file, sorted(names)), strict=True))
+
+
+def _encode(files: dict[str, Any]) -> bytes:
+    """The one form of a manifest."""
+    digest = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+    return json.dumps({"sha256": digest, "files": files}, indent=1, sort_keys=True).encode()
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The listed files, by name; None if the manifest is not as it was written."""
+    raw = (directory / _MANIFEST).read_bytes()
+    try:
+        files = json.loads(raw)["files"]
+        is_whole = _encode(files) == raw and all(entry.keys() == {"size", "sha256"} for entry in files.values())
+    except (ValueError, LookupError, TypeError, AttributeError):
+        is_whole = False
+    return files if is_whole else None

@@ -21,8 +21,7 @@ import pytest
 from jvarlen import data_mesh, no_recompiles
 from jvarlen.distributed.mesh import replicate
 from jvarlen.training import checkpoint
-from jvarlen.training.checkpoint import Place, open_checkpoints, read_params
-from jvarlen.training.manifest import write_manifest
+from jvarlen.training.checkpoint import Place, _write_manifest, open_checkpoints, read_params
 from jvarlen.training.step import TrainState
 
 STATE = TrainState({"w": jnp.arange(3.0), "b": jnp.float32(2)}, (jnp.int32(7),))
@@ -125,9 +124,9 @@ def test_writing_does_not_hold_up_training(tmp_path, monkeypatch):
     def write(directory):
         threads.append(threading.current_thread())
         assert go_on.wait(20)
-        write_manifest(directory)
+        _write_manifest(directory)
 
-    monkeypatch.setattr(checkpoint, "write_manifest", write)
+    monkeypatch.setattr(checkpoint, "_write_manifest", write)
     state = {"w": jnp.arange(100_000.0)}
     add = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)
     with open_checkpoints(tmp_path) as checkpoints:
@@ -267,7 +266,7 @@ def test_a_run_killed_at_any_moment_of_a_save_has_its_older_checkpoints(saved, t
 
     wait = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
     monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", copied_before("state", wait))
-    monkeypatch.setattr(checkpoint, "write_manifest", copied_before("manifest", write_manifest))
+    monkeypatch.setattr(checkpoint, "_write_manifest", copied_before("manifest", _write_manifest))
     monkeypatch.setattr(checkpoint, "move_into_place", copied_before("name", checkpoint.move_into_place))
     monkeypatch.setattr(checkpoint.shutil, "rmtree", copied_before("removal", shutil.rmtree))
     with open_checkpoints(saved) as checkpoints:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from jvarlen.training.manifest import MANIFEST, check_manifest, write_manifest
+from jvarlen.training.checkpoint import _MANIFEST, _check_manifest, _write_manifest
 
 FILES = {"a": b"", "b/c": b"12345", "b/d/e": b"12345"}
 
@@ -16,14 +16,14 @@ def directory(tmp_path):
         path = tmp_path / "whole" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    write_manifest(tmp_path / "whole")
+    _write_manifest(tmp_path / "whole")
     return tmp_path / "whole"
 
 
 def test_a_directory_is_as_it_was_wherever_it_lies(directory):
-    check_manifest(directory)
+    _check_manifest(directory)
     (directory / "empty").mkdir()
-    check_manifest(directory.rename(directory.with_name("moved")))
+    _check_manifest(directory.rename(directory.with_name("moved")))
 
 
 @pytest.mark.parametrize(
@@ -40,20 +40,20 @@ def test_a_directory_is_as_it_was_wherever_it_lies(directory):
 def test_what_differs_is_named(directory, change, said):
     change(directory)
     with pytest.raises(ValueError, match=f"^{directory} is not whole: {said}"):
-        check_manifest(directory)
+        _check_manifest(directory)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": []}', b'{"files": {"a": 1}}', b"\xff"])
 def test_a_manifest_of_another_kind_is_refused(directory, content):
-    (directory / MANIFEST).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{MANIFEST}: missing, or damaged"):
-        check_manifest(directory)
+    (directory / _MANIFEST).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{_MANIFEST}: missing, or damaged"):
+        _check_manifest(directory)
 
 
 def test_no_byte_of_the_manifest_can_change(directory):
-    whole = (directory / MANIFEST).read_bytes()
+    whole = (directory / _MANIFEST).read_bytes()
     assert set(json.loads(whole)["files"]) == set(FILES)
     for place in range(0, len(whole), 3):
-        (directory / MANIFEST).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(ValueError, match=f"{MANIFEST}: missing, or damaged"):
-            check_manifest(directory)
+        (directory / _MANIFEST).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ValueError, match=f"{_MANIFEST}: missing, or damaged"):
+            _check_manifest(directory)
