@@ -60,7 +60,7 @@ def sleeping_rows(runs: Sequence[tuple[tuple[int, ...], int, int | None]], num_s
     rows = []
     for relative, num_microbatches, bound in runs:
         samples = [np.ones(4, np.int32)] * (num_steps * 4)
-        plan = jvarlen.make_plan([4] * len(samples), [(1, 4)], microbatches_per_step=num_microbatches)
+        plan = jvarlen.make_plan([4] * len(samples), [(1, 4)], order="length", microbatches_per_step=num_microbatches)
         seconds = [0.02 * each for each in relative]
         run = train_async(
             loss_fn,

@@ -57,11 +57,11 @@ class Timed(NamedTuple):
         return self.ledger[0].lower_s + self.ledger[0].compile_s
 
 
-def plan_of(setting: Setting, onset_spacing: int) -> jvarlen.Plan:
+def plan_of(setting: Setting, new_shape_every: int) -> jvarlen.Plan:
     buckets = jvarlen.make_buckets(
         setting.lengths, setting.max_tokens, max_shapes=setting.num_shapes, length_multiple=8
     )
-    return jvarlen.make_plan(setting.lengths, buckets, order="shuffle", onset_spacing=onset_spacing)
+    return jvarlen.make_plan(setting.lengths, buckets, order=jvarlen.Order(new_shape_every=new_shape_every))
 
 
 def init_state(setting: Setting) -> Any:

@@ -164,7 +164,7 @@ def computing(form: Form, cluster: Cluster) -> Case:
 def plan_of(buckets: tuple[Bucket, ...]) -> Plan:
     """A step of each bucket, of full rows."""
     lengths = [bucket.length for bucket in buckets for _ in range(NUM_MICROBATCHES * bucket.rows)]
-    return make_plan(lengths, list(buckets), microbatches_per_step=NUM_MICROBATCHES)
+    return make_plan(lengths, list(buckets), order="length", microbatches_per_step=NUM_MICROBATCHES)
 
 
 def apart(choice: LayoutChoice, most: int) -> Iterator[tuple[Layout, float]]:
@@ -244,7 +244,7 @@ def search(num_hosts: int, longest: int, max_shapes: int, num_known: int, fixed:
     num_microbatches = 8 * num_hosts
     options: dict[str, Any] = {"max_shapes": max_shapes, "length_multiple": 128}
     buckets = make_buckets(lengths, 16_384, microbatches_per_step=num_microbatches, **options)
-    plan = make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
+    plan = make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
     model = ModelFile(layers=32, width=4096, heads=32, vocabulary=32_000)
     cluster, optimizer = Cluster.preset("dgx-h100", num_hosts=num_hosts), model.make_optimizer()
     searched = restricted(model.model, fixed)

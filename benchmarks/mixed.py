@@ -148,8 +148,8 @@ def program_cost(
     mixed = jax.jit(make_mixed_train_step(loss_fn, optimizer, buckets, mesh=mesh))
     lengths = np.repeat([bucket.length for bucket in buckets], [num_microbatches * bucket.rows for bucket in buckets])
     samples = [np.ones(length, np.int32) for length in lengths]
-    of_ordinary = jvarlen.make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
-    of_mixed = make_mixed_plan(jvarlen.make_plan(lengths, buckets), num_microbatches)
+    of_ordinary = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
+    of_mixed = make_mixed_plan(jvarlen.make_plan(lengths, buckets, order="length"), num_microbatches)
     steps = zip(
         buckets,
         jvarlen.load(of_ordinary, samples, mesh=mesh),

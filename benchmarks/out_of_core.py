@@ -72,7 +72,9 @@ def plan(path: Path, order: str, out: Path | None) -> dict[str, float | str]:
 
 def open_plan(path: Path, out: Path) -> dict[str, float]:
     """Seconds to open a plan, and until there is the first batch at a random step."""
-    jvarlen.load(jvarlen.make_plan([3, 1], [(2, 3)]), [np.ones(3), np.ones(1)]).close()  # imports what loading needs
+    jvarlen.load(
+        jvarlen.make_plan([3, 1], [(2, 3)], order="length"), [np.ones(3), np.ones(1)]
+    ).close()  # imports what loading needs
     samples = Samples(np.load(path))  # in memory: what counts is the plan
     begun = time.perf_counter()
     opened = jvarlen.Plan.load(out)

@@ -60,7 +60,9 @@ def four_lengths(lengths: Lengths) -> tuple[int, ...]:
 
 
 def chosen_lengths(lengths: Lengths) -> tuple[int, ...]:
-    return jvarlen.choose_row_lengths(lengths.values, lengths.max_tokens, length_multiple=LENGTH_MULTIPLE, cost=COST)
+    return jvarlen.choose_row_lengths(
+        lengths.values, lengths.max_tokens, max_shapes=4, length_multiple=LENGTH_MULTIPLE, cost=COST
+    )
 
 
 def pad_to_buckets(given: Any, lengths: Lengths) -> Work:

@@ -32,7 +32,7 @@ def batch_by_plan(num_shapes: int) -> Callable[..., Work]:
     def work(given: Any, lengths: Lengths) -> Work:
         def call() -> jvarlen.Plan:
             buckets = given.make_buckets(lengths.values, lengths.max_tokens, max_shapes=num_shapes)
-            return given.make_plan(lengths.values, buckets)
+            return given.make_plan(lengths.values, buckets, order="length")
 
         return call, read
 

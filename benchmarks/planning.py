@@ -27,17 +27,19 @@ def measure(num_samples: int) -> list[tuple[str, float]]:
     buckets = jvarlen.make_buckets(lengths, MAX_TOKENS, max_shapes=16)
     jvarlen.batch_by_tokens(lengths[:1000], MAX_TOKENS)  # compiles the kernels
     jvarlen.make_plan(lengths[:1000], buckets, order="shuffle")
-    plan = jvarlen.make_plan
+    plan, blocks = jvarlen.make_plan, jvarlen.Order("shuffle", block_size=4096)
     calls: dict[str, Callable[[], object]] = {
         "np.sort of packed keys": lambda: np.sort(keys),
         "make_buckets, optimal, 16 shapes": lambda: jvarlen.make_buckets(lengths, MAX_TOKENS, max_shapes=16),
         "make_buckets, optimal, 32 shapes": lambda: jvarlen.make_buckets(lengths, MAX_TOKENS, max_shapes=32),
-        'make_plan, order="length"': lambda: plan(lengths, buckets),
-        'make_plan, order="length", with digest': lambda: plan(lengths, buckets).digest,
+        'make_plan, order="length"': lambda: plan(lengths, buckets, order="length"),
+        'make_plan, order="length", with digest': lambda: plan(lengths, buckets, order="length").digest,
         'make_plan, order="shuffle"': lambda: plan(lengths, buckets, order="shuffle"),
         'make_plan, order="dataset"': lambda: plan(lengths, buckets, order="dataset"),
-        'make_plan, order="shuffle", blocks of 4,096': lambda: plan(lengths, buckets, order="shuffle", block_size=4096),
-        "make_plan, competence pacing": lambda: plan(lengths, buckets, pacing=jvarlen.competence_pacing(1_000)),
+        'make_plan, order="shuffle", blocks of 4,096': lambda: plan(lengths, buckets, order=blocks),
+        "make_plan, competence pacing": lambda: plan(
+            lengths, buckets, order="length", pacing=jvarlen.competence_pacing(1_000)
+        ),
         "pack_samples into rows of 4,096": lambda: jvarlen.pack_samples(lengths, 4096),
     }
     for name, values in (("sorted", ascending), ("unsorted", lengths)):
@@ -66,7 +68,7 @@ def measure_fixed(num_samples: int, longest: int) -> list[tuple[str, float]]:
         ),
         "the same with a cost in seconds": lambda: make_buckets(cost=cost),
         f"choose_row_lengths, {longest - 96:,} distinct lengths, 4 rows": lambda: jvarlen.choose_row_lengths(
-            lengths, MAX_TOKENS
+            lengths, MAX_TOKENS, max_shapes=4
         ),
         f"make_pair_buckets, {num_samples:,} pairs, 16 shapes": lambda: jvarlen.make_pair_buckets(pairs, 16_384),
         f"pack_samples, {num_samples:,} samples into rows of 4,096": lambda: jvarlen.pack_samples(uniform, 4096).starts,
@@ -86,12 +88,14 @@ def measure_padding(num_samples: int) -> list[tuple[str, float]]:
         buckets = jvarlen.make_buckets(
             lengths, MAX_TOKENS, max_shapes=max_shapes, microbatches_per_step=8, length_multiple=16
         )
-        padding[f"{max_shapes} shapes"] = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8).padding
+        padding[f"{max_shapes} shapes"] = jvarlen.make_plan(
+            lengths, buckets, order="length", microbatches_per_step=8
+        ).padding
     for row_lengths in ((4096,), (512, 1024, 2048, 4096)):
         packing = jvarlen.pack_samples(lengths, row_lengths)
         buckets = jvarlen.make_buckets(packing.num_tokens, MAX_TOKENS, strategy=row_lengths, microbatches_per_step=8)
         name = f"packed rows of {', '.join(f'{length:,}' for length in row_lengths)}"
-        padding[name] = jvarlen.make_plan(packing, buckets, microbatches_per_step=8).padding
+        padding[name] = jvarlen.make_plan(packing, buckets, order="length", microbatches_per_step=8).padding
     return list(padding.items())
 
 

@@ -38,12 +38,12 @@ def plans(
 
     def planned(name: str, **options) -> Planned:
         buckets = jvarlen.make_buckets(lengths, max_tokens, max_shapes=max_shapes, length_multiple=8, **options)
-        return Planned(name, jvarlen.make_plan(lengths, buckets), unpacked)
+        return Planned(name, jvarlen.make_plan(lengths, buckets, order="length"), unpacked)
 
     def packed_into(name: str, row_lengths: tuple[int, ...]) -> Planned:
         packing = jvarlen.pack_samples(lengths, row_lengths)
         buckets = jvarlen.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths)
-        return Planned(name, jvarlen.make_plan(packing, buckets), packed)
+        return Planned(name, jvarlen.make_plan(packing, buckets, order="length"), packed)
 
     chosen = jvarlen.choose_row_lengths(
         lengths,

@@ -55,7 +55,7 @@ def draw_example() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of the 24 samples, and of the ring."""
     lengths = np.array(EXAMPLE)
     buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS)
-    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=2)
+    plan = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=2)
     yield "lengths", _order_picture(lengths, jvarlen.sample_order(lengths))
     yield "buckets", _strategies_picture(lengths, ("pad_to_max", "powers_of_two", "quantile", "optimal"))
     yield "steps", _steps_picture(plan, lengths)
@@ -68,7 +68,7 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
     settings = {"max_tokens": 8192, "max_length": 1024, "length_multiple": 8, "microbatches_per_step": 8}
     settings |= {"overlong": "truncate"}
     buckets = jvarlen.make_buckets(lengths, **settings, max_shapes=12)
-    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8, overlong="truncate")
+    plan = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=8, overlong="truncate")
     library = {figure.name: figure.svg for figure in draw_plan(plan, np.minimum(lengths, 1024))}
     for name in ("lengths", "positions"):
         yield f"corpus-{name}", library[name]
@@ -144,7 +144,7 @@ def _strategies_picture(lengths: np.ndarray, strategies: Iterable[str]) -> str:
     for place, strategy in enumerate(strategies):
         left, top = 330 * (place % 2), 180 * (place // 2) + 36
         buckets = jvarlen.make_buckets(lengths, **EXAMPLE_SETTINGS, strategy=strategy)
-        padding = jvarlen.make_plan(lengths, buckets, microbatches_per_step=2).padding
+        padding = jvarlen.make_plan(lengths, buckets, order="length", microbatches_per_step=2).padding
         edges = np.array([bucket.length for bucket in buckets])
         shapes.append(_text(left, top - 20, strategy, anchor="start", weight="bold"))
         says = f"{' '.join(map(str, buckets))}: {padding:.1%} padding"
@@ -239,7 +239,9 @@ def _padding_picture(lengths: np.ndarray, settings: dict[str, Any]) -> str:
 def _padding_of(lengths: np.ndarray, settings: dict[str, Any], strategy: Any, number: int) -> float:
     buckets = jvarlen.make_buckets(lengths, **settings, strategy=strategy, max_shapes=number)
     num_microbatches = settings["microbatches_per_step"]
-    plan = jvarlen.make_plan(lengths, buckets, microbatches_per_step=num_microbatches, overlong="truncate")
+    plan = jvarlen.make_plan(
+        lengths, buckets, order="length", microbatches_per_step=num_microbatches, overlong="truncate"
+    )
     return 100 * plan.padding
 
 

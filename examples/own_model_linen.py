@@ -59,7 +59,7 @@ samples = make_samples(2_000)
 lengths = jvarlen.measure_lengths(samples, progress=False)
 params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 48), int), jnp.ones(1, int))
 
-(batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)]), samples[:6])
+(batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)], order="length"), samples[:6])
 splits = testing.assert_partition_invariant(loss_fn, params, batch, num_shards=[1])
 print("the same loss and gradient, in float64, on all of:", *splits, sep="\n  ")
 

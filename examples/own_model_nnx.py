@@ -62,7 +62,7 @@ def loss_fn(params, microbatch):
 samples = make_samples(2_000)
 lengths = jvarlen.measure_lengths(samples, progress=False)
 
-(batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)]), samples[:6])
+(batch,) = jvarlen.load(jvarlen.make_plan(lengths[:6], [(6, 49)], order="length"), samples[:6])
 # rtol of float32: nnx.Embed gives the type that its table began with, whatever it has now.
 splits = testing.assert_partition_invariant(loss_fn, params, batch, num_shards=[1], rtol=1e-5)
 print("the same loss and gradient, in float32, on all of:", *splits, sep="\n  ")

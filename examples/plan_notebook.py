@@ -39,7 +39,7 @@ MAX_TOKENS = 16_384
 padding = {}
 for max_shapes in (1, 2, 4, 8, 16, 32):
     buckets = jvarlen.make_buckets(lengths, MAX_TOKENS, max_shapes=max_shapes, length_multiple=8)
-    padding[max_shapes] = jvarlen.make_plan(lengths, buckets).padding
+    padding[max_shapes] = jvarlen.make_plan(lengths, buckets, order="length").padding
     print(f"{max_shapes:>3} shapes: {padding[max_shapes]:.2%} padding")
 
 # %%

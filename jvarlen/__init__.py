@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.buckets import Bucket, PairBucket, make_buckets
     from jvarlen.planning.cost_model import CostModel, fit_cost_model
     from jvarlen.planning.lengths import check_lengths
-    from jvarlen.planning.order import sample_order
+    from jvarlen.planning.order import Order, sample_order
     from jvarlen.planning.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
     from jvarlen.planning.packing.pack import PackedHistogram, Packing, pack_samples
     from jvarlen.planning.packing.row_lengths import choose_row_lengths
@@ -102,7 +102,7 @@ _NAMES_OF = {
     "planning.buckets": ("Bucket", "PairBucket", "make_buckets",),
     "planning.cost_model": ("CostModel", "fit_cost_model",),
     "planning.lengths": ("check_lengths",),
-    "planning.order": ("sample_order",),
+    "planning.order": ("Order", "sample_order",),
     "planning.pacing": ("ValuePacing", "competence_pacing", "discrete_pacing", "linear_pacing", "root_pacing",),
     "planning.packing.pack": ("PackedHistogram", "Packing", "pack_samples",),
     "planning.packing.row_lengths": ("choose_row_lengths",),
@@ -129,7 +129,7 @@ _NAMES_OF = {
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
     "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics",
-    "Mixture", "ModelFile", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
+    "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",

@@ -79,8 +79,9 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     buckets = jvarlen.make_buckets(distinct, 600, counts=counts, max_shapes=4, **options)
     for order in orders:
         options = {
-            "microbatches_per_step": microbatches, "order": order, "seed": 5, "epoch": 2, "longest_first": True,
-            "onset_spacing": 3, "overlong": "truncate" if order == "length" else "drop",
+            "microbatches_per_step": microbatches, "seed": 5, "epoch": 2,
+            "order": jvarlen.Order(order, longest_first=True, new_shape_every=3),
+            "overlong": "truncate" if order == "length" else "drop",
         }  # fmt: skip
         whole = jvarlen.make_plan(lengths, buckets, **options)
         plan = jvarlen.plan_distributed(mine, buckets, mesh, **options)
@@ -94,9 +95,9 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="processes differ in the plan"):
         jvarlen.load(jvarlen.make_plan(lengths, buckets, **options | {"seed": rank}), Remembering(lengths), mesh=mesh)
     with pytest.raises(ValueError, match="processes differ in the arguments of plan_distributed"):
-        jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size, seed=rank)
+        jvarlen.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size, seed=rank)
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
-        jvarlen.plan_distributed(mine, buckets, mesh, microbatches_per_step=mesh.size)
+        jvarlen.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size)
     bad = [0] if rank == 0 else [1]
     options = {"buckets": buckets, "mesh": mesh, "microbatches_per_step": mesh.size}
     for plan_or_count in (jvarlen.count_lengths, functools.partial(jvarlen.plan_distributed, **options)):

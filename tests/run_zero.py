@@ -24,7 +24,7 @@ def train(text):
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 9, 29)
     dataset = [rng.integers(0, 256, length).astype(np.uint8) for length in lengths]
-    plan = jvarlen.make_plan(lengths, [(2, 8)], microbatches_per_step=4)
+    plan = jvarlen.make_plan(lengths, [(2, 8)], order="length", microbatches_per_step=4)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     with jax.enable_x64(True):
         params = jax.tree.map(np.asarray, stack_layers(jax.tree.map(np.float64, init_params(MODEL, seed=0))))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jvarlen
-from jvarlen import Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
+from jvarlen import Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.cli import main
 from jvarlen.distributed.processes import ProcessesError
@@ -37,7 +37,7 @@ def lengths_file(tmp_path):
 def test_plan_prints_and_saves_the_plan(lengths_file, tmp_path, capsys):
     out = tmp_path / "plan.npz"
     assert main(["plan", lengths_file, "--max-tokens", "4096", "--max-shapes", "5", "--out", str(out)]) == 0
-    expected = make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=5))
+    expected = make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=5), order="length")
     assert Plan.load(out).digest == expected.digest
     printed = capsys.readouterr().out
     assert expected.report() in printed
@@ -135,15 +135,21 @@ def test_plan_takes_every_setting(lengths_file, capsys):
         length_multiple=8,
     )  # fmt: skip
     plan = make_plan(
-        LENGTHS, buckets, order="shuffle", overlong="drop", microbatches_per_step=2, seed=3, epoch=1, longest_first=True
+        LENGTHS,
+        buckets,
+        order=Order("shuffle", longest_first=True),
+        overlong="drop",
+        microbatches_per_step=2,
+        seed=3,
+        epoch=1,
     )
     assert plan.digest in capsys.readouterr().out
 
 
 def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
-    settings = "--max-tokens 2048 --max-shapes 3 --order shuffle --onset-spacing 4"
+    settings = "--max-tokens 2048 --max-shapes 3 --order shuffle --new-shape-every 4"
     assert main(["plan", lengths_file, *settings.split()]) == 0
-    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), order="shuffle", onset_spacing=4)
+    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 2048, max_shapes=3), order=Order("shuffle", new_shape_every=4))
     assert "first step" in plan.report()
     printed = capsys.readouterr().out
     assert plan.report() in printed
@@ -166,10 +172,10 @@ def test_plan_is_made_on_disk_under_any_name_but_npz(lengths_file, tmp_path, cap
 
 def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
     settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
-    assert main(["plan", lengths_file, *settings.split(), "--pieces-in-order"]) == 0
+    assert main(["plan", lengths_file, *settings.split(), "--chunks-in-order"]) == 0
     packing = pack_samples(LENGTHS, 128, max_samples_per_row=3, order="shuffle", overlong="split")
     buckets = make_buckets(packing.num_tokens, 2048, strategy=(128,))
-    plan = make_plan(packing, buckets, order="shuffle", pieces_in_order=True)
+    plan = make_plan(packing, buckets, order=Order("shuffle", chunks_in_order=True))
     assert plan.piece_starts is not None
     assert plan.digest in capsys.readouterr().out
 
@@ -427,7 +433,7 @@ def test_learning_rates_are_shown_where_asked_for(lengths_file, tmp_path, capsys
     page = tmp_path / "plan.html"
     rates = ["--learning-rate", "1e-3", "--base-batch-size", "32", "--batch-size-rule", "linear"]
     assert main(["plan", str(lengths_file), "--max-tokens", "4096", *rates, "--html", str(page)]) == 0
-    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 4096))
+    plan = make_plan(LENGTHS, make_buckets(LENGTHS, 4096), order="length")
     expected = lr_sequence(plan, 1e-3, 32)
     assert f"learning rate {expected.min():.3g} to {expected.max():.3g}" in capsys.readouterr().out
     assert "Learning rate" in page.read_text()

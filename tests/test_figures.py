@@ -27,7 +27,7 @@ def lengths():
 
 def efficiency(lengths, buckets):
     """Seconds of every sample at its own length over seconds of the plan."""
-    plan = make_plan(lengths, buckets)
+    plan = make_plan(lengths, buckets, order="length")
     shapes = np.array(plan.buckets)[plan.step_bucket]
     return np.sum(lengths * token_seconds(lengths)) / np.sum(cost(shapes[:, 0], shapes[:, 1]))
 

@@ -1,6 +1,7 @@
 """The code of the README and of the guides runs, and prints what the pages show."""
 
 import contextlib
+import dataclasses
 import inspect
 import io
 import itertools
@@ -21,7 +22,8 @@ from jvarlen.cli import main
 from jvarlen.data import open as data_files
 from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
-from jvarlen.planning.budget import BudgetOptions
+from jvarlen.planning.budget import Budget
+from jvarlen.planning.order import Order
 from jvarlen.reports.memory_figures import draw_memory
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
@@ -231,10 +233,11 @@ def test_the_lines_for_those_who_come_from_elsewhere_run(capsys):
 
 
 def arguments_of(function):
-    """Names of its arguments, with those that a function passes on to `Budget`."""
+    """Names of its arguments, with those that a function passes on to `Budget`, or takes in an `Order`."""
     parameters = inspect.signature(function).parameters
-    passed_on = "Unpack[BudgetOptions]" in {parameter.annotation for parameter in parameters.values()}
-    return {*parameters, *(BudgetOptions.__annotations__ if passed_on else ())}
+    is_passed_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    classes = [Budget] * is_passed_on + [Order] * ("order" in parameters)
+    return {*parameters, *(field.name for each in classes for field in dataclasses.fields(each))}
 
 
 def test_what_it_names_as_ours_exists():

@@ -36,12 +36,12 @@ LENGTHS = [3, 1, 9, 4, 4, 2, 7, 8]
 
 def packed_plan():
     packing = pack_samples(LENGTHS, 12)
-    return make_plan(packing, [(2, 12)], microbatches_per_step=2)
+    return make_plan(packing, [(2, 12)], order="length", microbatches_per_step=2)
 
 
 PLANS = {
-    "plain": lambda: make_plan(LENGTHS, [(2, 4), (1, 9)], microbatches_per_step=2),
-    "pairs": lambda: make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 9, 9)], overlong="error"),
+    "plain": lambda: make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", microbatches_per_step=2),
+    "pairs": lambda: make_plan(np.array([LENGTHS, LENGTHS[::-1]]).T, [(4, 9, 9)], order="length", overlong="error"),
     "packed": packed_plan,
 }
 
@@ -169,7 +169,7 @@ def fields_of(kind):
     """All arrays of a plan's file."""
     plan = PLANS[kind]()
     values = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-    del values["onset_spacing"]  # of its report alone
+    del values["new_shape_every"]  # of its report alone
     fields = {name: np.asarray(value) for name, value in values.items() if value is not None}
     fields |= {"digest": np.array(plan.digest), "format_version": np.array(1)}
     return fields | {"checksum": np.array(plan_file._checksum(fields))}

@@ -3,6 +3,7 @@
 from torch_ref.balance import assign_microbatches, balance_plan, packed_row_costs
 from torch_ref.batching import Batches, batch_by_tokens
 from torch_ref.buckets import Bucket, PairBucket, make_buckets
+from torch_ref.budget import Budget
 from torch_ref.compile import CompiledBuckets, LedgerRow, compile_buckets
 from torch_ref.costs import CostModel, fit_cost_model
 from torch_ref.graphs import no_recompiles
@@ -13,7 +14,7 @@ from torch_ref.mixed_plan import MixedPlan, make_mixed_plan
 from torch_ref.mixtures import Mixture, mixture_counts
 from torch_ref.model import Transformer, generate, load_params
 from torch_ref.model_file import load_model
-from torch_ref.order import sample_order
+from torch_ref.order import Order, sample_order
 from torch_ref.pacing import ValuePacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from torch_ref.packing import PackedHistogram, Packing, pack_samples
 from torch_ref.pairs import make_pair_buckets
@@ -29,11 +30,13 @@ __all__ = [
     "Batch",
     "Batches",
     "Bucket",
+    "Budget",
     "CompiledBuckets",
     "CostModel",
     "LedgerRow",
     "MixedPlan",
     "Mixture",
+    "Order",
     "PackedHistogram",
     "Packing",
     "PairBucket",

@@ -134,7 +134,7 @@ def packed_row_costs(plan: Plan, lengths: ArrayLike, *, crossover_length: float)
     Example:
         >>> from torch_ref.packing import pack_samples
         >>> from torch_ref.plan import make_plan
-        >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)])
+        >>> plan = make_plan(pack_samples([3, 1], 4), [(1, 4)], order="length")
         >>> packed_row_costs(plan, [3, 1], crossover_length=10).tolist()
         [5.0]
     """

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from torch_ref.budget import Budget, as_budget, checked_costs, round_up
 from torch_ref.checks import MAX_LISTED, check_integer
 from torch_ref.edges import CLOSED_FORM, optimal_edges
-from torch_ref.fitting import Fitting, check_budget, check_compile_seconds, check_rule, fit_budget
-from torch_ref.rows import Cost, RowRule, checked_costs, round_up
+from torch_ref.fitting import Fitting, fit_budget
 
 __all__ = [
     "Bucket",
@@ -53,50 +53,25 @@ class PairBucket(NamedTuple):
 
 def make_buckets(
     lengths: ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
-    strategy: str | Sequence[int] = "optimal",
-    max_shapes: int = 16,
-    max_length: int | None = None,
     overlong: str = "error",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    max_sequences: int | None = None,
-    cost: Cost | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: Cost | None = None,
-    max_bytes: float | None = None,
     compiled: Iterable[Sequence[int]] = (),
+    **budget: Any,
 ) -> tuple[Bucket, ...]:
     """Choose the static shapes for a list of lengths.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
-        max_tokens: the budget: rows times length of a microbatch never exceed it.
-        strategy: "pad_to_max" | "powers_of_two" | "geometric" | "quantile" | "equal_tokens" | "optimal", or strictly
-            ascending lengths >= 1, the last of which then limits the samples as `max_length` does. "optimal" finds the
-            least total cost exactly, in time quadratic in the number of distinct lengths.
-        max_shapes: at most this many buckets ("powers_of_two" and given lengths take as many as they need).
-        max_length: the longest bucket is at most this long.
+        max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
         overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it).
-        microbatches_per_step: M.
-        row_multiple: rows are a multiple of it wherever the budgets leave at least one multiple.
-        length_multiple: bucket lengths are multiples of it.
-        max_sequences: a microbatch has at most this many rows; None is no limit.
-        cost: the cost of a microbatch: called as cost(rows, length) with int64 arrays that broadcast, gives
-            float64 >= 0. "optimal" minimises it; None counts positions, rows times length.
-        compile_seconds: what each further bucket costs, in the unit of `cost`; only together with it.
-        max_cost: a microbatch costs at most this; only together with `cost`, which must not fall as rows grow.
-        memory: the bytes that a microbatch needs, a function like `cost` that does not fall as rows grow.
-        max_bytes: a microbatch needs at most this; only together with `memory`.
         compiled: (rows, length) shapes that have been compiled already: a bucket of one of these shapes adds no
             `compile_seconds`. Only together with it and with "optimal". Bucket lengths are then rounded lengths of
             samples and lengths of compiled shapes, and each bucket holds at least one sample; the last may be longer
             than all samples. Rows are those that the samples of the bucket need, if a sample has its length, or those
             of a compiled shape of this length, whichever gives the least total. Among equal totals compiled shapes go
             first, then fewer rows. Shapes that the budgets, the multiples or `max_length` rule out are ignored.
+        budget: other fields of `Budget` as keywords.
 
     Returns:
         The buckets by strictly ascending length. A bucket that holds no sample has the most rows the budgets allow.
@@ -114,43 +89,32 @@ def make_buckets(
         >>> make_buckets([2, 2, 3, 9], 18, compiled=[(4, 4), (1, 12)], **seconds)
         (Bucket(rows=4, length=4), Bucket(rows=1, length=12))
     """
-    max_shapes = check_integer("max_shapes", max_shapes)
-    length_multiple = check_integer("length_multiple", length_multiple)
-    rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
-    given = None
-    if not isinstance(strategy, str):
-        given = _check_edges(strategy, length_multiple, max_length)
-        max_length = given[-1]
-    elif strategy != "optimal" and strategy not in CLOSED_FORM:
-        raise ValueError(f"strategy must be one of {', '.join([*CLOSED_FORM, 'optimal'])}, got {strategy!r}")
-    check_compile_seconds(cost, compile_seconds)
+    limits = as_budget(max_tokens, budget)
     shapes = _check_compiled(compiled)
-    if shapes and (compile_seconds is None or given is not None or strategy != "optimal"):
+    if shapes and (limits.compile_seconds is None or limits.strategy != "optimal"):
         raise ValueError(
             'compiled shapes only count with compile_seconds and strategy="optimal", got '
-            f"compile_seconds={compile_seconds}, strategy={strategy!r}"
+            f"compile_seconds={limits.compile_seconds}, strategy={limits.strategy!r}"
         )
-    fitting = fit_budget(
-        lengths, max_length, overlong, length_multiple, budget, every=given is None and strategy == "optimal"
-    )
+    fitting = fit_budget(lengths, overlong, limits, every=limits.strategy == "optimal")
     ordered = fitting.ordered
-    if given is not None:
-        edges = torch.tensor(given)
-    elif str(strategy) == "optimal":
-        cheapest = Cheapest(fitting, rule, cost, compile_seconds)
-        reusable = _reusable(shapes, fitting, rule, max_length)
+    if limits.given_lengths is not None:
+        edges = torch.tensor(limits.given_lengths)
+    elif limits.strategy == "optimal":
+        cheapest = Cheapest(fitting)
+        reusable = _reusable(shapes, limits)
         if reusable:
-            return _Reusing(cheapest, reusable).buckets(max_shapes)
+            return _Reusing(cheapest, reusable).buckets(limits.max_shapes)
         before = cheapest.before
-        edges = cheapest.edges(max_shapes, lambda last: before[last + 1] - before[: last + 1])
+        edges = cheapest.edges(limits.max_shapes, lambda last: before[last + 1] - before[: last + 1])
     else:
-        edges = torch.unique(round_up(CLOSED_FORM[str(strategy)](ordered, max_shapes), length_multiple))
-    caps = budget.caps(edges, rule.row_multiple)
+        chosen = CLOSED_FORM[str(limits.strategy)](ordered, limits.max_shapes)
+        edges = torch.unique(round_up(chosen, limits.length_multiple))
+    caps = limits.caps(edges)
     if bool((caps < 1).any()):
         fitting.refuse(edges[caps < 1])
     num_samples = torch.bincount(torch.bucketize(ordered, edges), minlength=len(edges))
-    rows, _ = rule.rows_and_steps(num_samples, caps)
+    rows, _ = limits.rows_and_steps(num_samples, caps)
     return tuple(Bucket(*pair) for pair in zip(rows.tolist(), edges.tolist(), strict=True))
 
 
@@ -192,12 +156,12 @@ class Cheapest:
         before: int64[D + 1], how many samples have a shorter rounded length; the last is their number.
     """
 
-    def __init__(self, fitting: Fitting, rule: RowRule, cost: Cost | None, compile_seconds: float | None) -> None:
+    def __init__(self, fitting: Fitting) -> None:
         """Count the samples of each length."""
-        self._rule, self._cost, self._compile_seconds = rule, cost, compile_seconds
+        self._budget = fitting.budget
         self.distinct, counts = torch.unique(fitting.rounded, return_counts=True)
         self.before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(counts, dim=0)])
-        self._caps = fitting.budget.caps(self.distinct, rule.row_multiple)
+        self._caps = fitting.budget.caps(self.distinct)
 
     def edges(self, max_shapes: int, num_held: Callable[[int], Tensor]) -> Tensor:
         """Return the cheapest edges.
@@ -236,21 +200,21 @@ class Cheapest:
             places: where their lengths are among the distinct ones.
         """
         length, cap = self.distinct[places], self._caps[places]
-        rows, steps = self._rule.rows_and_steps(num_held, cap)
-        microbatches = steps * self._rule.microbatches_per_step
-        if self._cost is None:
+        rows, steps = self._budget.rows_and_steps(num_held, cap)
+        microbatches = steps * self._budget.microbatches_per_step
+        if self._budget.cost is None:
             return microbatches * rows * length, rows
         each = self.microbatch_costs(rows, length)
-        return microbatches.to(torch.float64) * each + (self._compile_seconds or 0.0), rows
+        return microbatches.to(torch.float64) * each + (self._budget.compile_seconds or 0.0), rows
 
     def microbatches(self, num_held: Tensor, rows: Tensor) -> Tensor:
         """Return how many microbatches of given rows the buckets take, int64."""
-        return self._rule.num_steps(num_held, rows) * self._rule.microbatches_per_step
+        return self._budget.num_steps(num_held, rows) * self._budget.microbatches_per_step
 
     def microbatch_costs(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Return the cost of one microbatch of each shape, float64[n]."""
-        assert self._cost is not None
-        return checked_costs("cost", self._cost, rows, lengths)
+        assert self._budget.cost is not None
+        return checked_costs("cost", self._budget.cost, rows, lengths)
 
 
 class _Reusing:
@@ -320,33 +284,15 @@ def _check_compiled(values: Iterable[Any]) -> list[tuple[int, int]]:
     return shapes
 
 
-def _reusable(
-    shapes: list[tuple[int, int]], fitting: Fitting, rule: RowRule, max_length: int | None
-) -> list[tuple[int, int]]:
+def _reusable(shapes: list[tuple[int, int]], budget: Budget) -> list[tuple[int, int]]:
     """Return those compiled shapes, given as (length, rows), that the budget allows; ascending, each once."""
-    longest = fitting.budget.max_tokens if max_length is None else min(fitting.budget.max_tokens, max_length)
-    lengths = sorted({length for length, _ in shapes if length <= longest and length % fitting.length_multiple == 0})
-    caps = fitting.budget.caps(torch.tensor(lengths, dtype=torch.int64), rule.row_multiple).tolist()
+    longest = min(budget.max_tokens, budget.max_length or budget.max_tokens)
+    lengths = sorted({length for length, _ in shapes if length <= longest and length % budget.length_multiple == 0})
+    caps = budget.caps(torch.tensor(lengths, dtype=torch.int64)).tolist()
     limits = dict(zip(lengths, caps, strict=True))
 
     def is_allowed(length: int, rows: int) -> bool:
         cap = limits.get(length, 0)
-        return rows <= cap and (cap < rule.row_multiple or rows % rule.row_multiple == 0)
+        return rows <= cap and (cap < budget.row_multiple or rows % budget.row_multiple == 0)
 
     return sorted({shape for shape in shapes if is_allowed(*shape)})
-
-
-def _check_edges(values: Any, length_multiple: int, max_length: int | None) -> list[int]:
-    """Return given edges, rounded up and deduplicated."""
-    try:
-        given = list(values)
-    except TypeError:
-        raise ValueError(f"strategy must be a name or a sequence of lengths, got {values!r}") from None
-    raw = [check_integer(f"edge {index} of strategy", value) for index, value in enumerate(given)]
-    if not raw or any(after <= before for before, after in pairwise(raw)):
-        raise ValueError(f"strategy must be at least one length, strictly ascending, got {given}")
-    edges = sorted({-(-edge // length_multiple) * length_multiple for edge in raw})
-    check_integer("the last edge of strategy, rounded up to length_multiple,", edges[-1])
-    if max_length is not None and edges[-1] > check_integer("max_length", max_length):
-        raise ValueError(f"the last edge of strategy, {edges[-1]}, is above max_length={max_length}")
-    return edges

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_ref.rows import ceil_div
+from torch_ref.budget import ceil_div
 
 __all__ = ["CLOSED_FORM", "optimal_edges"]
 

@@ -35,7 +35,7 @@ def emit_steps(
     descending: bool = False,
     shuffle_stream: tuple[int, int, int] | None = None,
     longest_first: Tensor | None = None,
-    onset_spacing: int = 0,
+    new_shape_every: int = 0,
 ) -> Steps:
     """Cut each bucket's samples into steps and put the steps in order.
 
@@ -47,8 +47,8 @@ def emit_steps(
         shuffle_stream: permute the steps by the random keys from here on, as (seed, epoch, position); None does not.
         longest_first: int64[K], the length of each bucket: swap the first step of the longest one in use (the last
             such bucket) with step 0; None does not.
-        onset_spacing: at last, let the n-th bucket to come wait until step n times this, or until nothing else is left;
-            0 does not.
+        new_shape_every: at last, let the n-th bucket to come wait until step n times this, or until nothing else is
+            left; 0 does not.
 
     Returns:
         The steps in the order in which they run.
@@ -69,8 +69,8 @@ def emit_steps(
         longest = buckets[longest_first[buckets] == longest_first[buckets].max()].max()
         first = int(torch.nonzero(buckets == longest)[0])
         emitted[[0, first]] = emitted[[first, 0]]
-    if onset_spacing > 0:
-        emitted = emitted[_space_onsets(steps.bucket[emitted], onset_spacing)]
+    if new_shape_every > 0:
+        emitted = emitted[_one_by_one(steps.bucket[emitted], new_shape_every)]
     return _select(steps, emitted)
 
 
@@ -94,7 +94,7 @@ def _by_arrival(steps: Steps, rows_per_step: Tensor) -> Tensor:
     return torch.sort(torch.where(partial, never, last_arrival), stable=True).indices
 
 
-def _space_onsets(buckets: Tensor, spacing: int) -> Tensor:
+def _one_by_one(buckets: Tensor, spacing: int) -> Tensor:
     """Return an order of steps of buckets int64[S] in which the n-th bucket to come waits until step n * spacing."""
     queues: dict[int, deque[int]] = {}
     for step, bucket in enumerate(buckets.tolist()):

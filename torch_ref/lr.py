@@ -94,7 +94,7 @@ def lr_sequence(
 
     Example:
         >>> from torch_ref.plan import make_plan
-        >>> plan = make_plan([3] * 14, [(10, 3)])
+        >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
         >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()
         [1.0, 11.0, 15.0, 25.0]
     """

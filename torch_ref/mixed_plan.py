@@ -108,7 +108,7 @@ def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
 
     Example:
         >>> from torch_ref.plan import make_plan
-        >>> mixed = make_mixed_plan(make_plan([1, 2, 2, 4], [(2, 2), (1, 4)]), 2)
+        >>> mixed = make_mixed_plan(make_plan([1, 2, 2, 4], [(2, 2), (1, 4)], order="length"), 2)
         >>> mixed.num_tokens.tolist()
         [5, 4]
     """

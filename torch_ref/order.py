@@ -1,6 +1,7 @@
 """The order of samples by length, difficulty or random keys."""
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ __all__ = [
     "BUFFER_STREAM",
     "ORDERS",
     "PACKING_STREAM",
+    "Order",
+    "as_order",
     "check_difficulty",
     "random_keys",
     "sample_order",
@@ -28,28 +31,77 @@ PACKING_STREAM = 1
 BUFFER_STREAM = 2
 
 
+@dataclass(frozen=True, eq=False)
+class Order:
+    """In which order samples come, and the steps that they make.
+
+    Attributes:
+        by: "dataset" (by id), "length" (ascending difficulty), "length_descending", "shuffle" (ascending random key),
+            or an array [n] of unique sample ids, which may leave samples out. Ties go by ascending id.
+        block_size: shuffle within blocks of this many consecutive places, so that the order is kept roughly. With
+            "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near each
+            other.
+        shuffle_steps: shuffle the steps as well, whatever the order of the samples.
+        longest_first: swap the first step of the longest bucket in use to the front.
+        new_shape_every: number the buckets in use by their first step; step t is then the earliest one left of those
+            whose bucket has a number of at most t / new_shape_every, or the lowest number with steps left. 0 leaves the
+            steps as they are.
+        chunks_in_order: only for a `Packing`, and where it splits samples: no chunk comes in a step before that of an
+            earlier chunk. Rows and then steps (as they fill up) go in their order, but whatever holds the last chunk of
+            a sample is held back until all that hold other chunks of it have come, and follows them at once. Chunks
+            that are equally long are then renumbered. Not with `shuffle_steps` or `new_shape_every`.
+
+    Raises:
+        ValueError: if a value is out of its range, or does not go with another.
+    """
+
+    by: str | ArrayLike = "shuffle"
+    _: KW_ONLY
+    block_size: int | None = None
+    shuffle_steps: bool = False
+    longest_first: bool = False
+    new_shape_every: int = 0
+    chunks_in_order: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what does not depend on the samples."""
+        if isinstance(self.by, str) and self.by not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, got {self.by!r}")
+        if self.block_size is not None:
+            object.__setattr__(self, "block_size", check_integer("block_size", self.block_size))
+        every = check_integer("new_shape_every", self.new_shape_every, minimum=0)
+        object.__setattr__(self, "new_shape_every", every)
+        if self.chunks_in_order and (self.shuffle_steps or every):
+            raise ValueError("chunks_in_order goes with neither shuffle_steps nor new_shape_every")
+
+    @property
+    def name(self) -> str:
+        """The word, or "array"."""
+        return self.by if isinstance(self.by, str) else "array"
+
+
+def as_order(order: "str | Order | ArrayLike") -> Order:
+    """Return the order of a word or an array, or the given one."""
+    return order if isinstance(order, Order) else Order(order)
+
+
 def sample_order(
     lengths: ArrayLike,
-    order: str | ArrayLike = "length",
+    order: str | Order | ArrayLike = "length",
     *,
     difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
     seed: int = 0,
     epoch: int = 0,
-    block_size: int | None = None,
 ) -> NDArray[np.int64]:
     """Put the samples in order.
 
     Args:
         lengths: [N] integers >= 1, in tokens.
-        order: "dataset" (by id), "length" (ascending difficulty), "length_descending", "shuffle" (ascending random
-            key), or an array [n] of unique sample ids, which may leave samples out. Ties go by ascending id.
+        order: a word, an array [n] of unique sample ids, or an `Order`.
         difficulty: [N] integers or floats to sort by in place of the lengths; integers are compared as integers. Or a
             sequence of several, each of which decides between samples that those before it hold equal.
         seed: 0 <= seed < 2**63, chooses the random keys.
         epoch: 0 <= epoch < 2**63, likewise.
-        block_size: shuffle within blocks of this many consecutive places, so that the order is kept roughly. With
-            "shuffle" these are blocks of ids, and the blocks come in random order: neighbours in storage stay near each
-            other.
 
     Returns:
         int64[N] sample ids, or int64[n] for an order array.
@@ -65,24 +117,21 @@ def sample_order(
     seed = check_integer("seed", seed, minimum=0)
     epoch = check_integer("epoch", epoch, minimum=0)
     values = check_difficulty(difficulty, lengths)
-    if block_size is not None:
-        block_size = check_integer("block_size", block_size)
-    if not isinstance(order, str):
-        ids = _check_order_array(order, len(lengths))
-    elif order not in ORDERS:
-        raise ValueError(f"order must be one of {', '.join(ORDERS)} or an array of sample ids, got {order!r}")
-    elif order == "dataset" or (order == "shuffle" and block_size is not None):
+    order = as_order(order)
+    if not isinstance(order.by, str):
+        ids = _check_order_array(order.by, len(lengths))
+    elif order.by == "dataset" or (order.by == "shuffle" and order.block_size is not None):
         ids = np.arange(len(lengths), dtype=np.int64)
-    elif order == "shuffle":
+    elif order.by == "shuffle":
         ids = stable_argsort(random_keys(seed, epoch, 0, len(lengths)))
     else:
-        ids = stable_argsort(values, descending=order == "length_descending")
-    if block_size is None:
+        ids = stable_argsort(values, descending=order.by == "length_descending")
+    if order.block_size is None:
         return ids
     keys = random_keys(seed, epoch, 0, len(lengths))
-    block = np.arange(len(ids), dtype=np.int64) // block_size
+    block = np.arange(len(ids), dtype=np.int64) // order.block_size
     columns = [ids, keys[ids], block]
-    if isinstance(order, str) and order == "shuffle":
+    if order.name == "shuffle":
         columns.append(random_keys(seed, epoch, _BLOCK_KEYS, int(block[-1]) + 1)[block])
     return ids[np.lexsort(columns)]
 

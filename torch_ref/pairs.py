@@ -14,41 +14,34 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.buckets import PairBucket, make_buckets
+from torch_ref.budget import Budget, as_budget
 from torch_ref.checks import check_integer, to_tensor
-from torch_ref.fitting import check_rule
 from torch_ref.lengths import check_pair_lengths, list_pairs
-from torch_ref.rows import Budget, RowRule
 
 __all__ = ["PAIR_BUDGETS", "make_pair_buckets"]
 
 PAIR_BUDGETS = ("sum", "larger")
+_FIELDS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple", "max_sequences")
 _UNREACHABLE = 2**61  # two of them still fit int64
 
 
 def make_pair_buckets(
     lengths: ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     budget: str = "sum",
-    max_shapes: int = 16,
     max_candidates: int = 64,
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    max_sequences: int | None = None,
+    **fields: Any,
 ) -> tuple[PairBucket, ...]:
     """Choose the static shapes for a list of pairs, with the fewest positions in all.
 
     Args:
         lengths: [N, 2] integers >= 1, source and target, in tokens.
-        max_tokens: the budget of a microbatch.
+        max_tokens: the budget of a microbatch; or a `Budget`.
         budget: what counts: rows times the "sum" of the two lengths, or rows times the "larger" of them.
-        max_shapes: at most this many buckets.
         max_candidates: at most this many lengths of each side are tried: the buckets that `make_buckets` finds for it.
-        microbatches_per_step: M.
-        row_multiple: rows are a multiple of it wherever the budget leaves at least one multiple.
-        length_multiple: both lengths are multiples of it.
-        max_sequences: a microbatch has at most this many rows; None is no limit.
+        fields: other fields of `Budget` as keywords: `max_shapes`, `microbatches_per_step`, `row_multiple`,
+            `length_multiple` and `max_sequences`; no others, as only tokens count.
 
     Returns:
         The buckets by ascending (source length, target length). A sample belongs to the first that holds it.
@@ -64,29 +57,20 @@ def make_pair_buckets(
     checked = check_pair_lengths(lengths)
     if budget not in PAIR_BUDGETS:
         raise ValueError(f"budget must be one of {', '.join(PAIR_BUDGETS)}, got {budget!r}")
-    max_tokens = check_integer("max_tokens", max_tokens)
-    max_shapes = check_integer("max_shapes", max_shapes)
+    limits = as_budget(max_tokens, fields)
+    if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
+        raise ValueError(f"only {', '.join(_FIELDS)} choose buckets of pairs")
+    max_tokens, max_shapes, length_multiple = limits.max_tokens, limits.max_shapes, limits.length_multiple
     max_candidates = check_integer("max_candidates", max_candidates)
-    rule = check_rule(microbatches_per_step, row_multiple)
-    length_multiple = check_integer("length_multiple", length_multiple)
-    if max_sequences is not None:
-        max_sequences = check_integer("max_sequences", max_sequences)
-    options: dict[str, Any] = {
-        "microbatches_per_step": rule.microbatches_per_step,
-        "row_multiple": rule.row_multiple,
-        "length_multiple": length_multiple,
-        "max_sequences": max_sequences,
-    }
     sources, targets = (
-        np.array([edge for _, edge in make_buckets(side, max_tokens, max_shapes=max_candidates, **options)])
-        for side in checked.T
+        np.array([edge for _, edge in make_buckets(side, limits, max_shapes=max_candidates)]) for side in checked.T
     )
     shapes = _measure(sources[:, None], targets, budget)
     table = _Table(
         before=_count(np.searchsorted(sources, checked[:, 0]), np.searchsorted(targets, checked[:, 1]), shapes.shape),
-        caps=Budget(max_tokens=max_tokens, max_sequences=max_sequences).caps(to_tensor(shapes), rule.row_multiple),
+        caps=limits.caps(to_tensor(shapes)),
         positions=to_tensor(sources[:, None] + targets),
-        rule=rule,
+        budget=limits,
     )
     chain, nested = _cheapest_chain(table, max_shapes), _cheapest_nested(table, max_shapes)
     least = chain if chain.cost <= nested.cost else nested
@@ -119,13 +103,13 @@ class _Table:
         before: int64[a + 1, b + 1], samples among the i first sources and the e first targets.
         caps: int64[a, b], the most rows of a bucket; 0 where none fits.
         positions: int64[a, b], of a row: source and target together.
-        rule: the row rule.
+        budget: the rule of rows.
     """
 
     before: Tensor
     caps: Tensor
     positions: Tensor
-    rule: RowRule
+    budget: Budget
 
     def held(self, j: int) -> Tensor:
         """int64[j + 1, b + 1, b + 1]: samples of sources i..j and targets d..e - 1, by i, d and e (0 where d >= e)."""
@@ -135,8 +119,8 @@ class _Table:
     def costs(self, j: int) -> Tensor:
         """int64[j + 1, b + 1, b + 1]: the cost of such a bucket, unreachable where d >= e or no row fits."""
         held, caps = self.held(j)[:, :, 1:], self.caps[j]
-        rows, steps = self.rule.rows_and_steps(held, caps.clamp(min=1))
-        costs = steps * self.rule.microbatches_per_step * rows * self.positions[j]
+        rows, steps = self.budget.rows_and_steps(held, caps.clamp(min=1))
+        costs = steps * self.budget.microbatches_per_step * rows * self.positions[j]
         allowed = (caps >= 1) & (torch.arange(len(caps) + 1)[:, None] <= torch.arange(len(caps)))
         padded = torch.full((j + 1, len(caps) + 1, len(caps) + 1), _UNREACHABLE)
         padded[:, :, 1:] = torch.where(allowed, costs, _UNREACHABLE)
@@ -147,14 +131,14 @@ class _Table:
         cap = self.caps[i - 1, j - 1]
         if cap < 1:
             return torch.full((i + 1, j + 1), _UNREACHABLE)
-        rows, steps = self.rule.rows_and_steps(self.before[i, j] - self.before[: i + 1, : j + 1], cap)
-        costs = steps * self.rule.microbatches_per_step * rows * self.positions[i - 1, j - 1]
+        rows, steps = self.budget.rows_and_steps(self.before[i, j] - self.before[: i + 1, : j + 1], cap)
+        costs = steps * self.budget.microbatches_per_step * rows * self.positions[i - 1, j - 1]
         costs[i, j] = _UNREACHABLE
         return costs
 
     def rows(self, num_held: int, i: int, j: int) -> int:
         """Return the rows of the cell (i, j) when it holds this many samples."""
-        return int(self.rule.rows_and_steps(torch.tensor(num_held), self.caps[i - 1, j - 1])[0])
+        return int(self.budget.rows_and_steps(torch.tensor(num_held), self.caps[i - 1, j - 1])[0])
 
 
 def _cheapest_chain(table: _Table, max_shapes: int) -> _Choice:

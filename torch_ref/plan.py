@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
 
@@ -12,16 +12,19 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from torch_ref.assign import Items, assign_buckets
-from torch_ref.buckets import Bucket, PairBucket, check_buckets
+from torch_ref.buckets import Bucket, PairBucket, check_buckets, make_buckets
+from torch_ref.budget import Budget, as_budget, only_microbatches
 from torch_ref.checks import check_integer
 from torch_ref.emission import emit_steps
 from torch_ref.lengths import check_lengths, check_pair_lengths
-from torch_ref.order import check_difficulty, sample_order, split_difficulty
+from torch_ref.order import Order, as_order, check_difficulty, sample_order, split_difficulty
 from torch_ref.pacing import Pacing, ValuePacing, num_admitted, paced_arrival
 from torch_ref.packed_plan import check_packing, hold_back_rows, hold_back_steps, unpack_rows
-from torch_ref.packing import Packing
+from torch_ref.packing import Packing, pack_samples
+from torch_ref.pairs import make_pair_buckets
 from torch_ref.plan_file import plan_digest, read_plan_file, write_plan_file
 from torch_ref.plan_report import steps_table
+from torch_ref.row_lengths import choose_packed_buckets
 
 __all__ = ["Plan", "make_plan"]
 
@@ -44,7 +47,7 @@ class Plan:
         overlong: the rule the plan was made with: "error" | "drop" | "truncate", or of packed rows "split".
         num_dropped: samples left out because they were too long.
         num_truncated: samples cut to the longest bucket.
-        onset_spacing: what the plan was made with, for its report; a plan that was loaded has 0.
+        new_shape_every: what the plan was made with, for its report; a plan that was loaded has 0.
     """
 
     buckets: tuple[Bucket, ...] | tuple[PairBucket, ...]
@@ -58,7 +61,7 @@ class Plan:
     overlong: str = "error"
     num_dropped: int = 0
     num_truncated: int = 0
-    onset_spacing: int = 0
+    new_shape_every: int = 0
 
     def __post_init__(self) -> None:
         """Lock the arrays: the digest is computed once."""
@@ -219,10 +222,10 @@ class Plan:
     def report(self) -> str:
         """Return a table: shape, samples, steps and padding of each bucket, then the totals.
 
-        With `onset_spacing` it also names the first step of each bucket.
+        With `new_shape_every` it also names the first step of each bucket.
         """
         counts = (self.step_bucket, self.num_sequences, self.num_tokens, self._positions())
-        table = steps_table(self.buckets, *counts, first_steps=self.onset_spacing > 0)
+        table = steps_table(self.buckets, *counts, first_steps=self.new_shape_every > 0)
         packed = "" if self.row_offsets is None else f"{self.num_rows:,} packed rows; "
         return (
             f"{table}\n{self.microbatches_per_step} microbatches a step; {packed}{self.num_dropped:,} samples dropped, "
@@ -236,20 +239,16 @@ class Plan:
 
 def make_plan(
     lengths: ArrayLike | Packing,
-    buckets: Sequence[tuple[int, ...]],
+    buckets: Sequence[tuple[int, ...]] | Budget | None = None,
     *,
-    microbatches_per_step: int = 1,
-    order: str | ArrayLike = "length",
+    order: str | Order | ArrayLike = "shuffle",
     difficulty: ArrayLike | Sequence[ArrayLike] | None = None,
+    pacing: Pacing | ValuePacing | None = None,
+    packing: str | None = None,
+    overlong: str = "error",
     seed: int = 0,
     epoch: int = 0,
-    block_size: int | None = None,
-    pacing: Pacing | ValuePacing | None = None,
-    shuffle_steps: bool = False,
-    longest_first: bool = False,
-    onset_spacing: int = 0,
-    overlong: str = "error",
-    pieces_in_order: bool = False,
+    **budget: Any,
 ) -> Plan:
     """Cut the ordered samples into steps of static shapes.
 
@@ -257,29 +256,24 @@ def make_plan(
         lengths: [N] integers >= 1, in tokens; or [N, 2], source and target of pairs, ordered by their sum; or a
             `Packing`, whose R rows are then ordered and cut into steps as samples (or pairs) would be.
         buckets: (rows, length) pairs of strictly ascending lengths, or (rows, source, target) triples that ascend
-            strictly by (source, target); a sample goes to the first that holds it.
-        microbatches_per_step: M, data-parallel shards times accumulation.
-        order: "length" | "length_descending" | "dataset" | "shuffle", or an array of unique sample (or row) ids.
+            strictly by (source, target); a sample goes to the first that holds it. None, or a `Budget`, chooses them.
+        order: "length" | "length_descending" | "dataset" | "shuffle", an array of unique sample (or row) ids, or an
+            `Order`.
         difficulty: as in `sample_order`, to sort by in place of the lengths. Other than the lengths themselves, it
-            makes the steps come in the order in which they fill up.
-        seed: 0 <= seed < 2**63, chooses the random keys.
-        epoch: 0 <= epoch < 2**63, likewise.
-        block_size: shuffle within blocks of this many consecutive places of the order, as in `sample_order`; steps then
-            come in the order in which they fill up.
+            makes the steps come in the order in which they fill up; so does `Order.block_size`.
         pacing: a function from global steps, int64[S], to the shares of the samples that are admitted by then, first
             ones in the order first; `linear_pacing` and its like make them. Or a `ValuePacing`, which admits samples up
-            to a difficulty, only for "length". Samples then come at random from the
-            admitted ones, and steps as they fill up. Only for "length" and "length_descending".
-        shuffle_steps: shuffle the steps as well, whatever the order of the samples.
-        longest_first: swap the first step of the longest bucket in use to the front.
-        onset_spacing: number the buckets in use by their first step; step t is then the earliest one left of those
-            whose bucket has a number of at most t / onset_spacing, or the lowest number with steps left. 0 leaves the
-            steps as they are. Not with pacing.
-        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs).
-        pieces_in_order: only for a `Packing`, and where it splits samples: no piece comes in a step before that of an
-            earlier piece. Rows and then steps (as they fill up) go in their order, but whatever holds the last piece of
-            a sample is held back until all that hold other pieces of it have come, and follows them at once. Pieces
-            that are equally long are then renumbered. Not with pacing, `shuffle_steps` or `onset_spacing`.
+            to a difficulty, only for "length". Samples then come at random from the admitted ones, and steps as they
+            fill up. Only for "length" and "length_descending", and with nothing else that moves steps but
+            `longest_first`.
+        packing: "best_fit": pack the samples into rows as long as the buckets, shuffled anew in each epoch if the order
+            is "shuffle". An order array chooses which. Buckets have one length unless they are given or there is a
+            cost.
+        overlong: samples above the longest bucket: "error" | "drop" | "truncate" (not for pairs) | "split" (packed).
+        seed: 0 <= seed < 2**63, chooses the random keys.
+        epoch: 0 <= epoch < 2**63, likewise.
+        budget: fields of `Budget` as keywords, `max_tokens` among them, to choose buckets; with given ones only
+            `microbatches_per_step`: M, data-parallel shards times accumulation.
 
     Returns:
         The plan; it depends on nothing but these arguments.
@@ -288,26 +282,39 @@ def make_plan(
         ValueError: if an argument is out of its range, or a sample is too long (the first offenders are listed).
 
     Example:
-        >>> plan = make_plan([1, 2, 2, 4], [(2, 2), (1, 4)])
+        >>> plan = make_plan([1, 2, 2, 4], [(2, 2), (1, 4)], order="length")
         >>> [plan.rows(step).tolist() for step in range(plan.num_steps)]
         [[[0, 1]], [[2, -1]], [[3]]]
     """
-    packing = lengths if isinstance(lengths, Packing) else None
-    checked = check_buckets(buckets)
-    num_microbatches = check_integer("microbatches_per_step", microbatches_per_step)
-    spacing = check_integer("onset_spacing", onset_spacing, minimum=0)
+    order = as_order(order)
+    seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
+    _check_pacing(pacing, order)
     if packing is not None:
-        check_packing(packing, checked, overlong)
-    if pieces_in_order and (packing is None or pacing is not None or shuffle_steps or spacing):
-        raise ValueError("pieces_in_order needs a Packing, and neither pacing nor shuffle_steps nor onset_spacing")
-    if pacing is not None and spacing:
-        raise ValueError(f"pacing decides when steps come: onset_spacing must be 0, got {spacing}")
-    if packing is not None and pieces_in_order and packing.piece_starts is not None:
-        tokens = packing.num_tokens
-        rows = sample_order(tokens, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
-        order = hold_back_rows(packing, rows)
-        plan = make_plan(packing, checked, microbatches_per_step=num_microbatches, order=order)
-        return hold_back_steps(plan, longest_first=longest_first)
+        _check_packing_word(packing, lengths, order, difficulty is not None or pacing is not None)
+    if buckets is not None and not isinstance(buckets, Budget):
+        num_microbatches, checked = only_microbatches(budget), check_buckets(buckets)
+    else:
+        if buckets is None and "max_tokens" not in budget:
+            raise ValueError("give buckets, or max_tokens to choose them by")
+        limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
+        num_microbatches, checked = limits.microbatches_per_step, _choose(lengths, limits, overlong, packing)
+    if packing is not None:
+        assert not isinstance(lengths, Packing)
+        by = order.by if order.name in ("shuffle", "array") else "dataset"
+        sizes = [bucket[1] for bucket in checked]
+        lengths = pack_samples(lengths, sizes, order=by, seed=seed, epoch=epoch, overlong=overlong)
+        order = replace(order, by="dataset") if order.name == "array" else order
+        overlong = "error"
+    packed = lengths if isinstance(lengths, Packing) else None
+    if packed is not None:
+        check_packing(packed, checked, overlong)
+    if order.chunks_in_order and packed is None:
+        raise ValueError("chunks_in_order needs a Packing: only packed samples can be split")
+    if packed is not None and order.chunks_in_order and packed.piece_starts is not None:
+        rows = sample_order(packed.num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
+        held = hold_back_rows(packed, rows)
+        plan = make_plan(packed, checked, microbatches_per_step=num_microbatches, order=held)
+        return hold_back_steps(plan, longest_first=order.longest_first)
     values = _check_values(lengths)
     if values.ndim != len(checked[0]) - 1:
         raise ValueError(
@@ -317,26 +324,25 @@ def make_plan(
     sums = values if values.ndim == 1 else values.sum(axis=1)
     is_one = difficulty is None or len(split_difficulty(difficulty)) == 1
     by_length = np.array_equal(check_difficulty(difficulty, sums), sums) and is_one
-    name = order if isinstance(order, str) else "array"
-    _check_pacing(pacing, name, block_size, shuffle_steps)
-    ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch, block_size=block_size)
-    items = assign_buckets(values, ids, checked, overlong, packed=packing is not None)
+    ids = sample_order(sums, order, difficulty=difficulty, seed=seed, epoch=epoch)
+    items = assign_buckets(values, ids, checked, overlong, packed=packed is not None)
     rows_per_step = torch.tensor([bucket.rows * num_microbatches for bucket in checked])
     if pacing is not None:
         first = sums if difficulty is None else np.asarray(split_difficulty(difficulty)[0])
-        items = _pace(items, pacing, first, rows_per_step, int(seed), int(epoch))
-    by_arrival = name in ("dataset", "array") or not by_length or block_size is not None or pacing is not None
+        items = _pace(items, pacing, first, rows_per_step, seed, epoch)
+    by_arrival = order.name in ("dataset", "array") or not by_length or order.block_size is not None
+    by_arrival = by_arrival or pacing is not None
     steps = emit_steps(
         items.bucket,
         rows_per_step,
         by_arrival=by_arrival,
-        descending=name == "length_descending",
+        descending=order.name == "length_descending",
         # Shuffled samples without a curriculum are grouped by bucket only to cut them: their steps always mix.
-        shuffle_stream=(int(seed), int(epoch), len(sums))
-        if shuffle_steps or (name == "shuffle" and not by_arrival)
+        shuffle_stream=(seed, epoch, len(sums))
+        if order.shuffle_steps or (order.name == "shuffle" and not by_arrival)
         else None,
-        longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if longest_first else None,
-        onset_spacing=spacing,
+        longest_first=torch.tensor([sum(bucket[1:]) for bucket in checked]) if order.longest_first else None,
+        new_shape_every=order.new_shape_every,
     )
     places = steps.places.numpy()
     offsets = np.concatenate([[0], np.cumsum(steps.num_sequences.numpy())])
@@ -348,14 +354,14 @@ def make_plan(
         "num_dropped": items.num_dropped,
         "num_truncated": items.num_truncated,
     }
-    if packing is not None:
-        fields = unpack_rows(packing, items.ids[places], offsets)
+    if packed is not None:
+        fields = unpack_rows(packed, items.ids[places], offsets)
     return Plan(
         buckets=checked,
         microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket.to(torch.int32).numpy(),
         num_tokens=np.diff(tokens_before[offsets]),
-        onset_spacing=spacing,
+        new_shape_every=order.new_shape_every,
         **fields,
     )
 
@@ -367,17 +373,46 @@ def _check_values(lengths: ArrayLike | Packing) -> NDArray[np.int64]:
     return check_pair_lengths(values) if values.ndim == 2 and values.shape[1] == 2 else check_lengths(lengths)
 
 
-def _check_pacing(pacing: Pacing | ValuePacing | None, order: str, block_size: int | None, shuffle_steps: bool) -> None:
+def _choose(
+    lengths: ArrayLike | Packing, budget: Budget, overlong: str, packing: str | None
+) -> tuple[Bucket, ...] | tuple[PairBucket, ...]:
+    """Choose the buckets of samples, pairs, or packed rows."""
+    if packing is not None:
+        assert not isinstance(lengths, Packing)
+        return choose_packed_buckets(lengths, budget, overlong)
+    values = _check_values(lengths)
+    if values.ndim == 2:
+        return make_pair_buckets(values, budget)
+    if isinstance(lengths, Packing) and budget.strategy == "optimal":
+        budget = replace(budget, strategy=lengths.row_lengths, max_length=None)
+    return make_buckets(values, budget, overlong=overlong)
+
+
+def _check_packing_word(packing: str, lengths: ArrayLike | Packing, order: Order, is_ranked: bool) -> None:
+    if packing != "best_fit":
+        raise ValueError(f'packing must be None or "best_fit", got {packing!r}')
+    if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
+        raise ValueError(f"packing={packing!r} packs samples with one length each")
+    if is_ranked or order.block_size is not None:
+        raise ValueError(f"packing={packing!r} goes with neither difficulty nor pacing nor block_size")
+
+
+def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
     if pacing is None:
         return
-    if order not in ("length", "length_descending"):
-        raise ValueError(f'pacing needs order="length" or "length_descending", got {order!r}')
-    if isinstance(pacing, ValuePacing) and order != "length":
-        raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order!r}')
-    if block_size is not None:
-        raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {block_size!r}")
-    if shuffle_steps:
+    if order.name not in ("length", "length_descending"):
+        raise ValueError(f'pacing needs order="length" or "length_descending", got {order.name!r}')
+    if isinstance(pacing, ValuePacing) and order.name != "length":
+        raise ValueError(f'a ValuePacing admits low values first: order must be "length", got {order.name!r}')
+    if order.block_size is not None:
+        raise ValueError(f"pacing draws samples at random by itself: block_size must be None, got {order.block_size}")
+    if order.shuffle_steps:
         raise ValueError("pacing decides when steps come: shuffle_steps must be False")
+    if order.new_shape_every or order.chunks_in_order:
+        raise ValueError(
+            f"pacing decides when steps come: new_shape_every must be 0, got {order.new_shape_every}, "
+            f"and chunks_in_order False, got {order.chunks_in_order}"
+        )
 
 
 def _pace(

@@ -1,23 +1,25 @@
 """Chooses the lengths of packed rows by the cost of their plans."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import combinations, count, takewhile
 from math import comb
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from torch_ref.buckets import Cheapest
+from torch_ref.buckets import Bucket, Cheapest, make_buckets
+from torch_ref.budget import Budget, as_budget
 from torch_ref.checks import check_integer
-from torch_ref.fitting import check_budget, check_compile_seconds, check_rule, fit_budget
+from torch_ref.fitting import fit_budget
 from torch_ref.lengths import check_lengths
-from torch_ref.packing import split_samples
+from torch_ref.packing import pack_samples, split_samples
 from torch_ref.placing import fill_rows
-from torch_ref.rows import Cost
 
-__all__ = ["choose_row_lengths"]
+__all__ = ["choose_packed_buckets", "choose_row_lengths"]
 
 # Where lengths of rows are among the distinct ones, ascending.
 _Places = tuple[int, ...]
@@ -30,21 +32,11 @@ _MOST_ADDED = 16
 
 def choose_row_lengths(
     lengths: ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
-    max_shapes: int = 4,
-    max_length: int | None = None,
     max_samples_per_row: int | None = None,
     overlong: str = "error",
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    max_sequences: int | None = None,
-    cost: Cost | None = None,
-    compile_seconds: float | None = None,
-    max_cost: float | None = None,
-    memory: Cost | None = None,
-    max_bytes: float | None = None,
+    **budget: Any,
 ) -> tuple[int, ...]:
     """Choose the lengths of packed rows, by what the plan of these rows costs.
 
@@ -62,21 +54,12 @@ def choose_row_lengths(
 
     Args:
         lengths: [N] integers >= 1, in tokens.
-        max_tokens: the budget: rows times length of a microbatch never exceed it.
-        max_shapes: at most this many lengths.
-        max_length: the longest row is at most this long.
+        max_tokens: rows times length of a microbatch never exceed it; or a `Budget`.
         max_samples_per_row: as in `pack_samples`.
         overlong: samples above `max_length`: "error" | "drop" (not counted) | "truncate" (counted as cut to it) |
-            "split" (counted as pieces of that length, and the rest).
-        microbatches_per_step: M.
-        row_multiple: as in `make_buckets`.
-        length_multiple: row lengths are multiples of it.
-        max_sequences: as in `make_buckets`: of packed rows, not of the samples in them.
-        cost: as in `make_buckets`.
-        compile_seconds: as in `make_buckets`.
-        max_cost: as in `make_buckets`.
-        memory: as in `make_buckets`.
-        max_bytes: as in `make_buckets`.
+            "split" (counted as chunks of that length, and the rest).
+        budget: other fields of `Budget` as keywords: at most `max_shapes` lengths, none above `max_length`.
+            `max_sequences` counts packed rows, not the samples in them. There is no other strategy than "optimal".
 
     Returns:
         The lengths, strictly ascending.
@@ -88,24 +71,20 @@ def choose_row_lengths(
         >>> choose_row_lengths([2, 2, 3, 3, 90], 100, max_shapes=2)
         (3, 90)
     """
-    max_shapes = check_integer("max_shapes", max_shapes)
-    most_tried = _MOST_SETS_TIMES_LENGTHS
+    limits = as_budget(max_tokens, budget)
+    if limits.strategy != "optimal":
+        raise ValueError(f'row lengths are chosen by their cost: strategy must be "optimal", got {limits.strategy!r}')
+    most_tried, max_shapes = _MOST_SETS_TIMES_LENGTHS, limits.max_shapes
     if max_samples_per_row is not None:
         max_samples_per_row = check_integer("max_samples_per_row", max_samples_per_row)
         most_tried = _MOST_SETS_TIMES_LENGTHS_IF_LIMITED
-    rule = check_rule(microbatches_per_step, row_multiple)
-    budget = check_budget(max_tokens, max_sequences, cost, max_cost, memory, max_bytes)
-    check_compile_seconds(cost, compile_seconds)
-    multiple = check_integer("length_multiple", length_multiple)
     if overlong == "split":
         overlong = "error"
-        if max_length is not None:
+        if limits.max_length is not None:
             checked = check_lengths(lengths)
-            lengths = split_samples(checked, np.arange(len(checked)), check_integer("max_length", max_length))[
-                0
-            ].lengths
-    fitting = fit_budget(lengths, max_length, overlong, multiple, budget, every=True)
-    cheapest = Cheapest(fitting, rule, cost, compile_seconds)
+            lengths = split_samples(checked, np.arange(len(checked)), limits.max_length)[0].lengths
+    fitting = fit_budget(lengths, overlong, limits, every=True)
+    cheapest = Cheapest(fitting)
     ordered, before = fitting.ordered, cheapest.before
     tokens_before = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(ordered, dim=0)])[before]
 
@@ -128,6 +107,16 @@ def choose_row_lengths(
 
     most = min(_MOST_SETS, max(1, most_tried // len(values)))
     return tuple(distinct[place] for place in _Search(len(distinct), max_shapes, most, plan_cost).run(best_by_class))
+
+
+def choose_packed_buckets(lengths: ArrayLike, budget: Budget, overlong: str) -> tuple[Bucket, ...]:
+    """Choose the buckets of packed rows, of one length where there is neither a cost nor a given list of lengths."""
+    sizes = budget.given_lengths
+    if sizes is None:
+        limits = budget if budget.cost is not None else replace(budget, max_shapes=1)
+        sizes = list(choose_row_lengths(lengths, limits, overlong=overlong))
+    tokens = pack_samples(lengths, sizes, overlong=overlong).num_tokens
+    return make_buckets(tokens, replace(budget, strategy=sizes, max_length=None))
 
 
 class _Search:

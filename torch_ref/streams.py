@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from torch_ref.buckets import Bucket, check_buckets, make_buckets
+from torch_ref.budget import Budget, as_budget, only_microbatches
 from torch_ref.checks import INT64_MAX, check_integer, list_offenders
-from torch_ref.fitting import check_rule
 from torch_ref.lengths import check_overlong, count_overlong
 from torch_ref.order import BUFFER_STREAM, random_keys
-from torch_ref.rows import Budget
 
 __all__ = ["StreamBatches", "StreamStep", "stream_batches"]
 
@@ -172,22 +171,16 @@ class StreamBatches(Iterator[StreamStep]):
 
 def stream_batches(
     lengths: Iterable[int],
-    buckets: Sequence[tuple[int, int]] | None = None,
+    buckets: Sequence[tuple[int, int]] | Budget | None = None,
     *,
-    max_tokens: int | None = None,
-    microbatches_per_step: int = 1,
     num_estimate: int = 10_000,
-    max_shapes: int = 16,
-    max_length: int | None = None,
-    max_sequences: int | None = None,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
     max_waiting: int | None = None,
     shuffle_buffer: int | None = None,
     seed: int = 0,
     epoch: int = 0,
     overlong: str = "error",
     state: Mapping[str, Any] | None = None,
+    **budget: Any,
 ) -> StreamBatches:
     """Cut a stream of samples, whose end need not be known, into steps of static shapes.
 
@@ -195,16 +188,9 @@ def stream_batches(
 
     Args:
         lengths: integers >= 1, in tokens; sample i is the one at place i, from 0.
-        buckets: (rows, length) pairs of strictly ascending lengths; or None with `max_tokens`.
-        max_tokens: choose the buckets: lengths by `make_buckets` of the first samples, as many rows as fit.
-        microbatches_per_step: M.
+        buckets: (rows, length) pairs of strictly ascending lengths; or None or a `Budget` to choose them: lengths by
+            `make_buckets` of the first samples, as many rows as fit.
         num_estimate: how many samples are read ahead to choose the buckets.
-        max_shapes: at most this many buckets are chosen.
-        max_length: the longest bucket chosen holds this length, rounded up to `length_multiple`, whatever the first
-            samples are.
-        max_sequences: as in `make_buckets`, for buckets chosen.
-        row_multiple: likewise.
-        length_multiple: likewise.
         max_waiting: at most this many samples wait in all; if one more would, the queue that is fullest in proportion
             becomes a step with dummy rows.
         shuffle_buffer: read this many samples ahead, and take them out at random; None keeps the order of the stream.
@@ -213,6 +199,9 @@ def stream_batches(
         overlong: samples above the longest bucket: "error" | "drop" | "truncate".
         state: what `StreamBatches.state` gave; the steps continue after the last one before it. `lengths` is the same
             stream from its beginning, and the other arguments come from the state.
+        budget: fields of `Budget` as keywords, `max_tokens` among them, to choose the buckets; with given ones only
+            `microbatches_per_step`, M. The longest bucket chosen holds `max_length`, rounded up to `length_multiple`,
+            whatever the first samples are.
 
     Returns:
         An iterator of `StreamStep`s.
@@ -229,47 +218,37 @@ def stream_batches(
     stream = iter(lengths)
     if state is not None:
         return _resume(stream, state)
-    rule = check_rule(microbatches_per_step, row_multiple)
     check_overlong(overlong)
     if max_waiting is not None:
         max_waiting = check_integer("max_waiting", max_waiting)
     if shuffle_buffer is not None:
         shuffle_buffer = check_integer("shuffle_buffer", shuffle_buffer)
     seed, epoch = check_integer("seed", seed, minimum=0), check_integer("epoch", epoch, minimum=0)
-    if (buckets is None) == (max_tokens is None):
-        raise ValueError("give either buckets or max_tokens to choose them by")
-    if max_tokens is None:
-        checked = _check_buckets(buckets)
+    if buckets is not None and not isinstance(buckets, Budget):
+        num_microbatches, checked = only_microbatches(budget), _check_buckets(buckets)
     else:
-        max_tokens = check_integer("max_tokens", max_tokens)
+        if buckets is None and "max_tokens" not in budget:
+            raise ValueError("give buckets, or max_tokens to choose them by")
+        limits = Budget(**budget) if buckets is None else as_budget(buckets, budget)
+        num_microbatches = limits.microbatches_per_step
         first = list(islice(stream, check_integer("num_estimate", num_estimate)))
         known = [_check_length(number, value) for number, value in enumerate(first)]
-        length_multiple = check_integer("length_multiple", length_multiple)
+        max_length = limits.max_length
         if max_length is not None:
-            max_length = -(-check_integer("max_length", max_length) // length_multiple) * length_multiple
-        chosen = make_buckets(
-            known,
-            max_tokens,
-            max_shapes=max_shapes,
-            max_length=max_length,
-            overlong="truncate",
-            microbatches_per_step=rule.microbatches_per_step,
-            row_multiple=rule.row_multiple,
-            length_multiple=length_multiple,
-            max_sequences=max_sequences,
-        )
-        edges = [edge for _, edge in chosen]
+            max_length = -(-max_length // limits.length_multiple) * limits.length_multiple
+        edges = [edge for _, edge in make_buckets(known, limits, max_length=max_length, overlong="truncate")]
         if max_length is not None:
             edges[-1] = max_length
-        if edges[-1] > max_tokens:
-            raise ValueError(f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={max_tokens}")
-        caps = Budget(max_tokens=max_tokens, max_sequences=max_sequences).caps(torch.tensor(edges), rule.row_multiple)
-        checked = tuple(Bucket(*pair) for pair in zip(caps.tolist(), edges, strict=True))
+        if edges[-1] > limits.max_tokens:
+            raise ValueError(
+                f"max_length={max_length} makes a bucket of {edges[-1]}, above max_tokens={limits.max_tokens}"
+            )
+        checked = tuple(Bucket(*pair) for pair in zip(limits.caps(torch.tensor(edges)).tolist(), edges, strict=True))
         stream = chain(first, stream)
     return StreamBatches(
         stream,
         checked,
-        microbatches_per_step=rule.microbatches_per_step,
+        microbatches_per_step=num_microbatches,
         max_waiting=max_waiting,
         overlong=overlong,
         shuffle_buffer=shuffle_buffer,

@@ -98,7 +98,7 @@ def planned(
     *,
     is_started: bool = False,
 ) -> Strategy:
-    plan = jvarlen.make_plan(lengths, buckets)
+    plan = jvarlen.make_plan(lengths, buckets, order="length")
     num_steps = np.bincount(plan.step_bucket, minlength=len(plan.buckets))
     return Strategy(name, plan.buckets, tuple(num_steps.tolist()), plan.padding, plan.is_packed, is_started)
 

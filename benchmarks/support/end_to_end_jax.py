@@ -150,11 +150,13 @@ class PlannedRun(JaxRun):
                 # The programs hold the rates of the plan: the same plan finds them in the cache.
                 choice = self._chosen(lengths, budget) if cache_dir is None else earlier._choice
             self._choice = choice
-            buckets, spacing = choice.buckets, choice.onset_spacing
+            buckets, spacing = choice.buckets, choice.new_shape_every
         with watch("data"):
             if not is_behind:
                 buckets, spacing = jvarlen.make_buckets(lengths, budget, max_shapes=settings.max_shapes), 0
-            self.plan = jvarlen.make_plan(lengths, buckets, order="shuffle", seed=settings.seed, onset_spacing=spacing)
+            self.plan = jvarlen.make_plan(
+                lengths, buckets, order=jvarlen.Order("shuffle", new_shape_every=spacing), seed=settings.seed
+            )
             schedule = jvarlen.planned_schedule(
                 self.plan, settings.schedule, settings.base_batch_size, rule="sqrt", counted_in="tokens"
             )

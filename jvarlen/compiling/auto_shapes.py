@@ -48,12 +48,12 @@ class ShapeChoice(NamedTuple):
 
     Attributes:
       buckets: the shapes.
-      onset_spacing: steps between two new shapes, for `make_plan`; 0 where the order cannot be changed.
+      new_shape_every: steps between two new shapes, for `make_plan`; 0 where the order cannot be changed.
       seconds: predicted, of compiling and training.
     """
 
     buckets: tuple[Bucket, ...]
-    onset_spacing: int
+    new_shape_every: int
     seconds: float
 
 
@@ -83,7 +83,7 @@ def choose_shapes(
       num_epochs: passes over the samples.
       num_steps: steps to take instead.
       compiled: (rows, length) shapes that are compiled already, and cost nothing.
-      can_space: whether new shapes can be spaced out by `onset_spacing`.
+      can_space: whether new shapes can be spaced out by `new_shape_every`.
       max_length: as for `make_buckets`.
       overlong: as for `make_buckets`.
 

@@ -56,7 +56,7 @@ def planned_ids_digest(
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> plan = make_plan([3, 1, 4], [(2, 4)])
+      >>> plan = make_plan([3, 1, 4], [(2, 4)], order="length")
       >>> planned_ids_digest(plan) == planned_ids_digest(plan, start_step=1)
       False
     """

@@ -164,7 +164,7 @@ def load(
     Example:
       >>> from jvarlen.planning.plan import make_plan
       >>> samples = [np.arange(length) for length in (3, 1, 4)]
-      >>> batches = load(make_plan([3, 1, 4], [(2, 4)]), samples, verify=True)
+      >>> batches = load(make_plan([3, 1, 4], [(2, 4)], order="length"), samples, verify=True)
       >>> [batch.lengths.tolist() for batch in batches], batches.num_samples
       ([[[1, 3]], [[4, 0]]], 3)
     """

@@ -31,7 +31,8 @@ from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, replicate
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
 from jvarlen.models.transformer import Transformer, TransformerConfig
-from jvarlen.planning.buckets import Bucket, make_buckets
+from jvarlen.planning.buckets import Bucket
+from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan
 
 __all__ = ["generate"]
@@ -93,8 +94,8 @@ def generate(
     state = state if mesh is None else replicate(state, mesh)
     lengths = [len(prompt) + max_new_tokens for prompt in tokens]
     num_shards = 1 if mesh is None else num_shards_of(mesh, DATA_AXIS)
-    buckets = make_buckets(lengths, max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
-    plan = make_plan(lengths, buckets, microbatches_per_step=num_shards)
+    limits = Budget(max_tokens=max_tokens, max_shapes=max_shapes, microbatches_per_step=num_shards)
+    plan = make_plan(lengths, limits, order="length")
     spec, structure = jax.tree.flatten(jax.tree.map(functools.partial(_spec_of, mesh=mesh), state))
     step = _make_step(config, max_new_tokens, end_token, temperature == 0)
     compiled = _compile(step, tuple(spec), structure, plan.buckets, num_shards, mesh, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias, Unpack, get_args
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +17,13 @@ from jaxtyping import Bool, Float64, Int64
 
 from jvarlen._common.checks import (
     UserError,
-    check_at_least_one,
-    if_given,
     is_integer,
     list_first,
     list_offenders,
     offenders_where,
 )
-from jvarlen.planning.budget import Budget, BudgetOptions, CostFn, as_budget, checked_cost, round_up
-from jvarlen.planning.edges import CLOSED_FORMS, Histogram, Strategy, check_edges, optimal_edges, trimmed_costs
+from jvarlen.planning.budget import Budget, CostFn, Strategy, as_budget, checked_cost, round_up
+from jvarlen.planning.edges import CLOSED_FORMS, Histogram, optimal_edges, trimmed_costs
 from jvarlen.planning.lengths import (
     Overlong,
     check_counts,
@@ -109,12 +107,9 @@ def make_buckets(
     max_tokens: int | Budget,
     *,
     counts: npt.ArrayLike | None = None,
-    strategy: Strategy | Sequence[int] = "optimal",
-    max_shapes: int = 16,
-    max_length: int | None = None,
     overlong: Overlong = "error",
     compiled: Iterable[Sequence[int]] = (),
-    **options: Unpack[BudgetOptions],
+    **budget: Any,
 ) -> tuple[Bucket, ...]:
     """Chooses the static shapes for a dataset.
 
@@ -122,12 +117,6 @@ def make_buckets(
       lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it. Or a `Budget`.
       counts: integers[N], how many samples have each of the `lengths`, which then are a histogram; None: one each.
-      strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
-        bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
-        `"quantile"`: equally many samples a bucket. `"equal_tokens"`: equally many tokens a bucket. Or the bucket
-        lengths themselves, strictly ascending; the last is then the longest bucket.
-      max_shapes: the most buckets.
-      max_length: the longest bucket in tokens. None: the longest sample.
       overlong: how samples above `max_length` count here: `"error"` raises, `"drop"` leaves them out, `"truncate"`
         counts them as cut to it. Pass the same to `make_plan`.
       compiled: (rows, length) shapes whose programs exist already, for example in a persistent cache or a saved set.
@@ -136,7 +125,7 @@ def make_buckets(
         empty. It has the rows that its samples need, or those of a compiled shape of its length, whichever costs least
         over all its microbatches and compilation. Among equal costs, compiled shapes win, then fewer rows. Shapes that
         don't fit the budget, `row_multiple`, `length_multiple` or `max_length` are ignored.
-      options: the other fields of `Budget`, as keywords.
+      budget: the other fields of `Budget`, as keywords: `max_shapes`, `strategy`, `cost` and so on.
 
     Returns:
       A tuple of `Bucket`, lengths strictly ascending; the last holds the longest sample. A bucket without samples
@@ -157,37 +146,31 @@ def make_buckets(
       Dynamic programming over the sorted lengths is the exact one-dimensional clustering of Wang and Song 2011,
       "Ckmeans.1d.dp"; here a cluster costs what its padded steps cost.
     """
-    budget = as_budget(max_tokens, options)
-    length_multiple = budget.length_multiple
-    check_at_least_one(max_shapes=max_shapes, **if_given(max_length=max_length))
-    given: Int64[np.ndarray, " K"] | None = None
-    if not isinstance(strategy, str):
-        given = np.unique(round_up(check_edges(strategy), length_multiple))
-        if max_length is not None and given[-1] > max_length:
-            raise UserError(f"the last of the given lengths, {given[-1]}, is above max_length {max_length}")
+    limits = as_budget(max_tokens, budget)
+    given, max_length = limits.given_lengths, limits.max_length
+    if given is not None:
         max_length = int(given[-1])
-    elif strategy not in get_args(Strategy):
-        raise UserError(f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {strategy!r}")
     shapes = list(compiled)
-    if shapes and (given is not None or strategy != "optimal" or budget.compile_seconds is None):
+    if shapes and (limits.strategy != "optimal" or limits.compile_seconds is None):
         raise UserError(
-            f"compiled needs compile_seconds and strategy 'optimal', not {budget.compile_seconds!r} and {strategy!r}"
+            f"compiled needs compile_seconds and strategy 'optimal', not {limits.compile_seconds!r} and "
+            f"{limits.strategy!r}"
         )
-    counted = CountedSamples(lengths, max_length, overlong, length_multiple, counts)
+    counted = CountedSamples(lengths, max_length, overlong, limits.length_multiple, counts)
     histogram = counted.histogram
     if given is not None:
         edges = given
-    elif strategy == "optimal":
-        caps = counted.checked_caps(budget, histogram.rounded)
-        usable = _usable_shapes(shapes, budget, max_length)
+    elif limits.strategy == "optimal":
+        caps = counted.checked_caps(limits, histogram.rounded)
+        usable = _usable_shapes(shapes, limits, max_length)
         if len(usable):
-            return _as_buckets(*_reusing_buckets(histogram, caps, usable, max_shapes, budget))
-        costs = trimmed_costs(histogram.rounded, histogram.num_samples_between, caps, budget)
-        edges = optimal_edges(histogram.rounded, costs, max_shapes)
+            return _as_buckets(*_reusing_buckets(histogram, caps, usable, limits.max_shapes, limits))
+        costs = trimmed_costs(histogram.rounded, histogram.num_samples_between, caps, limits)
+        edges = optimal_edges(histogram.rounded, costs, limits.max_shapes)
     else:
-        chosen = CLOSED_FORMS[str(strategy)](histogram, max_shapes)
-        edges = np.unique(round_up(np.array(chosen, np.int64), length_multiple))
-    _, rows = budget.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(budget, edges))
+        chosen = CLOSED_FORMS[str(limits.strategy)](histogram, limits.max_shapes)
+        edges = np.unique(round_up(np.array(chosen, np.int64), limits.length_multiple))
+    _, rows = limits.steps_and_rows(histogram.num_samples(edges), counted.checked_caps(limits, edges))
     return _as_buckets(edges, rows)
 
 

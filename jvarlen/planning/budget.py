@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,23 +16,19 @@ from jaxtyping import Float64, Int64, Shaped
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number
 
-__all__ = ["Budget", "BudgetOptions", "CostFn", "as_budget", "checked_cost", "round_up"]
+__all__ = [
+    "Budget",
+    "CostFn",
+    "Strategy",
+    "as_budget",
+    "check_bucket_lengths",
+    "checked_cost",
+    "given_microbatches",
+    "round_up",
+]
 
 CostFn = Callable[..., npt.ArrayLike]
-
-
-class BudgetOptions(TypedDict, total=False):
-    """The fields of `Budget` other than `max_tokens`, which functions also take as keywords."""
-
-    microbatches_per_step: int
-    row_multiple: int
-    length_multiple: int
-    max_sequences: int | None
-    cost: CostFn | None
-    compile_seconds: float | None
-    max_cost: float | None
-    memory: CostFn | None
-    max_bytes: float | None
+Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
 
 class _Limit(NamedTuple):
@@ -46,10 +42,18 @@ class _Limit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The limits and the cost of a microbatch, which decide the rows and lengths of buckets.
+    """What buckets may be: the limits and the cost of a microbatch, and how many lengths are chosen in which way.
+
+    `make_buckets`, `make_plan` and others take its fields as keywords, or a `Budget` itself.
 
     Attributes:
       max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
+      max_shapes: the most buckets.
+      max_length: the longest bucket in tokens. None: the longest sample.
+      strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
+        bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
+        `"quantile"`: equally many samples a bucket. `"equal_tokens"`: equally many tokens a bucket. Or the bucket
+        lengths themselves, strictly ascending; the last is then the longest bucket.
       microbatches_per_step: M, the microbatches of one optimizer update.
       row_multiple: rows are a multiple of this where the budget allows it.
       length_multiple: bucket lengths are rounded up to a multiple of this.
@@ -66,7 +70,7 @@ class Budget:
       max_bytes: the most bytes that a bucket may need by `memory`.
 
     Raises:
-      ValueError: a limit that is not a positive number, or that lacks its function.
+      ValueError: a limit that is not a positive number, or that lacks its function; a strategy that does not exist.
 
     Example:
       >>> budget = Budget(max_tokens=32, row_multiple=2)
@@ -75,6 +79,9 @@ class Budget:
     """
 
     max_tokens: int
+    max_shapes: int = 16
+    max_length: int | None = None
+    strategy: Strategy | Sequence[int] = "optimal"
     microbatches_per_step: int = 1
     row_multiple: int = 1
     length_multiple: int = 1
@@ -86,8 +93,8 @@ class Budget:
     max_bytes: float | None = None
 
     def __post_init__(self):
-        names = ["max_tokens", "microbatches_per_step", "row_multiple", "length_multiple"]
-        names += [] if self.max_sequences is None else ["max_sequences"]
+        names = ["max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple"]
+        names += [name for name in ("max_length", "max_sequences") if getattr(self, name) is not None]
         check_at_least_one(**{name: getattr(self, name) for name in names})
         for name in names:
             object.__setattr__(self, name, int(getattr(self, name)))
@@ -95,6 +102,12 @@ class Budget:
             raise UserError(
                 f"max_tokens × microbatches_per_step ({self.max_tokens} × {self.microbatches_per_step}) must be below "
                 "2**63"
+            )
+        if not isinstance(self.strategy, str):
+            object.__setattr__(self, "strategy", tuple(check_bucket_lengths(self.strategy).tolist()))
+        elif self.strategy not in get_args(Strategy):
+            raise UserError(
+                f"strategy must be one of {', '.join(get_args(Strategy))} or lengths, not {self.strategy!r}"
             )
         for name, value, source, function in self._functions():
             if function is not None and not callable(function):
@@ -106,6 +119,16 @@ class Budget:
         seconds = self.compile_seconds
         if seconds is not None and (self.cost is None or not is_number(seconds) or not 0 <= seconds < math.inf):
             raise UserError(f"compile_seconds ({seconds!r}) must be at least 0 and needs a cost in seconds")
+
+    @property
+    def given_lengths(self) -> Int64[np.ndarray, " K"] | None:
+        """int64[K], the bucket lengths where the strategy gives them, rounded up; None where it chooses them."""
+        if isinstance(self.strategy, str):
+            return None
+        given = np.unique(round_up(np.array(self.strategy, np.int64), self.length_multiple))
+        if self.max_length is not None and given[-1] > self.max_length:
+            raise UserError(f"the last of the given lengths, {given[-1]}, is above max_length {self.max_length}")
+        return given
 
     def _functions(self) -> tuple[_Limit, _Limit]:
         return (
@@ -215,11 +238,37 @@ class Budget:
         return total if self.compile_seconds is None else total + self.compile_seconds
 
 
-def as_budget(max_tokens: int | Budget, options: BudgetOptions) -> Budget:
-    """The budget of these tokens and options; a given `Budget` keeps its fields, except for those in the options."""
+def as_budget(max_tokens: int | Budget, fields: Mapping[str, Any]) -> Budget:
+    """The budget of these tokens and other fields; a given `Budget` keeps those that are not among the others."""
     if isinstance(max_tokens, Budget):
-        return dataclasses.replace(max_tokens, **options)
-    return Budget(max_tokens=max_tokens, **options)
+        return dataclasses.replace(max_tokens, **fields)
+    return Budget(max_tokens=max_tokens, **fields)
+
+
+def given_microbatches(fields: Mapping[str, Any]) -> int:
+    """M of a budget's fields where buckets are given, which leave nothing else to choose."""
+    known = {field.name for field in dataclasses.fields(Budget)}
+    if unknown := fields.keys() - known:
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+    if idle := fields.keys() - {"microbatches_per_step"}:
+        raise UserError(f"{', '.join(sorted(idle))}: buckets are given, so there are none to choose")
+    microbatches_per_step = fields.get("microbatches_per_step", 1)
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    return int(microbatches_per_step)
+
+
+def check_bucket_lengths(lengths: Sequence[int]) -> Int64[np.ndarray, " K"]:
+    """Checks given lengths of rows: integers ≥ 1, strictly ascending; raises ValueError that lists those at fault."""
+    given = np.asarray(lengths)
+    is_integers = given.ndim == 1 and given.size > 0 and np.issubdtype(given.dtype, np.integer)
+    if not is_integers or any(isinstance(length, bool) for length in lengths):
+        raise UserError(f"given lengths must be at least one integer, not {lengths!r}")
+    if given.min() < 1:
+        raise UserError(f"given lengths must be at least 1: {given[given < 1].tolist()}")
+    descends = np.flatnonzero(np.diff(given) <= 0)
+    if len(descends):
+        raise UserError(f"given lengths must strictly ascend: {[given[i : i + 2].tolist() for i in descends]}")
+    return given.astype(np.int64)
 
 
 def checked_cost(function: CostFn, *shape: Int64[np.ndarray, " *n"], name: str = "cost") -> Float64[np.ndarray, " *n"]:

@@ -5,27 +5,21 @@ Letters: D distinct (rounded) lengths, K buckets, M microbatches a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Int64, Shaped
 
-from jvarlen._common.checks import UserError
 from jvarlen.planning.budget import Budget, round_up
 from jvarlen.planning.lengths import ends_to_offsets
 
 __all__ = [
     "CLOSED_FORMS",
     "Histogram",
-    "Strategy",
-    "check_edges",
     "least_rows_when_packed",
     "optimal_edges",
     "trimmed_costs",
 ]
-
-Strategy = Literal["pad_to_max", "powers_of_two", "geometric", "quantile", "equal_tokens", "optimal"]
 
 # How many samples (or rows) lie in the buckets that end at rounded length j and begin after each i < j.
 NumHeld = Callable[[int], Int64[np.ndarray, " j"]]
@@ -149,20 +143,6 @@ def optimal_edges(
         edges.append(lengths[j - 1])
         j = int(previous[k, j])
     return np.array(edges[::-1], np.int64)
-
-
-def check_edges(edges: Sequence[int]) -> Int64[np.ndarray, " K"]:
-    """Checks given lengths of rows: integers ≥ 1, strictly ascending; raises ValueError that lists those at fault."""
-    given = np.asarray(edges)
-    is_integers = given.ndim == 1 and given.size > 0 and np.issubdtype(given.dtype, np.integer)
-    if not is_integers or any(isinstance(edge, bool) for edge in edges):
-        raise UserError(f"given lengths must be at least one integer, not {edges!r}")
-    if given.min() < 1:
-        raise UserError(f"given lengths must be at least 1: {given[given < 1].tolist()}")
-    descends = np.flatnonzero(np.diff(given) <= 0)
-    if len(descends):
-        raise UserError(f"given lengths must strictly ascend: {[given[i : i + 2].tolist() for i in descends]}")
-    return given.astype(np.int64)
 
 
 def _pad_to_max(histogram: Histogram, max_shapes: int) -> list[int]:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped
 
 from jvarlen._common.checks import UserError, check_choices
@@ -19,6 +18,7 @@ from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import (
     CHUNK,
     Difficulty,
+    Order,
     pack_with_index,
     random_key_chunks,
     random_keys,
@@ -44,28 +44,36 @@ Arrive = Callable[[Integer[np.ndarray, " n"], Int64[np.ndarray, " n"]], Int64[np
 
 
 class Ordering(NamedTuple):
-    """What decides the order of samples.
+    """What decides the order of samples and steps.
 
     Attributes:
-      order: as in `sample_order`.
+      order: as in `make_plan`.
       difficulty: as in `sample_order`; None where it is the length.
-      block_size: as in `sample_order`.
       seed: as in `sample_order`.
       epoch: as in `sample_order`.
       arrive: reorders the samples that a bucket holds; None leaves them in order.
     """
 
-    order: str | npt.ArrayLike
+    order: Order
     difficulty: Difficulty | None
-    block_size: int | None
     seed: int
     epoch: int
-    arrive: Arrive | None
+    arrive: Arrive | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the order is all there is."""
-        return self.difficulty is None and self.block_size is None and self.arrive is None
+        """Whether samples come by a word alone."""
+        return (
+            isinstance(self.order.by, str)
+            and self.order.block_size is None
+            and self.difficulty is None
+            and self.arrive is None
+        )
+
+    @property
+    def emits_by_arrival(self) -> bool:
+        """Whether a step comes when its last sample does."""
+        return not self.is_plain or self.order.by == "dataset"
 
 
 class GroupedSamples(NamedTuple):
@@ -117,15 +125,13 @@ def group_by_bucket(
     if is_pairs and overlong == "truncate":
         raise UserError('overlong="truncate" is for samples of one length; pairs are refused or dropped')
     order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
-    if isinstance(order, str) and ordering.is_plain and not is_pairs:
-        if order == "length" and (grouped := _by_length(lengths, edges, overlong)):
+    if ordering.is_plain and not is_pairs:
+        if order.by == "length" and (grouped := _by_length(lengths, edges, overlong)):
             return grouped
-        if order == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
+        if order.by == "shuffle" and (grouped := _by_random_key(lengths, edges, seed, epoch, overlong)):
             return grouped
     totals = lengths.sum(axis=1) if is_pairs else lengths
-    ids = sample_order(
-        totals, order, difficulty=ordering.difficulty, block_size=ordering.block_size, seed=seed, epoch=epoch
-    )
+    ids = sample_order(totals, order, difficulty=ordering.difficulty, seed=seed, epoch=epoch)
     bucket_by_id = _first_that_holds(lengths, edges) if is_pairs else BucketTable(edges, overlong)(lengths)
     bucket = bucket_by_id[ids]
     if ordering.arrive is not None:

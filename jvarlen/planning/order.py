@@ -6,6 +6,7 @@ device or the clock, so the order is the same everywhere.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -13,7 +14,14 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64, Integer, Shaped, UInt64
 
-from jvarlen._common.checks import UserError, check_at_least_one, is_integer, list_offenders
+from jvarlen._common.checks import (
+    UserError,
+    check_at_least_one,
+    check_at_least_zero,
+    if_given,
+    is_integer,
+    list_offenders,
+)
 from jvarlen.planning.lengths import check_lengths
 
 __all__ = [
@@ -22,10 +30,13 @@ __all__ = [
     "PACKING_STREAM",
     "Difficulty",
     "Order",
+    "OrderWord",
     "PackedKeys",
+    "as_order",
     "block_order",
     "check_difficulty",
     "check_seed",
+    "is_by",
     "pack_with_index",
     "random_key_chunks",
     "random_keys",
@@ -35,7 +46,7 @@ __all__ = [
 ]
 
 Difficulty = npt.ArrayLike | Sequence[npt.ArrayLike]
-Order = Literal["dataset", "length", "length_descending", "shuffle"]
+OrderWord = Literal["dataset", "length", "length_descending", "shuffle"]
 
 CHUNK = 2**18  # samples; what is done in chunks needs no other array of all samples, and stays in the cache
 _VALUES_PER_PHILOX_BLOCK = 4
@@ -45,12 +56,71 @@ BUFFER_STREAM = 2  # of the shuffle buffers of streams
 PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Order:
+    """The order of samples, and of the steps that they form.
+
+    Attributes:
+      by: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
+        difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
+        sample ids, which may be a subset.
+      block_size: shuffles within blocks of this many places of the order, so that a sorted order gets local disorder.
+        With `"shuffle"` the blocks are consecutive ids in random order: samples near each other in storage stay near
+        each other.
+      shuffle_steps: permutes the steps at random, whatever the order of the samples.
+      longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
+      new_shape_every: k > 0 introduces shapes one by one. Shapes are numbered 0, 1, … by their first step in the order
+        so far. Step t is then the earliest step left, in that order, among those of shapes whose number c has c·k ≤ t
+        or is the lowest that has steps left. So shape n comes no earlier than step n·k unless all before it are used
+        up.
+      chunks_in_order: of a packing that splits samples: no chunk comes in an earlier step than one that is before it
+        in its sample. Rows are taken in order, except that a row with the last, shorter chunk of a sample waits for
+        the rows with the other chunks of it, and follows the last of them. Steps come as with an array, except that a
+        step waits likewise. Chunks of a sample that are equally long change places. Not with `shuffle_steps` or
+        `new_shape_every`.
+
+    Raises:
+      ValueError: values that are not as described, or exclude each other.
+
+    Example:
+      >>> Order("length", block_size=4).by
+      'length'
+    """
+
+    by: OrderWord | npt.ArrayLike = "shuffle"
+    _: dataclasses.KW_ONLY
+    block_size: int | None = None
+    shuffle_steps: bool = False
+    longest_first: bool = False
+    new_shape_every: int = 0
+    chunks_in_order: bool = False
+
+    def __post_init__(self):
+        if isinstance(self.by, str) and self.by not in get_args(OrderWord):
+            raise UserError(
+                f"order must be one of {', '.join(get_args(OrderWord))} or an array of sample ids, not {self.by!r}"
+            )
+        check_at_least_one(**if_given(block_size=self.block_size))
+        check_at_least_zero(new_shape_every=self.new_shape_every)
+        if self.chunks_in_order and (self.shuffle_steps or self.new_shape_every):
+            raise UserError("chunks_in_order excludes shuffle_steps and new_shape_every: they decide when steps come")
+
+
+def is_by(order: Order, *words: OrderWord) -> bool:
+    """Whether samples come by one of these words, and not by an array."""
+    return isinstance(order.by, str) and order.by in words
+
+
+def as_order(order: str | Order | npt.ArrayLike) -> Order:
+    """The same as an `Order`."""
+    return order if isinstance(order, Order) else Order(order)
+
+
 def sample_order(
     lengths: npt.ArrayLike,
-    order: str | npt.ArrayLike = "length",
+    order: str | Order | npt.ArrayLike = "length",
     *,
     difficulty: Difficulty | None = None,
-    block_size: int | None = None,
     seed: int = 0,
     epoch: int = 0,
 ) -> Int64[np.ndarray, " n"]:
@@ -58,14 +128,9 @@ def sample_order(
 
     Args:
       lengths: integers[N], tokens a sample.
-      order: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
-        difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
-        sample ids, which may be a subset.
+      order: a word, an array of sample ids, or an `Order`, of which `by` and `block_size` count.
       difficulty: ints or floats[N] without NaN, the key of the two sorted orders; None for the length. Or a sequence of
         such arrays: samples with equal values of the first are sorted by the second, and so on.
-      block_size: shuffles within blocks of this many places of the order, so that a sorted order gets local disorder.
-        With `"shuffle"` the blocks are consecutive ids in random order: samples near each other in storage stay near
-        each other.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
 
@@ -85,25 +150,23 @@ def sample_order(
     """
     lengths = check_lengths(lengths)
     check_seed(seed, epoch)
-    if block_size is not None:
-        check_at_least_one(block_size=block_size)
-        is_shuffle = isinstance(order, str) and order == "shuffle"
-        ids = sample_order(lengths, "dataset" if is_shuffle else order, difficulty=difficulty)
-        return _shuffle_within_blocks(ids, len(lengths), block_size, is_shuffle, seed, epoch)
-    num_samples = len(lengths)
-    if not isinstance(order, str):
-        return _check_order_array(order, num_samples)
+    order, num_samples = as_order(order), len(lengths)
     by = lengths if difficulty is None else check_difficulty(difficulty, num_samples)
-    if order == "dataset":
-        return np.arange(num_samples, dtype=np.int64)
-    if order == "length":
-        return stable_argsort(by)
-    if order == "length_descending":
+    is_shuffle = is_by(order, "shuffle")
+    if not isinstance(order.by, str):
+        ids = _check_order_array(order.by, num_samples)
+    elif order.by == "dataset" or (is_shuffle and order.block_size is not None):
+        ids = np.arange(num_samples, dtype=np.int64)
+    elif order.by == "length":
+        ids = stable_argsort(by)
+    elif order.by == "length_descending":
         # Reversing before and after keeps ties ascending, and needs no negation, which overflows at the least integer.
-        return num_samples - 1 - stable_argsort(by[::-1])[::-1]
-    if order == "shuffle":
-        return stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
-    raise UserError(f"order must be one of {', '.join(get_args(Order))} or an array of sample ids, not {order!r}")
+        ids = num_samples - 1 - stable_argsort(by[::-1])[::-1]
+    else:
+        ids = stable_argsort(random_keys(num_samples, seed=seed, epoch=epoch))
+    if order.block_size is None:
+        return ids
+    return _shuffle_within_blocks(ids, num_samples, int(order.block_size), is_shuffle, seed, epoch)
 
 
 def _shuffle_within_blocks(

@@ -6,7 +6,7 @@ two sides, K buckets, M microbatches a step.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,27 +14,25 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, list_offenders, offenders_where
 from jvarlen.planning.buckets import PairBucket, make_buckets
-from jvarlen.planning.budget import Budget, round_up
+from jvarlen.planning.budget import Budget, as_budget, round_up
 from jvarlen.planning.lengths import check_pair_lengths
 
 __all__ = ["PairBudget", "make_pair_buckets"]
 
 PairBudget = Literal["sum", "larger"]
 
+_FIELDS = ("max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple", "max_sequences")
+
 _UNREACHABLE = np.iinfo(np.int64).max // 4  # no sum of costs reaches it, and adding some of it does not overflow
 
 
 def make_pair_buckets(
     lengths: npt.ArrayLike,
-    max_tokens: int,
+    max_tokens: int | Budget,
     *,
     budget: PairBudget = "sum",
-    max_shapes: int = 16,
     max_candidates: int = 64,
-    microbatches_per_step: int = 1,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
-    max_sequences: int | None = None,
+    **fields: Any,
 ) -> tuple[PairBucket, ...]:
     """Chooses the static shapes for a dataset of pairs, such as translations.
 
@@ -45,16 +43,13 @@ def make_pair_buckets(
 
     Args:
       lengths: integers[N, 2], tokens of source and target.
-      max_tokens: budget of one microbatch in tokens, padding included.
+      max_tokens: budget of one microbatch in tokens, padding included. Or a `Budget`.
       budget: what the budget counts: `"sum"`, rows × (source + target), or `"larger"`, rows × the larger of both.
-      max_shapes: the most buckets.
       max_candidates: how many lengths of each side are tried: the best ones for that side alone. Time grows with its
         fourth power, and with the square of the number of distinct lengths of a side; if these are many, round them by
         `length_multiple`.
-      microbatches_per_step: M.
-      row_multiple: rows are a multiple of this where the budget allows it.
-      length_multiple: lengths are rounded up to a multiple of this.
-      max_sequences: the most rows of one microbatch; None: any number.
+      fields: other fields of `Budget`, as keywords: `max_shapes`, `microbatches_per_step`, `row_multiple`,
+        `length_multiple`, `max_sequences`. Tokens alone are counted, so that others are refused.
 
     Returns:
       A tuple of `PairBucket`, ascending by source, then target.
@@ -71,25 +66,22 @@ def make_pair_buckets(
       Two-dimensional buckets for translation: those of Tensor2Tensor and lhotse, whose boundaries are quantiles.
     """
     check_choices(budget=(budget, PairBudget))
-    check_at_least_one(max_shapes=max_shapes, max_candidates=max_candidates)
-    rule = Budget(
-        max_tokens=max_tokens,
-        microbatches_per_step=microbatches_per_step,
-        row_multiple=row_multiple,
-        length_multiple=length_multiple,
-        max_sequences=max_sequences,
-    )
+    check_at_least_one(max_candidates=max_candidates)
+    limits = as_budget(max_tokens, fields)
+    if limits != Budget(**{name: getattr(limits, name) for name in _FIELDS}):
+        raise UserError(f"buckets of pairs are chosen by {', '.join(_FIELDS)} alone")
+    max_tokens, max_shapes = limits.max_tokens, limits.max_shapes
     lengths = check_pair_lengths(lengths)
-    of_sides = (make_buckets(side, rule, max_shapes=max_candidates) for side in lengths.T)
+    of_sides = (make_buckets(side, limits, max_shapes=max_candidates) for side in lengths.T)
     sources, targets = (np.array([bucket.length for bucket in of_side]) for of_side in of_sides)
     size = np.add if budget == "sum" else np.maximum
-    caps = rule.rounded_caps(rule.max_tokens // size(sources[:, None], targets))
+    caps = limits.rounded_caps(max_tokens // size(sources[:, None], targets))
     histogram = np.zeros(caps.shape, np.int64)
     np.add.at(histogram, (np.searchsorted(sources, lengths[:, 0]), np.searchsorted(targets, lengths[:, 1])), 1)
-    problem = _Problem(sources, targets, histogram, caps, rule)
+    problem = _Problem(sources, targets, histogram, caps, limits)
     chosen = min(_best_chain(problem, max_shapes), _best_nested(problem, max_shapes), key=lambda found: found.cost)
     if chosen.cost >= _UNREACHABLE:
-        alone = offenders_where(size(*round_up(lengths, length_multiple).T) > max_tokens, lengths)
+        alone = offenders_where(size(*round_up(lengths, limits.length_multiple).T) > max_tokens, lengths)
         raise UserError(
             f"max_tokens {max_tokens} leaves no row for some pairs, with at most {max_shapes} shapes and "
             f"{max_candidates} candidates a side; too long by themselves: "

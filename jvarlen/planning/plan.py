@@ -11,27 +11,39 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, if_given
+from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
-from jvarlen.planning.buckets import Bucket, PairBucket, check_buckets
+from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets, make_buckets
+from jvarlen.planning.budget import Budget, as_budget, given_microbatches
 from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket, paced_ranks
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
 from jvarlen.planning.on_disk.raw_plan import PlanFile, is_plan_file, open_plan_file
-from jvarlen.planning.order import Difficulty, check_difficulty, check_seed, sample_order, split_difficulty
+from jvarlen.planning.order import (
+    Difficulty,
+    Order,
+    as_order,
+    check_difficulty,
+    check_seed,
+    is_by,
+    sample_order,
+    split_difficulty,
+)
 from jvarlen.planning.pacing import Pacing, ValuePacing
-from jvarlen.planning.packing.pack import Packing
+from jvarlen.planning.packing.pack import Packing, pack_samples
 from jvarlen.planning.packing.packed_plan import (
     lengths_of_rows,
-    rows_in_piece_order,
-    steps_in_piece_order,
+    rows_in_chunk_order,
+    steps_in_chunk_order,
     with_samples,
 )
+from jvarlen.planning.packing.row_lengths import choose_packed_buckets
+from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, sum_segments
 from jvarlen.planning.steps import PlannedSteps
@@ -245,63 +257,55 @@ def _of_file(file: PlanFile) -> Plan:
 
 def make_plan(
     lengths: npt.ArrayLike | Packing,
-    buckets: Sequence[tuple[int, ...]],
+    buckets: Sequence[tuple[int, ...]] | Budget | None = None,
     *,
-    microbatches_per_step: int = 1,
-    order: str | npt.ArrayLike = "length",
+    order: str | Order | npt.ArrayLike = "shuffle",
     difficulty: Difficulty | None = None,
-    block_size: int | None = None,
     pacing: Pacing | ValuePacing | None = None,
+    packing: Literal["best_fit"] | None = None,
+    overlong: PackedOverlong = "error",
     seed: int = 0,
     epoch: int = 0,
-    shuffle_steps: bool = False,
-    longest_first: bool = False,
-    onset_spacing: int = 0,
-    overlong: Overlong = "error",
-    pieces_in_order: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: bool = True,
+    **budget: Any,
 ) -> Plan:
     """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
 
     A sample goes to the smallest bucket that holds it. The samples of a bucket, in order, are cut into steps of M ×
-    rows; only a bucket's last step can be short, and dummy rows fill it.
+    rows; only a bucket's last step can be short, and padding rows fill it.
 
     Args:
-      lengths: integers[N], tokens a sample. Integers[N, 2], source and target, if the buckets are for pairs. Or a
-        `Packing`: then its rows are planned as samples would be, and everything said of samples here holds for rows.
-      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length).
-      microbatches_per_step: M, the microbatches of one optimizer update. The plan depends on M, but not on the number
-        of devices or processes.
-      order: as in `sample_order`; the length of a pair is the sum of both lengths. It also decides the order of the
-        steps. `"length"`: by bucket, ascending. `"length_descending"`: by bucket, descending. `"shuffle"`: at random.
-        `"dataset"`, an array, or any order with a difficulty other than the length, a block size or pacing: a step
-        comes when its last sample arrives; short steps come at the end.
+      lengths: integers[N], tokens a sample. Integers[N, 2], source and target of pairs. Or a `Packing`: then its rows
+        are planned as samples would be, and everything said of samples here holds for rows.
+      buckets: (rows, length) pairs, lengths strictly ascending; or (rows, source length, target length). None, or a
+        `Budget`: they are chosen for these lengths as `make_buckets` does, of pairs as `make_pair_buckets` does, of a
+        `Packing` with the lengths of its rows.
+      order: a word or an array of sample ids, as in `sample_order`, or an `Order`, which also has what decides the
+        order of the steps. The length of a pair is the sum of both lengths. Steps come, with `"length"`, by bucket,
+        ascending; with `"length_descending"`, by bucket, descending; with `"shuffle"`, at random; with `"dataset"`, an
+        array, or any order with a difficulty other than the length, a block size or pacing, when their last sample
+        arrives; short steps then come at the end.
       difficulty: as in `sample_order`.
-      block_size: as in `sample_order`.
       pacing: a function from the step, counted over all epochs, to the share of the samples that it may draw from,
         easiest first; `linear_pacing` makes one. Or a `ValuePacing`, with the highest difficulty that it admits. As
         long as admitted samples are left, no step holds a sample that it does not admit. Needs order `"length"` (or, by
-        share, `"length_descending"`, which begins with the longest).
+        share, `"length_descending"`, which begins with the longest), and nothing else that decides when steps come.
+      packing: `"best_fit"` packs the samples into rows as `pack_samples` does; a shuffled order packs others together
+        in every epoch. Rows are as long as the buckets, which, where they are not given, have one length, that of the
+        longest sample, or with a cost those of `choose_row_lengths`. An array of ids says which samples are packed.
+        Not with difficulty, pacing and block size.
+      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"`, `"truncate"`, or of packed
+        samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      shuffle_steps: permutes the steps at random, whatever the order of the samples.
-      longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      onset_spacing: k > 0 introduces shapes one by one. Shapes are numbered 0, 1, … by their first step in the order so
-        far. Step t is then the earliest step left, in that order, among those of shapes whose number c has c·k ≤ t or
-        is the lowest that has steps left. So shape n comes no earlier than step n·k unless all before it are used up.
-        Not with pacing.
-      overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`. A packing
-        has its own rule; pairs are never cut.
-      pieces_in_order: of a packing that splits samples: no piece comes in an earlier step than one that is before it in
-        its sample. Rows are taken in `order`, except that a row with the last, shorter piece of a sample waits for the
-        rows with the other pieces of it, and follows the last of them. Steps come as with an array, except that a step
-        waits likewise. Pieces of a sample that are equally long change places. Not with pacing, `shuffle_steps`
-        or `onset_spacing`.
       out: a file to write the plan to, in pieces, for more samples than fit memory: it takes some 1.5 GB, and 60 bytes
         for each step. Memory-mapped `lengths` are not read at once. To continue after an interruption, repeat the call.
         For samples of one length and orders by name, without difficulty and pacing.
       progress: whether to show a progress bar of each stage, with `out`.
+      budget: the fields of a `Budget` as keywords, to choose the buckets: `max_tokens` and others. With given buckets
+        only `microbatches_per_step`, M, the microbatches of one optimizer update. The plan depends on M, but not on the
+        number of devices or processes.
 
     Returns:
       A `Plan`; with `out`, as `Plan.load` opens it.
@@ -312,79 +316,139 @@ def make_plan(
       OSError: `out` cannot be written; on a full disk the message says how many bytes are needed.
 
     Example:
-      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], microbatches_per_step=2)
+      >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", microbatches_per_step=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
+      >>> make_plan([3, 1, 4, 2, 8], max_tokens=8, max_shapes=2).buckets
+      (Bucket(rows=2, length=4), Bucket(rows=1, length=8))
 
     References:
       Batches of near-equal lengths under a token budget, their order shuffled: Ott et al. 2019, "fairseq". Pacing:
       Platanios et al. 2019, "Competence-based Curriculum Learning for Neural Machine Translation".
     """
-    check_at_least_one(microbatches_per_step=microbatches_per_step)
-    check_at_least_zero(onset_spacing=onset_spacing)
-    buckets = check_buckets(buckets)
+    order = as_order(order)
     check_seed(seed, epoch)
-    if pacing is not None and (
-        not isinstance(order, str) or not order.startswith("length") or block_size is not None or shuffle_steps
-    ):
-        raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
-    if isinstance(pacing, ValuePacing) and order != "length":
-        raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order!r}')
-    if pacing is not None and onset_spacing:
-        raise UserError(f"onset_spacing ({onset_spacing}) and pacing exclude each other: both decide when steps come")
-    if pieces_in_order and (pacing is not None or shuffle_steps or onset_spacing or not isinstance(lengths, Packing)):
-        raise UserError("pieces_in_order is for packings, and excludes pacing, shuffle_steps and onset_spacing")
+    seed, epoch = int(seed), int(epoch)
+    _check_pacing(pacing, order)
+    if packing is not None:
+        _check_packing(packing, lengths, order, difficulty, pacing)
+    limits = None
+    if buckets is None and "max_tokens" not in budget:
+        raise UserError("buckets are needed, or max_tokens and other fields of a Budget to choose them by")
+    if buckets is None or isinstance(buckets, Budget):
+        limits = as_budget(budget.pop("max_tokens") if buckets is None else buckets, budget)
+        num_microbatches = limits.microbatches_per_step
+        checked = _choose_buckets(lengths, limits, packing, overlong)
+    else:
+        num_microbatches = given_microbatches(budget)
+        checked = check_buckets(buckets)
     if out is not None:
-        has_more = isinstance(lengths, Packing) or isinstance(buckets[0], PairBucket)
-        if has_more or pacing is not None or difficulty is not None or not isinstance(order, str):
+        has_more = isinstance(lengths, Packing) or packing is not None or isinstance(checked[0], PairBucket)
+        if has_more or pacing is not None or difficulty is not None or not isinstance(order.by, str):
             raise UserError("out is for samples of one length, in an order by name, without difficulty and pacing")
-        check_at_least_one(**if_given(block_size=block_size))
         from jvarlen.planning.on_disk.out_of_core import plan_out_of_core  # here: few plans need it
 
         plan_out_of_core(
             np.asanyarray(lengths),
-            cast("tuple[Bucket, ...]", buckets),
+            cast("tuple[Bucket, ...]", checked),
             Path(out),
-            microbatches_per_step=int(microbatches_per_step),
-            ordering=Ordering(order, None, block_size and int(block_size), int(seed), int(epoch), None),
-            shuffle_steps=bool(shuffle_steps),
-            longest_first=bool(longest_first),
-            onset_spacing=int(onset_spacing),
-            overlong=overlong,
+            microbatches_per_step=num_microbatches,
+            ordering=Ordering(order, None, seed, epoch),
+            overlong=cast("Overlong", overlong),
             progress=progress,
         )
         plan = Plan.load(out)
-        vars(plan)["onset_spacing"] = int(onset_spacing)
+        vars(plan)["new_shape_every"] = int(order.new_shape_every)
         return plan
-    if isinstance(lengths, Packing):
-        num_tokens = lengths_of_rows(lengths, buckets, overlong)
-        if pieces_in_order and lengths.piece_starts is not None:
-            rows = sample_order(num_tokens, order, difficulty=difficulty, block_size=block_size, seed=seed, epoch=epoch)
-            rows = rows_in_piece_order(lengths, rows)
-            plan_of_rows = make_plan(num_tokens, buckets, microbatches_per_step=microbatches_per_step, order=rows)
-            return steps_in_piece_order(with_samples(plan_of_rows, lengths), longest_first)
-        plan_of_rows = make_plan(
-            num_tokens,
-            buckets,
-            microbatches_per_step=microbatches_per_step,
-            order=order,
-            difficulty=difficulty,
-            block_size=block_size,
-            pacing=pacing,
+    if packing is not None:
+        lengths = pack_samples(
+            cast("npt.ArrayLike", lengths),
+            [bucket.lengths[0] for bucket in checked],
+            order=order.by if is_by(order, "shuffle") or not isinstance(order.by, str) else "dataset",
             seed=seed,
             epoch=epoch,
-            shuffle_steps=shuffle_steps,
-            longest_first=longest_first,
-            onset_spacing=onset_spacing,
+            overlong=overlong,
         )
-        return with_samples(plan_of_rows, lengths)
-    lengths = check_lengths_for(buckets, lengths)
+        order = order if isinstance(order.by, str) else dataclasses.replace(order, by="dataset")
+        overlong = "error"
+    plan_rows = functools.partial(
+        _plan_rows, buckets=checked, num_microbatches=num_microbatches, pacing=pacing, seed=seed, epoch=epoch
+    )
+    if not isinstance(lengths, Packing):
+        if order.chunks_in_order:
+            raise UserError("chunks_in_order is for packings: nothing else has chunks of samples")
+        values = check_lengths_for(checked, lengths)
+        return plan_rows(values, order=order, difficulty=difficulty, overlong=cast("Overlong", overlong))
+    num_tokens = lengths_of_rows(lengths, checked, overlong)
+    if order.chunks_in_order and lengths.piece_starts is not None:
+        rows = sample_order(num_tokens, order, difficulty=difficulty, seed=seed, epoch=epoch)
+        plan_of_rows = plan_rows(num_tokens, order=Order(rows_in_chunk_order(lengths, rows)))
+        return steps_in_chunk_order(with_samples(plan_of_rows, lengths), order.longest_first)
+    return with_samples(plan_rows(num_tokens, order=order, difficulty=difficulty), lengths)
+
+
+def _choose_buckets(
+    lengths: npt.ArrayLike | Packing, limits: Budget, packing: str | None, overlong: PackedOverlong
+) -> tuple[AnyBucket, ...]:
+    """The buckets of what is planned, by the budget."""
+    if packing is not None:
+        return choose_packed_buckets(cast("npt.ArrayLike", lengths), limits, overlong)
+    values = lengths.num_tokens if isinstance(lengths, Packing) else lengths
+    if np.ndim(values) == 2:
+        return make_pair_buckets(values, limits)
+    if isinstance(lengths, Packing) and limits.strategy == "optimal":
+        return make_buckets(values, limits, strategy=lengths.row_lengths, max_length=None)
+    return make_buckets(values, limits, overlong=cast("Overlong", overlong))
+
+
+def _check_pacing(pacing: Pacing | ValuePacing | None, order: Order) -> None:
+    """Raises ValueError for an order that pacing does not go with."""
+    if pacing is None:
+        return
+    if not is_by(order, "length", "length_descending") or order.block_size is not None or order.shuffle_steps:
+        raise UserError('pacing needs order "length" or "length_descending", no block_size and no shuffle_steps')
+    if isinstance(pacing, ValuePacing) and order.by != "length":
+        raise UserError(f'a ValuePacing admits the lowest values first, so order must be "length", not {order.by!r}')
+    for name, value in (("new_shape_every", order.new_shape_every), ("chunks_in_order", order.chunks_in_order)):
+        if value:
+            raise UserError(f"{name} ({value}) and pacing exclude each other: both decide when steps come")
+
+
+def _check_packing(
+    packing: str,
+    lengths: npt.ArrayLike | Packing,
+    order: Order,
+    difficulty: Difficulty | None,
+    pacing: Pacing | ValuePacing | None,
+) -> None:
+    """Raises ValueError for what packed samples cannot have."""
+    check_choices(packing=(packing, Literal["best_fit"]))
+    if isinstance(lengths, Packing) or np.ndim(lengths) != 1:
+        raise UserError(f"packing={packing!r} is for samples of one length each that are not packed yet")
+    given = {"difficulty": difficulty, "pacing": pacing, "block_size": order.block_size}
+    if unfit := [name for name, value in given.items() if value is not None]:
+        raise UserError(f"{', '.join(unfit)}: packed rows mix samples, so that they have no order among themselves")
+
+
+def _plan_rows(
+    lengths: Int64[np.ndarray, " N *sides"],
+    *,
+    buckets: tuple[AnyBucket, ...],
+    num_microbatches: int,
+    order: Order,
+    difficulty: Difficulty | None = None,
+    pacing: Pacing | ValuePacing | None,
+    overlong: Overlong = "error",
+    seed: int,
+    epoch: int,
+) -> Plan:
+    """The plan of checked lengths, each a row."""
     is_pairs = lengths.ndim == 2
     totals = lengths.sum(axis=1) if is_pairs else lengths
     if difficulty is not None:
         is_length = np.array_equal(check_difficulty(difficulty, len(lengths)), totals)
         difficulty = None if is_length and len(split_difficulty(difficulty)) == 1 else difficulty
-    rows_per_step = int(microbatches_per_step) * np.array([bucket.rows for bucket in buckets], np.int64)
+    rows_per_step = num_microbatches * np.array([bucket.rows for bucket in buckets], np.int64)
     arrive = None
     if pacing is not None:
         arrive = functools.partial(
@@ -392,23 +456,19 @@ def make_plan(
             difficulty=totals if difficulty is None else np.asarray(split_difficulty(difficulty)[0]),
             rows_per_step=rows_per_step,
             pacing=pacing,
-            seed=int(seed),
-            epoch=int(epoch),
+            seed=seed,
+            epoch=epoch,
         )
-    ordering = Ordering(order, difficulty, block_size, seed, epoch, arrive)
+    ordering = Ordering(order, difficulty, seed, epoch, arrive)
     edges = np.array([bucket.lengths for bucket in buckets], np.int64)
     samples = group_by_bucket(lengths, edges if is_pairs else edges[:, 0], ordering, overlong)
-
     steps = canonical_steps(samples.num_samples, rows_per_step)
-    longest_first_by = edges.sum(axis=1) if longest_first else None
     last_place = None if samples.place is None else samples.place[steps.offsets[1:] - 1]
-    emitted = emitted_steps(
-        steps, ordering, last_place, len(lengths), shuffle_steps, longest_first_by, int(onset_spacing)
-    )
+    emitted = emitted_steps(steps, ordering, last_place, len(lengths), edges.sum(axis=1))
     offsets, ids, num_tokens = _in_emitted_order(samples, steps, emitted)
     return Plan(
         buckets=buckets,
-        microbatches_per_step=int(microbatches_per_step),
+        microbatches_per_step=num_microbatches,
         step_bucket=steps.bucket[emitted],
         step_offsets=offsets,
         sample_ids=ids,
@@ -416,7 +476,7 @@ def make_plan(
         overlong=overlong,
         num_dropped=samples.num_dropped,
         num_truncated=samples.num_truncated,
-        onset_spacing=int(onset_spacing),
+        new_shape_every=int(order.new_shape_every),
     )
 
 

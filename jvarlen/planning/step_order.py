@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int32, Int64, Integer
 
 from jvarlen.planning.grouping import Ordering
-from jvarlen.planning.order import CHUNK, random_keys, stable_argsort
+from jvarlen.planning.order import CHUNK, is_by, random_keys, stable_argsort
 
 __all__ = ["CanonicalSteps", "canonical_steps", "emitted_steps", "sum_segments"]
 
@@ -68,9 +68,7 @@ def emitted_steps(
     ordering: Ordering,
     last_place: Int64[np.ndarray, " S"] | None,
     num_samples: int,
-    shuffle_steps: bool,
-    longest_first_by: Int64[np.ndarray, " K"] | None,
-    onset_spacing: int,
+    bucket_lengths: Int64[np.ndarray, " K"],
 ) -> Int64[np.ndarray, " S"]:
     """The canonical steps in the order in which they are taken.
 
@@ -80,34 +78,30 @@ def emitted_steps(
       last_place: int64[S], the place of the last sample of each step in the order; None where samples are grouped by
         it anyway.
       num_samples: N, how many values of the random stream the samples take.
-      shuffle_steps: whether to permute them at random.
-      longest_first_by: int64[K], lengths of the buckets, to swap a step of the longest one to the front; None not to.
-      onset_spacing: as in `make_plan`.
+      bucket_lengths: int64[K], of pairs the sum of both.
 
     Returns:
       int64[S], indices of canonical steps.
     """
-    order = ordering.order
-    emits_by_arrival = not isinstance(order, str) or order == "dataset" or not ordering.is_plain
-    num_steps = len(steps.bucket)
-    if emits_by_arrival and last_place is not None:
+    order, num_steps = ordering.order, len(steps.bucket)
+    if ordering.emits_by_arrival and last_place is not None:
         # Full steps in order of the arrival of their last sample, then the short ones as they are.
         emitted = np.argsort(np.where(steps.is_full, last_place, np.iinfo(np.int64).max), kind="stable")
-    elif isinstance(order, str) and order == "length_descending":
+    elif is_by(order, "length_descending"):
         emitted = np.argsort(-steps.bucket, kind="stable")
     else:
         emitted = np.arange(num_steps)
-    if shuffle_steps or (not emits_by_arrival and order == "shuffle"):
+    if order.shuffle_steps or (not ordering.emits_by_arrival and order.by == "shuffle"):
         # The values of the stream after those of the samples.
         keys = random_keys(num_steps, seed=ordering.seed, epoch=ordering.epoch, start=num_samples)
         emitted = emitted[stable_argsort(keys)]
-    if longest_first_by is not None:
-        length = longest_first_by[steps.bucket]
+    if order.longest_first:
+        length = bucket_lengths[steps.bucket]
         longest = steps.bucket[np.flatnonzero(length == length.max())[-1]]
         first = int((steps.bucket[emitted] == longest).argmax())
         emitted[[0, first]] = emitted[[first, 0]]
-    if onset_spacing:
-        emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], onset_spacing)]
+    if order.new_shape_every:
+        emitted = emitted[_shapes_one_by_one(steps.bucket[emitted], int(order.new_shape_every))]
     return emitted
 
 

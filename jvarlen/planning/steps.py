@@ -53,7 +53,7 @@ class PlannedSteps:
         "split".
       num_dropped: samples dropped by that rule.
       num_truncated: samples truncated by that rule.
-      onset_spacing: as in `make_plan`. Neither the digest nor a plan's file holds it: what it does shows in the order
+      new_shape_every: as in `make_plan`. Neither the digest nor a plan's file holds it: what it does shows in the order
         of the steps.
     """
 
@@ -65,7 +65,7 @@ class PlannedSteps:
     overlong: PackedOverlong = "error"
     num_dropped: int = 0
     num_truncated: int = 0
-    onset_spacing: int = 0
+    new_shape_every: int = 0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -143,7 +143,7 @@ class PlannedSteps:
     ) -> str:
         """A table: per bucket its shape, samples, steps and padding; in total steps, tokens, padding.
 
-        With `onset_spacing` it also has the first step of each bucket.
+        With `new_shape_every` it also has the first step of each bucket.
 
         Args:
           learning_rates: float64[S], as from `lr_sequence`; their range is shown.
@@ -221,7 +221,7 @@ def plan_table(
         counts = (f"{figures.num_samples[k]:,}", f"{figures.num_steps[k]:,}")
         rows.append([f"{bucket.rows:>6,} × {length:>6}", *counts, padding])
     rows.append(["total", f"{plan.num_samples:,}", f"{plan.num_steps:,}", f"{plan.padding:.2%}"])
-    if plan.onset_spacing:
+    if plan.new_shape_every:
         used, first = np.unique(plan.step_bucket, return_index=True)
         first_steps = dict(zip(used.tolist(), first.tolist(), strict=True))
         cells = [f"{first_steps[k]:,}" if k in first_steps else "–" for k in range(len(plan.buckets))]

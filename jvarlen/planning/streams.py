@@ -32,7 +32,7 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer, list_offenders
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.planning.budget import Budget, round_up
+from jvarlen.planning.budget import Budget, as_budget, given_microbatches, round_up
 from jvarlen.planning.lengths import Overlong, apply_overlong
 from jvarlen.planning.order import BUFFER_STREAM, check_seed, random_keys
 from jvarlen.planning.stream_state import STATE_VERSION, StreamState, check_single_buckets, read_state
@@ -63,22 +63,16 @@ class StreamStep(NamedTuple):
 
 def stream_batches(
     lengths: Iterable[int],
-    buckets: Sequence[tuple[int, int]] | None = None,
+    buckets: Sequence[tuple[int, int]] | Budget | None = None,
     *,
-    max_tokens: int | None = None,
-    microbatches_per_step: int = 1,
     num_estimate: int = 10_000,
-    max_shapes: int = 16,
-    max_length: int | None = None,
-    max_sequences: int | None = None,
-    row_multiple: int = 1,
-    length_multiple: int = 1,
     max_waiting: int | None = None,
     shuffle_buffer: int | None = None,
     seed: int = 0,
     epoch: int = 0,
     overlong: Overlong = "error",
     state: Mapping[str, Any] | None = None,
+    **budget: Any,
 ) -> StreamBatches:
     """Batches a stream: every sample exactly once, in steps of the buckets' shapes.
 
@@ -88,18 +82,10 @@ def stream_batches(
     Args:
       lengths: tokens of each sample, integers of at least 1. Apart from the estimate and the shuffle buffer, no more of
         them are read than a step needs.
-      buckets: (rows, length) pairs, lengths strictly ascending. Give these or `max_tokens`.
-      max_tokens: budget of one microbatch in tokens, padding included. The first `num_estimate` samples are then read
-        at once, and `make_buckets` chooses the bucket lengths for them; each bucket has as many rows as the budget
-        allows.
-      microbatches_per_step: M, the microbatches of one optimizer update.
+      buckets: (rows, length) pairs, lengths strictly ascending. None, or a `Budget`: the first `num_estimate` samples
+        are read at once, and `make_buckets` chooses the bucket lengths for them; each bucket has as many rows as the
+        budget allows.
       num_estimate: how many samples the buckets are estimated from.
-      max_shapes: the most buckets in the estimate.
-      max_length: the longest bucket of the estimate, rounded up to `length_multiple`. None: the longest of the first
-        samples; a longer sample may still follow.
-      max_sequences: the most rows of a microbatch, for the estimate.
-      row_multiple: as in `make_buckets`, for the estimate.
-      length_multiple: as in `make_buckets`, for the estimate.
       max_waiting: the most samples that wait at a time, at least 1. When one more arrives, the fullest bucket (ties:
         the shorter) gives a step with dummy rows. None: as many as the buckets hold.
       shuffle_buffer: how many samples are read ahead; the next one is drawn from them at random. None: samples come in
@@ -109,6 +95,9 @@ def stream_batches(
       overlong: what happens to samples longer than the longest bucket: `"error"`, `"drop"` or `"truncate"`.
       state: a state from `StreamBatches.state`. Given the same stream from its beginning, the steps continue after that
         state. All other options come from the state; those given here are ignored.
+      budget: the fields of a `Budget` as keywords, to choose the buckets: `max_tokens` and others; with given buckets
+        only `microbatches_per_step`. Its `max_length` is rounded up to `length_multiple`. Without, the longest of the
+        first samples counts; a longer one may still follow.
 
     Returns:
       `StreamBatches`, an iterator of `StreamStep`.
@@ -131,33 +120,23 @@ def stream_batches(
     stream = _plain_integers(lengths)
     if state is not None:
         return StreamBatches(stream, read_state(state))
-    check_at_least_one(
-        microbatches_per_step=microbatches_per_step,
-        num_estimate=num_estimate,
-        **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer),
-    )
+    check_at_least_one(num_estimate=num_estimate, **if_given(max_waiting=max_waiting, shuffle_buffer=shuffle_buffer))
     check_seed(seed, epoch)
     check_choices(overlong=(overlong, Overlong))
-    if buckets is not None and max_tokens is None:
-        chosen = check_single_buckets(buckets)
-    elif max_tokens is not None and buckets is None:
+    if buckets is None and "max_tokens" not in budget:
+        raise UserError("buckets are needed, or max_tokens and other fields of a Budget to choose them by")
+    if buckets is None or isinstance(buckets, Budget):
+        limits = as_budget(budget.pop("max_tokens") if buckets is None else buckets, budget)
         first = [_checked_length(i, length) for i, length in enumerate(itertools.islice(stream, num_estimate))]
         stream = itertools.chain(first, stream)
-        budget = Budget(
-            max_tokens=max_tokens,
-            microbatches_per_step=microbatches_per_step,
-            row_multiple=row_multiple,
-            length_multiple=length_multiple,
-            max_sequences=max_sequences,
-        )
-        chosen = _estimated_buckets(first, budget, max_shapes, max_length)
+        microbatches_per_step, chosen = limits.microbatches_per_step, _estimated_buckets(first, limits)
     else:
-        raise UserError("either buckets or max_tokens must be given, and not both")
+        microbatches_per_step, chosen = given_microbatches(budget), check_single_buckets(buckets)
     waiting_ids: list[list[int]] = [[] for _ in chosen]
     fresh = StreamState(
         version=STATE_VERSION,
         buckets=[list(bucket) for bucket in chosen],
-        microbatches_per_step=int(microbatches_per_step),
+        microbatches_per_step=microbatches_per_step,
         max_waiting=None if max_waiting is None else int(max_waiting),
         overlong=overlong,
         shuffle_buffer=None if shuffle_buffer is None else int(shuffle_buffer),
@@ -389,20 +368,21 @@ def _checked_length(i: int, length: Any) -> int:
     return int(length)
 
 
-def _estimated_buckets(first: list[int], budget: Budget, max_shapes: int, max_length: int | None) -> tuple[Bucket, ...]:
+def _estimated_buckets(first: list[int], budget: Budget) -> tuple[Bucket, ...]:
     """Lengths as the first samples want them; rows as the budget allows, for nobody knows how many samples follow."""
     if not first:
         raise UserError("the stream is empty, so that no buckets can be estimated from it")
-    check_at_least_one(**if_given(max_length=max_length))
-    longest = None if max_length is None else round_up(int(max_length), budget.length_multiple)
+    longest = None if budget.max_length is None else round_up(budget.max_length, budget.length_multiple)
     # The rule of the stream comes when it is read.
-    estimated = make_buckets(first, budget, max_shapes=max_shapes, max_length=longest, overlong="truncate")
-    edges = np.array([bucket.length for bucket in estimated])
-    edges[-1] = edges[-1] if longest is None else longest
-    rows = budget.row_caps(edges)
+    estimated = make_buckets(first, budget, max_length=longest, overlong="truncate")
+    lengths = np.array([bucket.length for bucket in estimated])
+    lengths[-1] = lengths[-1] if longest is None else longest
+    rows = budget.row_caps(lengths)
     if rows[-1] < 1:
-        raise UserError(f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {edges[-1]} tokens")
-    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), edges.tolist(), strict=True))
+        raise UserError(
+            f"max_tokens {budget.max_tokens} leaves no row for a bucket of max_length, {lengths[-1]} tokens"
+        )
+    return tuple(Bucket(b, t) for b, t in zip(rows.tolist(), lengths.tolist(), strict=True))
 
 
 def _skip_read(stream: Iterator[Any], num_read: int, queues: Sequence[_Queue | _ShuffleBuffer], longest: int) -> None:

@@ -8,21 +8,20 @@ from __future__ import annotations
 import functools
 import textwrap
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Unpack, get_args
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import numpy.typing as npt
 from jaxtyping import Float64, Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, if_given
+from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.planning.batching import batch_by_tokens
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.planning.budget import Budget, BudgetOptions, as_budget, checked_cost, round_up
-from jvarlen.planning.edges import Strategy
+from jvarlen.planning.budget import Budget, Strategy, as_budget, checked_cost, round_up
 from jvarlen.planning.lengths import FittedLengths, Overlong, check_lengths, fit_lengths
 from jvarlen.planning.packing.pack import Packing, pack_samples
-from jvarlen.planning.packing.row_lengths import packed_row_lengths
+from jvarlen.planning.packing.row_lengths import choose_packed_buckets
 from jvarlen.planning.plan import make_plan
 
 __all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
@@ -76,10 +75,8 @@ def compare_strategies(
     lengths: npt.ArrayLike,
     max_tokens: int | Budget,
     *,
-    max_shapes: int = 16,
-    max_length: int | None = None,
     overlong: Overlong = "error",
-    **options: Unpack[BudgetOptions],
+    **budget: Any,
 ) -> list[StrategyFigures]:
     """Plans an epoch by every strategy, and by none, and gives the figures of each.
 
@@ -93,10 +90,8 @@ def compare_strategies(
       lengths: integers[N], tokens a sample.
       max_tokens: budget of one microbatch in tokens, padding included; or a `Budget`. With a cost, strategies are
         compared by seconds, not positions.
-      max_shapes: as in `make_buckets`.
-      max_length: as in `make_buckets`.
       overlong: what happens to samples longer than `max_length`: `"error"`, `"drop"` or `"truncate"`.
-      options: the other fields of `Budget`, as keywords.
+      budget: the other fields of `Budget`, as keywords.
 
     Returns:
       A list of `StrategyFigures`: every strategy of `make_buckets`, packed rows, and the two without a plan. Where one
@@ -111,18 +106,17 @@ def compare_strategies(
       >>> [(each.name, each.num_shapes, round(each.relative, 2)) for each in figures[:2]]
       [('optimal', 2, 1.0), ('pad_to_max', 1, 2.18)]
     """
-    check_at_least_one(max_shapes=max_shapes, **if_given(max_length=max_length))
-    budget = as_budget(max_tokens, options)
+    limits = as_budget(max_tokens, budget)
     lengths = check_lengths(lengths)
-    counted = fit_lengths(lengths, max_length, overlong)
-    epoch = _Epoch(lengths, counted.lengths, budget, max_shapes, max_length, overlong)
+    counted = fit_lengths(lengths, limits.max_length, overlong)
+    epoch = _Epoch(lengths, counted.lengths, limits, overlong)
 
     figures: list[StrategyFigures] = []
     errors: list[UserError] = []
 
     def add(name: str, is_plan: bool, make: Callable[[], _Steps]) -> None:
         try:
-            figures.append(_figures_of(name, is_plan, make(), counted, budget.compile_seconds))
+            figures.append(_figures_of(name, is_plan, make(), counted, limits.compile_seconds))
         except UserError as error:
             errors.append(error)
             problem = textwrap.shorten(str(error), _PROBLEM_WIDTH, placeholder=" …")
@@ -204,40 +198,21 @@ class _Epoch(NamedTuple):
       lengths_by_id: int64[N], of all samples, so that errors tell their ids.
       lengths: int64[n], of those that are planned, cut ones as cut.
       budget: of a microbatch.
-      max_shapes: the most buckets.
-      max_length: the longest bucket.
       overlong: the rule for longer samples.
     """
 
     lengths_by_id: Int64[np.ndarray, " N"]
     lengths: Int64[np.ndarray, " n"]
     budget: Budget
-    max_shapes: int
-    max_length: int | None
     overlong: Overlong
 
     def in_buckets(self, strategy: Strategy) -> _Steps:
-        buckets = make_buckets(
-            self.lengths_by_id,
-            self.budget,
-            strategy=strategy,
-            max_shapes=self.max_shapes,
-            max_length=self.max_length,
-            overlong=self.overlong,
-        )
+        buckets = make_buckets(self.lengths_by_id, self.budget, strategy=strategy, overlong=self.overlong)
         return self._planned(self.lengths, buckets)
 
     def in_packed_rows(self) -> _Steps:
-        row_lengths = packed_row_lengths(
-            self.lengths_by_id,
-            self.budget,
-            max_shapes=self.max_shapes,
-            max_length=self.max_length,
-            overlong=self.overlong,
-        )
-        packing = pack_samples(self.lengths, row_lengths)
-        buckets = make_buckets(packing.num_tokens, self.budget, strategy=row_lengths)
-        return self._planned(packing, buckets)
+        buckets = choose_packed_buckets(self.lengths_by_id, self.budget, self.overlong)
+        return self._planned(pack_samples(self.lengths, [bucket.length for bucket in buckets]), buckets)
 
     def in_sorted_batches(self) -> _Steps:
         ascending = np.sort(self._rounded())
@@ -258,7 +233,7 @@ class _Epoch(NamedTuple):
         return round_up(self.lengths, self.budget.length_multiple)
 
     def _planned(self, rows: Int64[np.ndarray, " n"] | Packing, buckets: tuple[Bucket, ...]) -> _Steps:
-        plan = make_plan(rows, buckets, microbatches_per_step=self.budget.microbatches_per_step)
+        plan = make_plan(rows, buckets, order="length", microbatches_per_step=self.budget.microbatches_per_step)
         seconds = None
         if self.budget.cost is not None:
             per_microbatch = checked_cost(self.budget.cost, *np.array(buckets, np.int64).T)

@@ -18,8 +18,8 @@ from jvarlen.compiling.measure_buckets import measure_buckets
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.processes import is_main_process
 from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.planning.edges import check_edges
 from jvarlen.targets.links import measure_cluster
 from jvarlen.training.step import init_train_state, make_train_step
 
@@ -70,7 +70,7 @@ def measure_costs(
       ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
     """
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
-    check_edges(lengths)
+    check_bucket_lengths(lengths)
     if len(lengths) < 2:
         raise UserError(f"at least 2 lengths are needed to tell what attention costs, not {list(lengths)}")
     too_long = [length for length in lengths if length * max(_SHARES_OF_BUDGET) > max_tokens]

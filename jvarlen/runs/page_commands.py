@@ -13,7 +13,7 @@ from jaxtyping import Float64, Int64
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_place, load_array
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
-from jvarlen.planning.order import Order
+from jvarlen.planning.order import OrderWord
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.reports.run_page import read_runs
@@ -43,7 +43,7 @@ class PlanCommand(PlanConfig):
     """What happens to samples longer than that; split, which needs pack, plans them in pieces."""
     length_multiple: int = 1
     """Lengths of buckets are rounded up to a multiple of this."""
-    order: Order = "length"
+    order: OrderWord = "length"
     """The order in which samples come."""
     seed: int = 0
     """Seed of every shuffle, together with the epoch."""
@@ -138,13 +138,7 @@ class PlanCommand(PlanConfig):
     def _compare(self, lengths: Int64[np.ndarray, " N"]) -> list[StrategyFigures]:
         if self.overlong == "split":
             raise UserError("compare has strategies that cannot split: choose another overlong for it")
-        return compare_strategies(
-            lengths,
-            self.budget,
-            max_shapes=self.max_shapes,
-            max_length=self.max_length,
-            overlong=self.overlong,
-        )
+        return compare_strategies(lengths, self.budget, overlong=self.overlong)
 
 
 def _read_description(cluster: str, model: Path) -> tuple[Cluster, ModelFile]:

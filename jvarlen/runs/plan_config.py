@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -12,14 +11,14 @@ import numpy as np
 from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least, check_setting
-from jvarlen.planning.buckets import Bucket, Strategy, check_buckets, make_buckets
-from jvarlen.planning.budget import Budget
+from jvarlen.planning.buckets import Bucket, check_buckets, make_buckets
+from jvarlen.planning.budget import Budget, Strategy
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.lengths import Overlong, PackedOverlong
-from jvarlen.planning.order import Order
+from jvarlen.planning.order import Order, OrderWord
 from jvarlen.planning.pacing import Pacing, competence_pacing, discrete_pacing, linear_pacing, root_pacing
 from jvarlen.planning.packing.pack import Packing, pack_samples
-from jvarlen.planning.packing.row_lengths import packed_row_lengths
+from jvarlen.planning.packing.row_lengths import choose_packed_buckets
 from jvarlen.planning.plan import Plan, make_plan
 
 __all__ = ["DEFAULT_MAX_SHAPES", "MODEL_FILES", "BatchSizeRule", "PlanConfig"]
@@ -50,7 +49,7 @@ class PlanConfig:
     """Microbatches of one optimizer update, over all devices and accumulation."""
     buckets: tuple[tuple[int, int], ...] = ()
     """Buckets as pairs of rows and length, in place of chosen ones. A run keeps those that auto chose here."""
-    eval_edges: tuple[int, ...] = ()
+    eval_lengths: tuple[int, ...] = ()
     """Lengths of the buckets that evaluate. Without, those that train."""
     row_multiple: int = 1
     """Rows of a bucket are a multiple of this where the budget allows it."""
@@ -58,13 +57,13 @@ class PlanConfig:
     """Lengths of buckets are rounded up to a multiple of this."""
     max_sequences: int | None = None
     """The most rows of a microbatch, however short they are; None for any number."""
-    order: Order = "shuffle"
+    order: OrderWord = "shuffle"
     """The order in which samples come."""
     shuffle_steps: bool = False
     """Shuffle the steps, whatever the order of the samples."""
     longest_first: bool = False
     """Start with a step of the longest bucket, so that running out of memory shows at once."""
-    onset_spacing: int = 0
+    new_shape_every: int = 0
     """In the first epoch, shape n comes no earlier than step n times this. 0: shapes come as the order has them."""
     block_size: int | None = None
     """Shuffle within blocks of this many samples.
@@ -83,7 +82,7 @@ class PlanConfig:
     """Lengths of packed rows. If none are given: only the longest, or with a cost model up to max_shapes."""
     max_samples_per_row: int | None = None
     """The most samples in a packed row; None for any number."""
-    pieces_in_order: bool = False
+    chunks_in_order: bool = False
     """Train on the pieces of a split sample in their order, none before an earlier one of its epoch."""
     cost_model: Path | None = None
     """JSON file of a cost model in seconds, which is then minimised and used for predictions."""
@@ -114,16 +113,16 @@ class PlanConfig:
             "pacing_steps",
             "pacing_stages",
         )
-        check_at_least(self, 0, "onset_spacing")
+        check_at_least(self, 0, "new_shape_every")
         check_setting(self, ("pacing_initial",), lambda share: 0 < share <= 1, "above 0 and at most 1")
         if self.row_lengths and not self.pack:
             raise UserError(f"row_lengths {self.row_lengths} are for packed rows: set pack as well")
-        for name in ("max_samples_per_row", "pieces_in_order"):
+        for name in ("max_samples_per_row", "chunks_in_order"):
             if (value := getattr(self, name)) and not self.pack:
                 raise UserError(f"{name} ({value}) is for packed rows: set pack as well")
-        for name, value in (("pacing", self.pacing != "none"), ("pieces_in_order", self.pieces_in_order)):
-            if self.onset_spacing and value:
-                raise UserError(f"onset_spacing ({self.onset_spacing}) and {name} exclude each other")
+        for name, value in (("pacing", self.pacing != "none"), ("chunks_in_order", self.chunks_in_order)):
+            if self.new_shape_every and value:
+                raise UserError(f"new_shape_every ({self.new_shape_every}) and {name} exclude each other")
         if self.overlong == "split" and not self.pack:
             raise UserError("overlong split packs long samples in pieces: set pack as well")
         for name, model in (("max_cost", "cost"), ("compile_seconds", "cost"), ("max_bytes", "memory")):
@@ -140,10 +139,12 @@ class PlanConfig:
             )
         if self.pacing != "none":
             raise UserError(f"pacing {self.pacing!r} admits samples one by one: packed rows mix short and long ones")
-        if self.eval_edges:
-            raise UserError(f"eval_edges {self.eval_edges} are for single samples: packed rows evaluate as they train")
-        if self.pieces_in_order and self.shuffle_steps:
-            raise UserError("pieces_in_order and shuffle_steps exclude each other: both decide the order of the steps")
+        if self.eval_lengths:
+            raise UserError(
+                f"eval_lengths {self.eval_lengths} are for single samples: packed rows evaluate as they train"
+            )
+        if self.chunks_in_order and self.shuffle_steps:
+            raise UserError("chunks_in_order and shuffle_steps exclude each other: both decide the order of the steps")
         if self.block_size is not None:
             raise UserError(f"block_size {self.block_size} keeps samples near each other: packed rows mix them")
         odd = [length for length in self.row_lengths if length % self.length_multiple]
@@ -165,12 +166,15 @@ class PlanConfig:
     @functools.cached_property
     def budget(self) -> Budget:
         """The budget of a microbatch."""
-        return Budget(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Budget)})
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Budget)}
+        if self.max_shapes == "auto":
+            del fields["max_shapes"]
+        return Budget(**fields | ({"strategy": self.row_lengths} if self.row_lengths else {}))
 
     @property
     def can_space(self) -> bool:
-        """Whether `onset_spacing` may change the order of the steps."""
-        return self.pacing == "none" and not self.pieces_in_order
+        """Whether `new_shape_every` may change the order of the steps."""
+        return self.pacing == "none" and not self.chunks_in_order
 
     def make_buckets(self, lengths: Integer[np.ndarray, " N"]) -> tuple[Bucket, ...]:
         """`make_buckets` with these settings; with packing, for the lengths of the rows.
@@ -185,25 +189,9 @@ class PlanConfig:
             return cast("tuple[Bucket, ...]", check_buckets(self.buckets))
         if self.max_shapes == "auto":
             raise UserError("max_shapes 'auto' is chosen by a training run, which knows what its steps cost")
-        if not self.pack:
-            return make_buckets(
-                lengths,
-                self.budget,
-                strategy=self.strategy,
-                max_shapes=self.max_shapes,
-                max_length=self.max_length,
-                overlong=self.bucket_overlong,
-            )
-        row_lengths = self.row_lengths or packed_row_lengths(
-            lengths,
-            self.budget,
-            max_shapes=self.max_shapes,
-            max_length=self.max_length,
-            overlong=self.packed_overlong,
-            max_samples_per_row=self.max_samples_per_row,
-        )
-        rows = self._packed(lengths, row_lengths, "dataset", 0, 0)  # of the same sizes in every epoch
-        return make_buckets(rows.num_tokens, self.budget, strategy=row_lengths)
+        if self.pack:
+            return choose_packed_buckets(lengths, self.budget, self.packed_overlong, self.max_samples_per_row)
+        return make_buckets(lengths, self.budget, overlong=self.bucket_overlong)
 
     def make_plan(
         self,
@@ -217,7 +205,7 @@ class PlanConfig:
     ) -> Plan:
         """`make_plan` with these settings; with a random order, rows are packed again in every epoch.
 
-        `onset_spacing` is for epoch 0: in later ones all shapes have appeared.
+        `new_shape_every` is for epoch 0: in later ones all shapes have appeared.
 
         Args:
           lengths: integers[N], tokens a sample.
@@ -234,16 +222,18 @@ class PlanConfig:
             self._rows(lengths, buckets, "shuffle" if self.order == "shuffle" else "dataset", seed, epoch),
             buckets,
             microbatches_per_step=self.microbatches_per_step,
-            order=self.order,
-            block_size=self.block_size,
+            order=Order(
+                self.order,
+                block_size=self.block_size,
+                shuffle_steps=self.shuffle_steps,
+                longest_first=self.longest_first,
+                new_shape_every=self.new_shape_every if epoch == 0 else 0,
+                chunks_in_order=self.chunks_in_order,
+            ),
             pacing=self._pacing(),
             seed=seed,
             epoch=epoch,
-            shuffle_steps=self.shuffle_steps,
-            longest_first=self.longest_first,
-            onset_spacing=self.onset_spacing if epoch == 0 else 0,
             overlong=self.bucket_overlong,
-            pieces_in_order=self.pieces_in_order,
             out=out,
             progress=progress,
         )
@@ -258,10 +248,10 @@ class PlanConfig:
         Returns:
           A tuple of `Bucket`.
         """
-        if not self.eval_edges:
+        if not self.eval_lengths:
             return buckets
-        budget = dataclasses.replace(self.budget, compile_seconds=None)
-        return make_buckets(lengths, budget, strategy=self.eval_edges, overlong=self.bucket_overlong)
+        budget = dataclasses.replace(self.budget, strategy=self.eval_lengths, max_length=None, compile_seconds=None)
+        return make_buckets(lengths, budget, overlong=self.bucket_overlong)
 
     def make_eval_plan(self, lengths: Int64[np.ndarray, " H"], buckets: tuple[Bucket, ...]) -> Plan:
         """A plan of evaluation samples in the same buckets, in order of length.
@@ -276,6 +266,7 @@ class PlanConfig:
         return make_plan(
             self._rows(lengths, buckets, "dataset", 0, 0),
             buckets,
+            order="length",
             microbatches_per_step=self.microbatches_per_step,
             overlong=self.bucket_overlong,
         )
@@ -301,20 +292,14 @@ class PlanConfig:
         return named[self.pacing](self.pacing_steps, self.pacing_initial)
 
     def _rows(
-        self, lengths: Integer[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: Order, seed: int, epoch: int
+        self, lengths: Integer[np.ndarray, " N"], buckets: tuple[Bucket, ...], order: OrderWord, seed: int, epoch: int
     ) -> Integer[np.ndarray, " N"] | Packing:
         """What a plan plans: the samples, or packed rows as long as the buckets."""
         if not self.pack:
             return lengths
-        row_lengths = [bucket.length for bucket in buckets]
-        return self._packed(lengths, row_lengths, order, seed, epoch)
-
-    def _packed(
-        self, lengths: Integer[np.ndarray, " N"], row_lengths: Sequence[int], order: Order, seed: int, epoch: int
-    ) -> Packing:
         return pack_samples(
             lengths,
-            row_lengths,
+            [bucket.length for bucket in buckets],
             max_samples_per_row=self.max_samples_per_row,
             order=order,
             seed=seed,

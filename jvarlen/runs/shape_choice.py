@@ -84,7 +84,7 @@ class ShapeChooser:
         for run_dir in (config.resume, config.run_dir):
             if run_dir is not None and is_run_dir(run_dir):
                 saved = load_config(run_dir / "config.json").plan
-                names = ("max_shapes", "buckets", "eval_edges", "onset_spacing")
+                names = ("max_shapes", "buckets", "eval_lengths", "new_shape_every")
                 return dataclasses.replace(plan, **{name: getattr(saved, name) for name in names})
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
@@ -94,8 +94,8 @@ class ShapeChooser:
             plan,
             max_shapes=len(shared["buckets"]),
             buckets=tuple(map(tuple, shared["buckets"])),
-            eval_edges=tuple(shared["eval_edges"]),
-            onset_spacing=shared["onset_spacing"],
+            eval_lengths=tuple(shared["eval_lengths"]),
+            new_shape_every=shared["new_shape_every"],
         )
 
     def remember(self, ledger: Ledger) -> None:
@@ -173,11 +173,11 @@ class ShapeChooser:
             dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),
             max_shapes=len(edges),
         )
-        eval_edges = [bucket.length for bucket in eval_buckets[:-1]] + [int(edges[-1])]
+        lengths_to_evaluate = [bucket.length for bucket in eval_buckets[:-1]] + [int(edges[-1])]
         return {
             "buckets": [list(bucket) for bucket in choice.buckets],
-            "eval_edges": sorted(set(eval_edges)),
-            "onset_spacing": plan.onset_spacing or choice.onset_spacing,
+            "eval_lengths": sorted(set(lengths_to_evaluate)),
+            "new_shape_every": plan.new_shape_every or choice.new_shape_every,
         }
 
     def _compiler(self, costs: RunCosts) -> Compiler:
@@ -191,7 +191,7 @@ class ShapeChooser:
     def _reason_of(self, choice: ShapeChoice, costs: RunCosts) -> str:
         is_given = self._config.plan.compile_seconds is not None
         known = "as given" if is_given else "estimated" if costs.is_estimate else "measured"
-        spaced = f", the next after {choice.onset_spacing:,} steps each" if choice.onset_spacing else ""
+        spaced = f", the next after {choice.new_shape_every:,} steps each" if choice.new_shape_every else ""
         num_shapes = f"{len(choice.buckets)} shape{'s' * (len(choice.buckets) > 1)}"
         return (
             f"{num_shapes}{spaced}: compiling and training are expected to take "

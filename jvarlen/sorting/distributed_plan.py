@@ -18,7 +18,7 @@ import numpy.typing as npt
 from jax.sharding import Mesh
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
@@ -32,7 +32,7 @@ from jvarlen.planning.lengths import (
     fit_lengths,
     histogram_of,
 )
-from jvarlen.planning.order import check_seed, random_keys
+from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
 from jvarlen.planning.step_order import canonical_steps, emitted_steps
 from jvarlen.planning.steps import PlannedSteps
@@ -125,12 +125,9 @@ def plan_distributed(
     *,
     axis_name: str = "data",
     microbatches_per_step: int = 1,
-    order: DistributedOrder = "length",
+    order: DistributedOrder | Order = "shuffle",
     seed: int = 0,
     epoch: int = 0,
-    shuffle_steps: bool = False,
-    longest_first: bool = False,
-    onset_spacing: int = 0,
     overlong: Overlong = "error",
 ) -> DistributedPlan:
     """Plans an epoch over processes that each have only the lengths of their own samples.
@@ -151,9 +148,6 @@ def plan_distributed(
         parts.
       seed: as in `make_plan`.
       epoch: as in `make_plan`.
-      shuffle_steps: as in `make_plan`.
-      longest_first: as in `make_plan`.
-      onset_spacing: as in `make_plan`.
       overlong: as in `make_plan`.
 
     Returns:
@@ -166,19 +160,21 @@ def plan_distributed(
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("data",))
-      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], mesh, microbatches_per_step=2)
+      >>> plan = plan_distributed([3, 1, 4, 2, 8], [(2, 4), (1, 8)], mesh, order="length", microbatches_per_step=2)
       >>> plan.num_steps, plan.rows(0).tolist()
       (2, [[1, 0], [3, 2]])
     """
     with together("check the arguments of plan_distributed"):
-        check_choices(order=(order, DistributedOrder), overlong=(overlong, Overlong))
+        order = as_order(order)
+        check_choices(order=(order.by, DistributedOrder), overlong=(overlong, Overlong))
+        if order.block_size is not None or order.chunks_in_order:
+            raise UserError("a distributed plan has no block_size and no chunks_in_order")
         check_at_least_one(microbatches_per_step=microbatches_per_step)
-        check_at_least_zero(onset_spacing=onset_spacing)
         check_seed(seed, epoch)
         checked = _checked_buckets(buckets)
         num_shards, num_microbatches = num_shards_of(mesh, axis_name), int(microbatches_per_step)
         check_shards_divide(num_microbatches, mesh, axis_name)
-    decided = (checked, num_microbatches, order, seed, epoch, shuffle_steps, longest_first, onset_spacing, overlong)
+    decided = (checked, num_microbatches, order, seed, epoch, overlong)
     agree("the arguments of plan_distributed", repr(decided))
     rows, edges = np.array(checked, np.int64).T
     distinct, counts = count_lengths(lengths)  # checks them on all processes
@@ -196,13 +192,12 @@ def plan_distributed(
         num_fitting = int(counts.sum()) - num_long
         apply_overlong(overlong, own_ids[is_long], own_lengths[is_long], int(edges[-1]), num_fitting)
 
-    ordering = Ordering(order, None, None, seed, epoch, None)
+    ordering = Ordering(order, None, seed, epoch)
     steps = canonical_steps(num_samples[:-1], num_microbatches * rows)
-    first_by = edges if longest_first else None
-    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), shuffle_steps, first_by, int(onset_spacing))
+    emitted = emitted_steps(steps, ordering, None, int(sizes.sum()), edges)
     places = make_places(steps, num_samples[:-1], rows, num_microbatches, num_shards)
     keys, payload = _make_keys(own_lengths, own_ids, bucket_of_length, ordering)
-    lengths_of = _length_of_descending_key if order == "length_descending" else _length_of_key
+    lengths_of = _length_of_descending_key if order.by == "length_descending" else _length_of_key
     row_ids, own_num_tokens, num_tokens = sort_to_places(
         keys, payload, places, mesh, axis_name, lengths_of, int(edges[-1])
     )
@@ -227,7 +222,7 @@ def plan_distributed(
         overlong=overlong,
         num_dropped=num_dropped,
         num_truncated=num_truncated,
-        onset_spacing=int(onset_spacing),
+        new_shape_every=int(order.new_shape_every),
         digest=digest_of_chunks(num_microbatches, checked, step_bucket, step_offsets, chunks),
         microbatches=microbatches,
         first_rows=places.first_rows[emitted],
@@ -263,7 +258,7 @@ def _make_keys(
     ordering: Ordering,
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Keys that sort samples by bucket, and within it as ordered; and the lengths, where the keys do not hold them."""
-    order, seed, epoch = ordering.order, ordering.seed, ordering.epoch
+    order, seed, epoch = ordering.order.by, ordering.seed, ordering.epoch
     if order == "length":
         return lengths.astype(np.uint32), None
     high = bucket_of_length(lengths).astype(np.uint64) << np.uint64(32)

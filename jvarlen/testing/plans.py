@@ -38,7 +38,7 @@ def assert_exactly_once(plan: Any, num_samples: int | None = None, *, dropped: n
 
     Example:
       >>> from jvarlen import make_plan
-      >>> assert_exactly_once(make_plan([3, 1, 2], [(2, 2), (1, 3)]), 3)
+      >>> assert_exactly_once(make_plan([3, 1, 2], [(2, 2), (1, 3)], order="length"), 3)
       >>> assert_exactly_once([[[0, 1], [2, -1]], [[1, 4]]], 5)
       Traceback (most recent call last):
       AssertionError: of samples 0 to 4, 1 is missing: id 3; samples that come more than once: id 1: 2
@@ -80,7 +80,7 @@ def assert_same_batches(plan_a: Any, plan_b: Any) -> None:
 
     Example:
       >>> from jvarlen import make_plan
-      >>> plan = make_plan([3, 1, 2], [(2, 3)])
+      >>> plan = make_plan([3, 1, 2], [(2, 3)], order="length")
       >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 2, 0]))
       >>> assert_same_batches(plan, make_plan([3, 1, 2], [(2, 3)], order=[1, 0, 2]))
       Traceback (most recent call last):

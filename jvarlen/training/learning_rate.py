@@ -68,13 +68,13 @@ def planned_schedule(
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)]), 1e-3, 2)
+      >>> schedule = planned_schedule(make_plan([3] * 14, [(10, 3)], order="length"), 1e-3, 2)
       >>> schedule(np.arange(2)).tolist() == np.float32([5e-3, 2e-3]).tolist()
       True
 
       Groups of parameters, each with a base rate and a rule of its own:
 
-      >>> plan = make_plan([3] * 14, [(10, 3)])
+      >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
       >>> groups = {"matrices": optax.adamw(planned_schedule(plan, 1e-3, 2)), "norms": optax.adam(1e-4)}
       >>> optimizer = optax.partition(groups, {"w": "matrices", "scale": "norms"})
 

@@ -104,7 +104,7 @@ def lr_sequence(
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> plan = make_plan([3] * 14, [(10, 3)])
+      >>> plan = make_plan([3] * 14, [(10, 3)], order="length")
       >>> lr_sequence(plan, 1e-3, 2).tolist()
       [0.005, 0.002]
       >>> lr_sequence([plan, plan], lambda seen: 1.0 + seen, 1, rule=None, counted_in="sequences").tolist()

@@ -47,7 +47,7 @@ def test_seconds_of_an_epoch_are_those_of_its_plan():
         budget = dataclasses.replace(BUDGET, microbatches_per_step=num_microbatches)
         buckets = make_buckets(LENGTHS, budget, max_shapes=5)
         seconds, num_steps = seconds_of_epoch(LENGTHS, buckets, budget)
-        plan = make_plan(LENGTHS, buckets, microbatches_per_step=num_microbatches)
+        plan = make_plan(LENGTHS, buckets, order="length", microbatches_per_step=num_microbatches)
         np.testing.assert_array_equal(num_steps, np.bincount(plan.step_bucket, minlength=5))
         costs = [BUDGET.cost(*bucket) for bucket in buckets]
         assert seconds.sum() == pytest.approx(num_microbatches * sum(costs[k] for k in plan.step_bucket))
@@ -78,7 +78,7 @@ def test_no_other_number_of_shapes_is_faster(compiler):
 
 
 def test_steps_count_as_the_samples_that_they_take():
-    num_steps = make_plan(LENGTHS, make_buckets(LENGTHS, BUDGET, max_shapes=24)).num_steps
+    num_steps = make_plan(LENGTHS, make_buckets(LENGTHS, BUDGET, max_shapes=24), order="length").num_steps
     assert choose_shapes(LENGTHS, BUDGET, BEHIND, num_steps=3 * num_steps) == choose_shapes(
         LENGTHS, BUDGET, BEHIND, num_epochs=3
     )
@@ -87,17 +87,17 @@ def test_steps_count_as_the_samples_that_they_take():
 def test_new_shapes_come_as_fast_as_they_are_compiled():
     choice = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=5)
     seconds, num_steps = seconds_of_epoch(LENGTHS, choice.buckets, BUDGET)
-    spacing_s = choice.onset_spacing * seconds.sum() / num_steps.sum()
+    spacing_s = choice.new_shape_every * seconds.sum() / num_steps.sum()
     assert BEHIND.seconds < spacing_s < 1.5 * BEHIND.seconds
-    assert choice.onset_spacing * len(choice.buckets) <= num_steps.sum(), "all appear in the first epoch"
-    assert choose_shapes(LENGTHS, BUDGET, BEHIND, can_space=False).onset_spacing == 0
+    assert choice.new_shape_every * len(choice.buckets) <= num_steps.sum(), "all appear in the first epoch"
+    assert choose_shapes(LENGTHS, BUDGET, BEHIND, can_space=False).new_shape_every == 0
 
 
 def test_compiled_shapes_are_chosen_again_and_cost_nothing():
     first = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2)
     again = choose_shapes(LENGTHS, BUDGET, BEHIND, num_epochs=2, compiled=first.buckets)
     assert again.buckets == first.buckets
-    assert again.onset_spacing == 0
+    assert again.new_shape_every == 0
     seconds, _ = seconds_of_epoch(LENGTHS, first.buckets, BUDGET)
     assert again.seconds == pytest.approx(2 * seconds.sum())
     others = np.random.default_rng(1).permutation(LENGTHS)[:4900]

@@ -394,7 +394,12 @@ def test_a_batch_of_ones_own_is_described_by_its_spec():
 
 def test_a_plan_brings_its_microbatches_and_its_padding():
     lengths = np.random.default_rng(0).integers(1, 25, 90)
-    plan = make_plan(lengths, make_buckets(lengths, 64, max_shapes=3, microbatches_per_step=2), microbatches_per_step=2)
+    plan = make_plan(
+        lengths,
+        make_buckets(lengths, 64, max_shapes=3, microbatches_per_step=2),
+        order="length",
+        microbatches_per_step=2,
+    )
     compiled = compile_buckets(count_step, jnp.float32(0), plan, progress=False)
     assert compiled.microbatches_per_step == 2
     ledger = compiled.ledger

@@ -223,7 +223,7 @@ def test_steps_and_padding_are_those_of_the_plans_rows(sides):
 
 
 def test_a_plan_of_other_buckets_is_refused_by_name():
-    plan = make_plan([3, 8, 20], [(4, 8), (2, 16), (2, 24)])
+    plan = make_plan([3, 8, 20], [(4, 8), (2, 16), (2, 24)], order="length")
     assert ledger_of([Bucket(4, 8), Bucket(2, 24)]).with_plan(plan).planned_steps == 2  # no step is of 2×16
     with pytest.raises(ValueError, match=r"not one of this plan, which does not have 3×30, 5×25$"):
         ledger_of([Bucket(2, 24), Bucket(5, 25), Bucket(3, 30)]).with_plan(plan)

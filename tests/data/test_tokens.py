@@ -200,7 +200,7 @@ def test_any_random_access_dataset_is_measured_split_and_loaded(make):
     assert lengths.tolist() == list(map(len, SAMPLES))
     split = split_held_out(dataset, 0.5)
     assert len(split.train) + len(split.held_out) == len(SAMPLES)
-    plan = jvarlen.make_plan(lengths, [(2, 2), (2, 4)])
+    plan = jvarlen.make_plan(lengths, [(2, 2), (2, 4)], order="length")
     steps = list(jvarlen.load(plan, as_data_source(dataset)))
     read = {
         tuple(tokens[:length])
@@ -211,7 +211,7 @@ def test_any_random_access_dataset_is_measured_split_and_loaded(make):
 
 
 def test_what_holds_arrays_is_loaded_as_it_is():
-    plan = jvarlen.make_plan([3, 1], [(2, 4)])
+    plan = jvarlen.make_plan([3, 1], [(2, 4)], order="length")
     for make in (list, torch_dataset, grain_source):
         (step,) = jvarlen.load(plan, make([[1, 2, 3], [4]]))
         assert step.tokens.tolist() == [[[4, 0, 0, 0], [1, 2, 3, 0]]]

@@ -164,7 +164,7 @@ assert "jax" not in sys.modules
 
 def test_a_layout_stands_for_its_mesh():
     layout, samples = Layout(data=2), [np.arange(length) for length in (3, 1, 4, 2)]
-    plan = make_plan([3, 1, 4, 2], [(1, 4)], microbatches_per_step=2)
+    plan = make_plan([3, 1, 4, 2], [(1, 4)], order="length", microbatches_per_step=2)
     step = compile_buckets(count_tokens, np.int32(0), plan, layout=layout, progress=False)
     num_tokens = np.int32(0)
     for batch in load(plan, samples, layout=layout):

@@ -50,6 +50,16 @@ def _of(package: str, name: str) -> Any:
     return getattr(importlib.import_module(package), name)
 
 
+_OF_ORDER = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
+
+
+def _with_order(package: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Options with one `Order` of those that decide when samples and steps come."""
+    switches = {name: value for name, value in options.items() if name in _OF_ORDER}
+    others = {name: value for name, value in options.items() if name not in _OF_ORDER}
+    return others | {"order": _of(package, "Order")(options.get("order", "length"), **switches)}
+
+
 def make_buckets(package: str, lengths: Any, max_tokens: int, **options: Any) -> Any:
     return _of(package, "make_buckets")(lengths, max_tokens, **options)
 
@@ -69,7 +79,7 @@ def pack_samples(package: str, lengths: Any, row_lengths: Any, **options: Any) -
 
 def make_plan(package: str, lengths: Any, buckets: Any, **options: Any) -> Any:
     """`lengths` of samples or pairs, or what `pack_samples` gave."""
-    return _of(package, "make_plan")(lengths, buckets, **options)
+    return _of(package, "make_plan")(lengths, buckets, **_with_order(package, options))
 
 
 def make_mixed_plan(package: str, plan: Any, microbatches_per_step: int) -> Any:
@@ -87,7 +97,7 @@ def value_pacing(package: str, bound: Any) -> Any:
 
 
 def sample_order(package: str, lengths: Any, order: Any, **options: Any) -> Any:
-    return _of(package, "sample_order")(lengths, order, **options)
+    return _of(package, "sample_order")(lengths, **_with_order(package, {"order": order, **options}))
 
 
 def batch_by_tokens(package: str, lengths: Any, max_tokens: int, **options: Any) -> Any:
@@ -124,14 +134,18 @@ def lr_sequence(package: str, plan: Any, base: Any, base_batch_size: float, **op
 
 def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any) -> str:
     """The digest of a plan of which every process holds its rows only."""
-    return jvarlen.plan_distributed(lengths, buckets, jvarlen.data_mesh(num_devices), **options).digest
+    return jvarlen.plan_distributed(
+        lengths, buckets, jvarlen.data_mesh(num_devices), **_with_order("jvarlen", options)
+    ).digest
 
 
 def digest_on_disk(lengths: Any, buckets: Any, path: Path, **options: Any) -> str:
     """The digest of a plan that is written to `path` in pieces, from lengths in a file."""
     np.save(path.with_suffix(".npy"), np.asarray(lengths))
     lengths_of_file = np.load(path.with_suffix(".npy"), mmap_mode="r")
-    return jvarlen.make_plan(lengths_of_file, buckets, out=path, progress=False, **options).digest
+    return jvarlen.make_plan(
+        lengths_of_file, buckets, out=path, progress=False, **_with_order("jvarlen", options)
+    ).digest
 
 
 def saved_and_loaded(package: str, plan: Any, path: Path) -> Any:

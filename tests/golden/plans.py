@@ -104,8 +104,8 @@ ORDER_OPTIONS: dict[str, dict[str, Any]] = {order: {"order": order} for order in
     "shuffle and shuffle_steps": {"order": "shuffle", "shuffle_steps": True, "seed": 5, "epoch": 2},
     "longest_first": {"order": "dataset", "longest_first": True},
     "longest_first, by length": {"order": "length", "longest_first": True},
-    "onset_spacing": {"order": "shuffle", "onset_spacing": 4},
-    "onset_spacing, longest_first, shuffle_steps": {"onset_spacing": 3, "longest_first": True, "shuffle_steps": True},
+    "onset_spacing": {"order": "shuffle", "new_shape_every": 4},
+    "onset_spacing, longest_first, shuffle_steps": {"new_shape_every": 3, "longest_first": True, "shuffle_steps": True},
     "one microbatch": {"order": "shuffle", "microbatches_per_step": 1},
     "many microbatches": {"order": "dataset", "microbatches_per_step": 12},
 }
@@ -270,12 +270,12 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
     "pieces_in_order": {
         "row_lengths": 256,
         "overlong": "split",
-        "plan": {"order": "shuffle", "seed": 1, "pieces_in_order": True},
+        "plan": {"order": "shuffle", "seed": 1, "chunks_in_order": True},
     },
     "pieces_in_order, by length": {
         "row_lengths": (128, 256),
         "overlong": "split",
-        "plan": {"pieces_in_order": True, "longest_first": True},
+        "plan": {"chunks_in_order": True, "longest_first": True},
     },
     "max_samples_per_row": {"row_lengths": 2048, "max_samples_per_row": 5},
     "max_samples_per_row, several row lengths": {
@@ -285,7 +285,7 @@ PACKED_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "blocks, shuffle_steps": {
         "row_lengths": 2048,
-        "plan": {"order": "shuffle", "block_size": 8, "shuffle_steps": True, "onset_spacing": 2},
+        "plan": {"order": "shuffle", "block_size": 8, "shuffle_steps": True, "new_shape_every": 2},
     },
 }
 add_all(

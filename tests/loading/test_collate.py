@@ -67,12 +67,12 @@ def test_loss_weights_come_with_their_tokens(data, truncate, packed):
     }
     lengths = list(map(len, rows))
     if packed:
-        planned = make_plan(pack_samples(lengths, 6), [(1, 6)])
+        planned = make_plan(pack_samples(lengths, 6), [(1, 6)], order="length")
         collate = pack_to_bucket
     else:
         most = 4 if truncate else 6
         expected = {i: weights[:most] for i, weights in expected.items()}
-        planned, collate = make_plan(lengths, [(2, most)], overlong="truncate"), pad_to_bucket
+        planned, collate = make_plan(lengths, [(2, most)], order="length", overlong="truncate"), pad_to_bucket
     source = PlanSource(planned, dataset, collate, lengths=lengths)
     for step, batch in enumerate(map(source.__getitem__, range(len(source)))):
         for ids, tokens, weights in zip(planned.rows(step)[0], batch.tokens[0], batch.weights[0], strict=True):
@@ -114,9 +114,9 @@ def batches_of_each_kind():
     """A plan, and a batch of its only step: padded and cut, packed, of pairs."""
     samples = [np.arange(n, dtype=np.int32) for n in (3, 9, 4, 6)]
     lengths = np.array([3, 9, 4, 6])
-    cut = make_plan(lengths, [(2, 8)], microbatches_per_step=2, overlong="truncate")
-    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], microbatches_per_step=2)
-    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], microbatches_per_step=2)
+    cut = make_plan(lengths, [(2, 8)], order="length", microbatches_per_step=2, overlong="truncate")
+    packed = make_plan(pack_samples(lengths, [12]), [(1, 12)], order="length", microbatches_per_step=2)
+    pairs = make_plan(np.stack([lengths, lengths[::-1]], axis=1), [(2, 9, 9)], order="length", microbatches_per_step=2)
     yield cut, load(cut, samples)
     yield packed, load(packed, samples, collate=pack_to_bucket)
     yield pairs, load(pairs, list(zip(samples, samples[::-1], strict=True)), collate=pad_pairs_to_bucket)

@@ -101,7 +101,7 @@ def test_epochs_end_where_they_should_and_none_is_planned_beyond(num_epochs):
 
 
 def test_steps_before_the_start_are_not_read():
-    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4)
     before = set(plan.sample_ids[: plan.step_offsets[3]].tolist())
 
     class Guarded:
@@ -322,7 +322,7 @@ class Dataset:
         return np.arange(3)
 
 if __name__ == "__main__":
-    batches = jvarlen.load(jvarlen.make_plan([3] * 100, [(1, 3)]), Dataset(), num_workers=1)
+    batches = jvarlen.load(jvarlen.make_plan([3] * 100, [(1, 3)], order="length"), Dataset(), num_workers=1)
     next(batches)
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
     if sys.argv[1] == "is killed":
@@ -443,7 +443,7 @@ def test_samples_other_than_planned_are_noticed(fault, monkeypatch):
 
 
 def test_adjusted_samples_are_counted_as_they_are_given():
-    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=4)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4)
     samples = [DATASET[i] for i in range(len(DATASET))]
     victims = plan.sample_ids[[0, -1]].tolist()
     for i in victims:
@@ -473,7 +473,7 @@ def test_no_error_of_a_dataset_passes_for_the_end_of_the_data(error):
 
 
 def test_cut_samples_are_cut_and_counted():
-    plan = make_plan(LENGTHS, [(4, 8)], microbatches_per_step=2, overlong="truncate")
+    plan = make_plan(LENGTHS, [(4, 8)], order="length", microbatches_per_step=2, overlong="truncate")
     batches = list(load(plan, DATASET))
     assert sum(float(np.sum(b.weights)) for b in batches) == np.minimum(LENGTHS, 8).sum()
 
@@ -508,7 +508,7 @@ def test_a_collate_function_of_ones_own_makes_any_pytree():
 
 
 def test_shards_must_divide_the_microbatches():
-    plan = make_plan(LENGTHS, BUCKETS, microbatches_per_step=3)
+    plan = make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=3)
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 4 shards"):
         load(plan, DATASET, mesh=data_mesh(4))
     with pytest.raises(ValueError, match="no 'data'"):

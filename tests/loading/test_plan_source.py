@@ -10,7 +10,7 @@ from tests.conftest import random_dataset
 
 DATASET = random_dataset(40, 12)
 LENGTHS = np.diff(DATASET.offsets)
-PLAN = make_plan(LENGTHS, [(4, 6), (2, 12)], microbatches_per_step=2)
+PLAN = make_plan(LENGTHS, [(4, 6), (2, 12)], order="length", microbatches_per_step=2)
 
 
 def changed(**lengths):
@@ -61,7 +61,7 @@ def test_adjusted_samples_are_cut_or_fill_less_and_are_counted():
 
 
 def test_what_the_plan_cuts_is_no_mismatch_and_what_it_does_not_cut_is():
-    plan = make_plan(LENGTHS, [(4, 4), (4, 8)], overlong="truncate")
+    plan = make_plan(LENGTHS, [(4, 4), (4, 8)], order="length", overlong="truncate")
     source = PlanSource(plan, DATASET, lengths=LENGTHS)
     assert sum(source[t].lengths.sum() for t in range(plan.num_steps)) == np.minimum(LENGTHS, 8).sum()
     victim = int(np.flatnonzero(LENGTHS == 4)[0])
@@ -71,7 +71,7 @@ def test_what_the_plan_cuts_is_no_mismatch_and_what_it_does_not_cut_is():
 
 
 def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
-    plan = make_plan(pack_samples(LENGTHS, 12), [(4, 12)])
+    plan = make_plan(pack_samples(LENGTHS, 12), [(4, 12)], order="length")
     victim = int(plan.rows(0)[0, 0, 0])
     shorter = int(LENGTHS[victim]) - 1
     samples = changed(**{f"i{victim}": shorter})
@@ -87,7 +87,7 @@ def test_a_packed_row_with_a_shorter_sample_has_room_at_its_end():
 def test_both_sides_of_a_pair_are_compared_and_adjusted():
     lengths = np.stack([LENGTHS, LENGTHS[::-1]], axis=1)
     pairs = [(DATASET[i], DATASET[len(DATASET) - 1 - i]) for i in range(len(DATASET))]
-    plan = make_plan(lengths, [(4, 12, 12)])
+    plan = make_plan(lengths, [(4, 12, 12)], order="length")
     assert PlanSource(plan, pairs, pad_pairs_to_bucket, lengths=lengths).read(0).num_adjusted == 0
     victim = int(plan.rows(0)[0, 0])
     source, target = lengths[victim].tolist()

@@ -47,7 +47,7 @@ LENGTH = 1_000_000  # a step has 8 MB of tokens and weights
 
 if __name__ == "__main__":
     for num_workers in (0, 1):
-        plan = jvarlen.make_plan([LENGTH] * 3, [(1, LENGTH)])
+        plan = jvarlen.make_plan([LENGTH] * 3, [(1, LENGTH)], order="length")
         batches = jvarlen.load(plan, [np.ones(LENGTH, np.int32)] * 3, num_workers=num_workers)
         print(len(list(batches)), flush=True)
 """

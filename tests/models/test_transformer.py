@@ -120,13 +120,13 @@ def test_rows_with_loss_weights_have_the_loss_and_gradient_of_the_samples_alone(
     lengths = list(map(len, samples))
     pieces = samples
     if how == "packed":
-        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)]), pack_to_bucket
+        plan, collate = make_plan(pack_samples(lengths, 24), [(2, 24)], order="length"), pack_to_bucket
     elif how == "split":
         packing = pack_samples(lengths, 10, overlong="split")
-        plan, collate = make_plan(packing, [(2, 10)]), pack_to_bucket
+        plan, collate = make_plan(packing, [(2, 10)], order="length"), pack_to_bucket
         pieces = [sample[start : start + 10] for sample in samples for start in range(0, len(sample), 10)]
     else:
-        plan, collate = make_plan(lengths, [(4, 12)]), pad_to_bucket
+        plan, collate = make_plan(lengths, [(4, 12)], order="length"), pad_to_bucket
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, init_params(SHALLOW, seed=0))
 

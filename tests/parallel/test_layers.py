@@ -39,10 +39,10 @@ def microbatch_of(packed):
     dataset = random_dataset(12, 14)
     lengths = np.diff(dataset.offsets)
     if packed:
-        plan = make_plan(pack_samples(lengths, (14,)), [Bucket(3, 14)])
+        plan = make_plan(pack_samples(lengths, (14,)), [Bucket(3, 14)], order="length")
         batch = next(iter(load(plan, dataset, collate=pack_to_bucket)))
     else:
-        batch = next(iter(load(make_plan(lengths, [Bucket(5, 14)]), dataset)))
+        batch = next(iter(load(make_plan(lengths, [Bucket(5, 14)], order="length"), dataset)))
     return jax.tree.map(lambda leaf: np.asarray(leaf)[0] if leaf.ndim else np.asarray(leaf), batch)
 
 

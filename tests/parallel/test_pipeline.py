@@ -139,7 +139,7 @@ def batches_of(packed):
     dataset = random_dataset(3 * 8 * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
-    plan = make_plan(samples, [BUCKET], microbatches_per_step=8)
+    plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=8)
     batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
     return jax.tree.map(np.asarray, list(batches))
 
@@ -404,7 +404,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         init("stage2.chunks2")
     by_shards = make_layout_step(model, optimizer, accumulate="shards", **on_layout("data2.stage2.zero3"))
     state = init("data2.stage2.zero3")
-    batch = next(iter(load(make_plan([8] * 8, [BUCKET], microbatches_per_step=4), [np.arange(8)] * 8)))
+    batch = next(iter(load(make_plan([8] * 8, [BUCKET], order="length", microbatches_per_step=4), [np.arange(8)] * 8)))
     with pytest.raises(
         ValueError,
         match=r"^zero3 with stages and accumulate='shards' would gather parameters and reduce gradients of [\d,]+ "

@@ -111,7 +111,7 @@ def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
     rng = np.random.default_rng(1)
     lengths = [12, 5, 0, 12]
     tokens = [rng.integers(0, 256, 12).astype(np.int32)[:n] for n in lengths]
-    plan = make_plan([12, 5, 12], [(1, 12)], microbatches_per_step=4)
+    plan = make_plan([12, 5, 12], [(1, 12)], order="length", microbatches_per_step=4)
     batch = next(iter(load(plan, [tokens[0], tokens[1], tokens[3]])))
     model = layered(MODEL)
     text = "data2.sequence2.tensor2.sequence_parallel.zero2"

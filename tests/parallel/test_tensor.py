@@ -405,7 +405,7 @@ def test_other_mistakes_are_refused():
 def plan_and_data():
     """Two steps of four microbatches, the last one with dummy rows."""
     dataset = random_dataset(2 * 4 * 3 - 2, 8)
-    return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], microbatches_per_step=4), dataset
+    return make_plan(np.diff(dataset.offsets), [Bucket(3, 8)], order="length", microbatches_per_step=4), dataset
 
 
 ADAMW = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2), scale_by_batch_size(8))

@@ -123,7 +123,7 @@ def batches_of(num_microbatches, packed):
     dataset = random_dataset(3 * num_microbatches * BUCKET.rows * (2 if packed else 1) - 3, BUCKET.length)
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (BUCKET.length,)) if packed else lengths
-    plan = make_plan(samples, [BUCKET], microbatches_per_step=num_microbatches)
+    plan = make_plan(samples, [BUCKET], order="length", microbatches_per_step=num_microbatches)
     batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
     return jax.tree.map(np.asarray, list(batches))
 

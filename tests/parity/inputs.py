@@ -141,7 +141,7 @@ def arrangements(draw: st.DrawFn, order: str | list[int]) -> dict[str, Any]:
         "epoch": draw(seeds),
         "shuffle_steps": draw(st.booleans()),
         "longest_first": draw(st.booleans()),
-        "onset_spacing": draw(st.sampled_from([0, 0, 1, 2, 3, 8, 2**63 - 1])),
+        "new_shape_every": draw(st.sampled_from([0, 0, 1, 2, 3, 8, 2**63 - 1])),
     }
 
 
@@ -203,14 +203,22 @@ def as_arrays(arguments: dict[str, Any]) -> dict[str, Any]:
     names = ("lengths", "order", "difficulty")
 
     def as_array(value: list[Any]) -> Any:
-        return [np.array(part) for part in value] if isinstance(value[0], list) else np.array(value)
+        return [np.array(part) for part in value] if value and isinstance(value[0], list) else np.array(value)
 
     return {k: as_array(v) if k in names and isinstance(v, list) else v for k, v in arguments.items()}
 
 
+def for_plan(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return drawn arguments as `make_plan` takes them: what decides when samples and steps come is an `Order`."""
+    names = ("block_size", "shuffle_steps", "longest_first", "new_shape_every", "chunks_in_order")
+    options = {name: arguments[name] for name in names if name in arguments}
+    others = {name: value for name, value in as_arrays(arguments).items() if name not in names}
+    return others | {"order": package.Order(others.get("order", "length"), **options)}
+
+
 def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
     """Make the package's plan from drawn arguments."""
-    return package.make_plan(**as_arrays(arguments))
+    return package.make_plan(**for_plan(package, arguments))
 
 
 def steps_of(plan: Any) -> list[slow.Step]:

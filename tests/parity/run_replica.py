@@ -128,7 +128,7 @@ def read_batches(
     # The first sample of the first step, and the last of the last.
     samples[LENGTHS.index(1)][0] = samples[LENGTHS.index(9)][3] = RARE
     rows = ROWS_PER_STEP // num_microbatches
-    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], microbatches_per_step=num_microbatches)
+    plan = torch_ref.make_plan(LENGTHS, [(rows, 4), (rows, 9)], order="length", microbatches_per_step=num_microbatches)
     return list(torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas, num_workers=num_workers))
 
 

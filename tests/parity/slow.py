@@ -415,7 +415,7 @@ def make_steps(
     value_bound: Callable[[int], float] | None = None,
     shuffle_steps: bool = False,
     longest_first: bool = False,
-    onset_spacing: int = 0,
+    new_shape_every: int = 0,
     overlong: str = "error",
 ) -> list[Step]:
     """Return the steps in the order in which they are emitted."""
@@ -463,10 +463,10 @@ def make_steps(
         top = max((sum(buckets[k][1:]), k) for k, _ in steps)[1]
         place = next(i for i, (k, _) in enumerate(steps) if k == top)
         steps[0], steps[place] = steps[place], steps[0]
-    return space_onsets(steps, onset_spacing) if onset_spacing else steps
+    return one_by_one(steps, new_shape_every) if new_shape_every else steps
 
 
-def space_onsets(steps: Sequence[Step], spacing: int) -> list[Step]:
+def one_by_one(steps: Sequence[Step], spacing: int) -> list[Step]:
     """Return the steps with their shapes one by one, each step looked for among all that are left."""
     number = {k: c for c, k in enumerate(dict.fromkeys(k for k, _ in steps))}
     left, result = list(steps), []

@@ -191,7 +191,7 @@ def test_over_the_epoch_costly_rows_meet(package: ModuleType) -> None:
 def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
     """T + Σ l² / c, with the bucket's T, and pieces as long as they are."""
     packing = package.pack_samples([25, 6, 3, 2], 10, overlong="split")
-    plan = package.make_plan(packing, [(1, 5), (2, 10)])
+    plan = package.make_plan(packing, [(1, 5), (2, 10)], order="length")
     costs = package.packed_row_costs(plan, [25, 6, 3, 2], crossover_length=8)
     expected = []
     for step in range(plan.num_steps):
@@ -205,7 +205,7 @@ def test_packed_rows_cost_their_blocks(package: ModuleType) -> None:
 
 def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
     """Costs by id, steps by number, and what is missing."""
-    plan = package.make_plan([4, 4, 3], [(2, 4)], microbatches_per_step=2)
+    plan = package.make_plan([4, 4, 3], [(2, 4)], order="length", microbatches_per_step=2)
     with pytest.raises(ValueError, match=r"id 1: nan, id 2: -1\.0"):
         package.balance_plan(plan, [1.0, float("nan"), -1.0], 2)
     with pytest.raises(ValueError, match="id 2"):
@@ -228,11 +228,11 @@ def test_what_cannot_be_balanced_is_named(package: ModuleType) -> None:
 def test_what_has_no_packed_rows_is_named(package: ModuleType) -> None:
     """Rows of one feature only; one cost a row."""
     with pytest.raises(ValueError, match="packed rows"):
-        package.packed_row_costs(package.make_plan([4], [(2, 4)]), [4], crossover_length=2)
-    joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)])
+        package.packed_row_costs(package.make_plan([4], [(2, 4)], order="length"), [4], crossover_length=2)
+    joint = package.make_plan(package.pack_samples([[2, 3], [1, 1]], (4, 4)), [(1, 4, 4)], order="length")
     with pytest.raises(ValueError, match="one feature"):
         package.packed_row_costs(joint, [[2, 3], [1, 1]], crossover_length=2)
-    plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)])
+    plan = package.make_plan(package.pack_samples([2, 2, 3], 4), [(2, 4)], order="length")
     for wrong in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="crossover_length"):
             package.packed_row_costs(plan, [2, 2, 3], crossover_length=wrong)

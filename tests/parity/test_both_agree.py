@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import PACKAGES
-from .inputs import ORDERS, moderate
+from .inputs import ORDERS, for_plan, moderate
 
 pytestmark = pytest.mark.skipif(len(PACKAGES) < 2, reason="PARITY_PACKAGES names only one package")
 
@@ -125,12 +125,14 @@ def test_both_make_the_same_plan(
             drawn["lengths"],
             buckets,
             microbatches_per_step=4,
-            order=drawn["subset"] if order == "subset" else order,
+            order=package.Order(
+                drawn["subset"] if order == "subset" else order,
+                shuffle_steps=shuffle_steps,
+                longest_first=shuffle_steps,
+            ),
             difficulty=None if difficulty is None else drawn[difficulty],
             seed=2**40 + 7,
             epoch=3,
-            shuffle_steps=shuffle_steps,
-            longest_first=shuffle_steps,
         )
         for package in both
     ]
@@ -138,25 +140,24 @@ def test_both_make_the_same_plan(
 
 
 @pytest.mark.parametrize("order", [*ORDERS, "subset"])
-@pytest.mark.parametrize("onset_spacing", [1, 10, 2000])
-def test_both_space_shapes_alike(both: list[ModuleType], order: str, onset_spacing: int) -> None:
+@pytest.mark.parametrize("new_shape_every", [1, 10, 2000])
+def test_both_let_shapes_come_one_by_one(both: list[ModuleType], order: str, new_shape_every: int) -> None:
     """Of samples, of packed rows and of pairs."""
     drawn, pairs = inputs(16), pair_lengths(16)
     buckets = both[1].make_buckets(drawn["lengths"], 8192, max_shapes=12)
     pair_buckets = both[1].make_pair_buckets(pairs, 4096, max_shapes=8, max_candidates=12)
     for shuffle_steps in (False, True):
-        options: dict[str, Any] = {"seed": 3, "shuffle_steps": shuffle_steps, "onset_spacing": onset_spacing}
+        options: dict[str, Any] = {"seed": 3, "shuffle_steps": shuffle_steps, "new_shape_every": new_shape_every}
         options |= {"order": drawn["subset"] if order == "subset" else order, "longest_first": shuffle_steps}
-        plans = [package.make_plan(drawn["lengths"], buckets, **options) for package in both]
-        assert plans[0].digest == plans[1].digest
-        assert both[0].make_plan(pairs, pair_buckets, **options).digest == (
-            both[1].make_plan(pairs, pair_buckets, **options).digest
-        )
+        for lengths, shapes in ((drawn["lengths"], buckets), (pairs, pair_buckets)):
+            plans = [package.make_plan(lengths, shapes, **for_plan(package, options)) for package in both]
+            assert plans[0].digest == plans[1].digest
         packings = [package.pack_samples(drawn["lengths"], (500, 5000)) for package in both]
         row_buckets = [(16, 500), (1, 5000)]
         options["order"] = "dataset" if order == "subset" else order
         packed = [
-            package.make_plan(packing, row_buckets, **options) for package, packing in zip(both, packings, strict=True)
+            package.make_plan(packing, row_buckets, **for_plan(package, options))
+            for package, packing in zip(both, packings, strict=True)
         ]
         assert packed[0].digest == packed[1].digest
 
@@ -226,16 +227,19 @@ def test_both_fit_the_same_cost_model(both: list[ModuleType]) -> None:
 def test_both_shuffle_the_same_blocks(both: list[ModuleType], order: str, block_size: int) -> None:
     """The same order and the same plan."""
     drawn = inputs(10)
-    options = {
-        "order": drawn["subset"] if order == "subset" else order,
-        "seed": 2**40 + 7,
-        "epoch": 3,
-        "block_size": block_size,
-    }
-    one, other = (package.sample_order(drawn["lengths"], **options) for package in both)
+    by, options = drawn["subset"] if order == "subset" else order, {"seed": 2**40 + 7, "epoch": 3}
+    in_blocks = [package.Order(by, block_size=block_size) for package in both]
+    one, other = (
+        package.sample_order(drawn["lengths"], each, **options) for package, each in zip(both, in_blocks, strict=True)
+    )
     assert np.array_equal(one, other)
     buckets = both[1].make_buckets(drawn["lengths"], 16_384, max_shapes=12)
-    assert_equal_plans([package.make_plan(drawn["lengths"], buckets, **options) for package in both])
+    assert_equal_plans(
+        [
+            package.make_plan(drawn["lengths"], buckets, order=each, **options)
+            for package, each in zip(both, in_blocks, strict=True)
+        ]
+    )
 
 
 PACINGS: dict[str, dict[str, Any]] = {
@@ -308,7 +312,10 @@ def test_both_pack_alike(both: list[ModuleType], row_lengths: Any, order: str, o
     for plan_order, block_size in (("length", None), ("shuffle", None), ("shuffle", 50), ("dataset", None)):
         options: dict[str, Any] = {"microbatches_per_step": 2, "order": plan_order, "block_size": block_size, "seed": 1}
         assert_equal_plans(
-            [package.make_plan(packing, buckets, **options) for package, packing in zip(both, packings, strict=True)]
+            [
+                package.make_plan(packing, buckets, **for_plan(package, options))
+                for package, packing in zip(both, packings, strict=True)
+            ]
         )
 
 
@@ -383,11 +390,15 @@ def test_both_choose_the_same_pair_buckets(both: list[ModuleType], budget: str, 
         assert len(one) > 4
     for order in ORDERS:
         plans = [
-            package.make_plan(lengths, one, microbatches_per_step=2, order=order, seed=4, longest_first=True)
+            package.make_plan(
+                lengths, one, microbatches_per_step=2, order=package.Order(order, longest_first=True), seed=4
+            )
             for package in both
         ]
         assert_equal_plans(plans)
-    assert_equal_plans([package.make_plan(lengths, [(64, 20, 30), (32, 60, 50)], overlong="drop") for package in both])
+    assert_equal_plans(
+        [package.make_plan(lengths, [(64, 20, 30), (32, 60, 50)], order="length", overlong="drop") for package in both]
+    )
 
 
 @pytest.mark.parametrize("max_waiting", [None, 500])

@@ -88,7 +88,7 @@ def test_padding_of_uniform_lengths_with_few_shapes(
         lengths, BUDGET, max_shapes=max_shapes, length_multiple=16, microbatches_per_step=num_microbatches
     )
     assert len(buckets) == max_shapes
-    plan = package.make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
+    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
     assert f"{100 * plan.padding:.2f}" == percent
     assert plan.num_samples == 200_000
 
@@ -99,7 +99,7 @@ def test_no_strategy_beats_optimal_on_uniform_lengths(package: ModuleType) -> No
     paddings = {}
     for strategy in ("optimal", "quantile", "equal_tokens", "geometric"):
         buckets = package.make_buckets(lengths, BUDGET, strategy=strategy, max_shapes=8, length_multiple=16)
-        paddings[strategy] = package.make_plan(lengths, buckets).padding
+        paddings[strategy] = package.make_plan(lengths, buckets, order="length").padding
     assert min(paddings, key=lambda strategy: paddings[strategy]) == "optimal"
 
 
@@ -107,7 +107,7 @@ def test_fifteen_samples_on_two_nodes_of_four_devices(package: ModuleType) -> No
     """Six steps of 15 samples over 8 devices: all take part in every step, nothing is lost, nobody waits."""
     lengths = np.array([1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950])
     edges = [128, 512, 1600, 1728, 3008, 4000]
-    plan = package.make_plan(lengths, [(4096 // edge, edge) for edge in edges], microbatches_per_step=8)
+    plan = package.make_plan(lengths, [(4096 // edge, edge) for edge in edges], order="length", microbatches_per_step=8)
     assert plan.num_steps == 6
     microbatches = np.array([len(plan.rows(step)) for step in range(plan.num_steps)])
     assert (microbatches == 8).all()

@@ -202,9 +202,9 @@ def test_what_does_not_fit_is_listed(package: ModuleType) -> None:
         package.pack_samples([[9, 9]], (8, 8), overlong="drop")
     packing = package.pack_samples(lengths, (8, 8), overlong="truncate")
     with pytest.raises(ValueError, match=r"rows.*id 1: \(3, 8\)"):
-        package.make_plan(packing, [(1, 8, 7)])
+        package.make_plan(packing, [(1, 8, 7)], order="length")
     with pytest.raises(ValueError, match=r"\b9\b"):
-        package.make_plan(packing, [(1, 8, 9)])
-    assert package.make_plan(packing, [(1, 8, 8)]).num_truncated == 2
+        package.make_plan(packing, [(1, 8, 9)], order="length")
+    assert package.make_plan(packing, [(1, 8, 8)], order="length").num_truncated == 2
     with pytest.raises(ValueError, match=r"pairs|lengths"):
-        package.make_plan(packing, [(1, 8)])
+        package.make_plan(packing, [(1, 8)], order="length")

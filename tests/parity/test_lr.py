@@ -14,7 +14,7 @@ from .inputs import few, moderate, text_of
 
 def plan_of(package: ModuleType) -> Any:
     """Return a plan of steps with 10 and then 4 sequences."""
-    return package.make_plan([3] * 10 + [7] * 4, [(10, 3), (4, 7)])
+    return package.make_plan([3] * 10 + [7] * 4, [(10, 3), (4, 7)], order="length")
 
 
 @moderate
@@ -97,7 +97,7 @@ def test_the_schedule_is_asked_for_what_came_before_each_step(
 
 def test_counts_beyond_float32_are_exact(package: ModuleType) -> None:
     """2**20 + 1 tokens a step: odd numbers above 2**24."""
-    plan = package.make_plan([2**20 + 1] * 40, [(1, 2**20 + 1)])
+    plan = package.make_plan([2**20 + 1] * 40, [(1, 2**20 + 1)], order="length")
     rates = package.lr_sequence(plan, lambda count: count, 1, rule=None, counted_in="tokens")
     assert rates.tolist() == [step * (2**20 + 1) for step in range(40)]
 
@@ -120,7 +120,7 @@ def test_fewer_larger_steps_decay_as_fast_where_sequences_are_counted(package: M
 @pytest.mark.parametrize("num_workers", [1, 2, 8])
 def test_as_many_workers_as_many_times_the_rate(package: ModuleType, num_workers: int) -> None:
     """Each worker takes a microbatch of 3 sequences; the base batch size is what one worker takes."""
-    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], microbatches_per_step=num_workers)
+    plan = package.make_plan([5] * (3 * num_workers * 4), [(3, 5)], order="length", microbatches_per_step=num_workers)
     rates = package.lr_sequence(plan, 1e-3, 3)
     np.testing.assert_allclose(rates, [num_workers * 1e-3] * 4, rtol=1e-15)
 

@@ -135,7 +135,7 @@ def test_pairs_count_both_sides(package: ModuleType) -> None:
 
 def test_rates_follow_mixed_steps(package: ModuleType) -> None:
     """As those of a plan."""
-    plan = package.make_plan([3] * 7 + [7] * 3, BUCKETS)
+    plan = package.make_plan([3] * 7 + [7] * 3, BUCKETS, order="length")
     mixed = make_mixed_plan[package](plan, 2)
     assert mixed.num_sequences.tolist() == [7, 3]
     np.testing.assert_allclose(package.lr_sequence(mixed, 1e-3, 1), [7e-3, 3e-3], rtol=1e-12)
@@ -145,8 +145,8 @@ def test_rates_follow_mixed_steps(package: ModuleType) -> None:
 
 def test_a_plan_of_several_microbatches_cannot_be_mixed(package: ModuleType) -> None:
     """Its steps have one bucket each."""
-    plan = package.make_plan([3] * 8, BUCKETS, microbatches_per_step=2)
+    plan = package.make_plan([3] * 8, BUCKETS, order="length", microbatches_per_step=2)
     with pytest.raises(ValueError, match="microbatches_per_step=1"):
         make_mixed_plan[package](plan, 2)
     with pytest.raises(ValueError, match="microbatches_per_step"):
-        make_mixed_plan[package](package.make_plan([3] * 8, BUCKETS), 0)
+        make_mixed_plan[package](package.make_plan([3] * 8, BUCKETS, order="length"), 0)

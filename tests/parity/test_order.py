@@ -27,11 +27,13 @@ def test_named_orders_match_the_contract(
     given_lengths = data.draw(lengths)
     difficulty = data.draw(difficulties(given_lengths))
     array = None if difficulty is None else np.array(difficulty)
-    options: dict[str, Any] = {"seed": seed, "epoch": epoch, "block_size": block_size}
-    ids = package.sample_order(np.array(given_lengths), order, difficulty=array, **options)
+    options: dict[str, Any] = {"seed": seed, "epoch": epoch}
+    in_blocks = package.Order(order, block_size=block_size)
+    ids = package.sample_order(np.array(given_lengths), in_blocks, difficulty=array, **options)
     assert isinstance(ids, np.ndarray)
     assert ids.dtype == np.int64
-    assert ids.tolist() == slow.sample_order(given_lengths, order, difficulty=difficulty, **options)
+    expected = slow.sample_order(given_lengths, order, difficulty=difficulty, block_size=block_size, **options)
+    assert ids.tolist() == expected
 
 
 @few
@@ -42,7 +44,7 @@ def test_blocks_of_an_order_array_are_its_places(
     """Cut by place, shuffled by each sample's own key."""
     permuted = data.draw(st.permutations(range(30)))
     subset = permuted[: data.draw(st.integers(1, 30))]
-    ids = package.sample_order([1] * 30, np.array(subset), seed=seed, block_size=block_size).tolist()
+    ids = package.sample_order([1] * 30, package.Order(np.array(subset), block_size=block_size), seed=seed).tolist()
     assert ids == slow.sample_order([1] * 30, subset, seed=seed, block_size=block_size)
     for start in range(0, len(subset), block_size):
         assert sorted(ids[start : start + block_size]) == sorted(subset[start : start + block_size])
@@ -53,22 +55,22 @@ def test_blocks_of_one_or_of_everything(package: ModuleType) -> None:
     values = np.random.default_rng(0).integers(1, 50, 200)
     for order in ("dataset", "length", "length_descending"):
         plain = package.sample_order(values, order, seed=3)
-        assert np.array_equal(package.sample_order(values, order, seed=3, block_size=1), plain)
+        assert np.array_equal(package.sample_order(values, package.Order(order, block_size=1), seed=3), plain)
         shuffled = package.sample_order(values, "shuffle", seed=3)
-        assert np.array_equal(package.sample_order(values, order, seed=3, block_size=200), shuffled)
+        assert np.array_equal(package.sample_order(values, package.Order(order, block_size=200), seed=3), shuffled)
 
 
 def test_shuffled_blocks_keep_neighbours_together(package: ModuleType) -> None:
     """With "shuffle" the blocks are runs of ids, and come in random order themselves."""
-    ids = package.sample_order(np.ones(1000, dtype=np.int64), "shuffle", seed=1, block_size=100)
+    ids = package.sample_order(np.ones(1000, dtype=np.int64), package.Order("shuffle", block_size=100), seed=1)
     blocks = ids.reshape(10, 100) // 100
     assert (blocks == blocks[:, :1]).all()
     assert sorted(blocks[:, 0]) == list(range(10)) != blocks[:, 0].tolist()
     assert not np.array_equal(np.sort(ids.reshape(10, 100), axis=1), ids.reshape(10, 100))
     for seed, epoch, block_size in [(0, 0, 7), (1, 2, 1), (2**63 - 1, 2**40, 16)]:
-        options = {"seed": seed, "epoch": epoch, "block_size": block_size}
-        ids = package.sample_order(np.ones(100, dtype=np.int64), "shuffle", **options)
-        assert ids.tolist() == slow.sample_order([1] * 100, "shuffle", **options)
+        in_blocks, options = package.Order("shuffle", block_size=block_size), {"seed": seed, "epoch": epoch}
+        ids = package.sample_order(np.ones(100, dtype=np.int64), in_blocks, **options)
+        assert ids.tolist() == slow.sample_order([1] * 100, "shuffle", block_size=block_size, **options)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.5, "8", True])
@@ -76,7 +78,7 @@ def test_bad_block_sizes_are_refused(package: ModuleType, bad: Any) -> None:
     """An integer of at least 1."""
     for order in ORDERS:
         with pytest.raises(ValueError, match="block_size"):
-            package.sample_order([1, 2, 3], order, block_size=bad)
+            package.sample_order([1, 2, 3], package.Order(order, block_size=bad))
 
 
 def test_default_order_is_ascending_length(package: ModuleType) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow
-from .inputs import Table, as_arrays, difficulties, few, moderate, pacings, seeds, steps_of, text_of
+from .inputs import Table, difficulties, few, for_plan, moderate, pacings, seeds, steps_of, text_of
 
 SHAPES: dict[str, Callable[..., Any]] = {
     "linear_pacing": lambda x, initial, degree: initial + (1 - initial) * x,
@@ -138,7 +138,7 @@ def paced_arguments(draw: st.DrawFn) -> dict[str, Any]:
 @given(arguments=paced_arguments())
 def test_paced_steps_match_the_contract(package: ModuleType, arguments: dict[str, Any]) -> None:
     """A simulation of the draw, sample by sample."""
-    assert steps_of(package.make_plan(**arguments)) == slow.make_steps(**arguments)
+    assert steps_of(package.make_plan(**for_plan(package, arguments))) == slow.make_steps(**arguments)
 
 
 @moderate
@@ -151,7 +151,7 @@ def test_steps_paced_by_value_match_the_contract(
     del arguments["pacing"]
     number = st.one_of(st.integers(-3, 25), st.sampled_from([-np.inf, 0.5, 12.5, 2.0**53, np.inf]))
     bounds = Table(tuple(data.draw(st.lists(number, min_size=1, max_size=6))))
-    plan = package.make_plan(**as_arrays(arguments), pacing=package.ValuePacing(bounds))
+    plan = package.make_plan(**for_plan(package, arguments), pacing=package.ValuePacing(bounds))
     assert steps_of(plan) == slow.make_steps(**arguments, value_bound=bounds)
 
 
@@ -159,7 +159,7 @@ def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
     """In steps of two: up to 3, up to 5, all; what is above comes once nothing else is left."""
     lengths = [5, 2, 9, 3, 4, 1, 8, 5]
     pacing = package.ValuePacing(lambda step: np.minimum(3 + 2 * (step // 2), 5))
-    plan = package.make_plan(lengths, [(2, 9)], pacing=pacing)
+    plan = package.make_plan(lengths, [(2, 9)], order="length", pacing=pacing)
     most = [max(lengths[i] for i in ids) for _, ids in steps_of(plan)]
     assert most[0] <= 3
     assert max(most[:3]) <= 5
@@ -168,14 +168,14 @@ def test_values_up_to_the_bound_come_first(package: ModuleType) -> None:
         package.make_plan(lengths, [(2, 9)], order="length_descending", pacing=pacing)
     for wrong in (3, lambda step: 4, lambda step: np.full(len(step), np.nan), lambda step: ["a"] * len(step)):
         with pytest.raises(ValueError, match="pacing"):
-            package.make_plan(lengths, [(2, 9)], pacing=package.ValuePacing(wrong))
+            package.make_plan(lengths, [(2, 9)], order="length", pacing=package.ValuePacing(wrong))
 
 
 @moderate
 @given(arguments=paced_arguments())
 def test_no_sample_comes_before_it_is_admitted(package: ModuleType, arguments: dict[str, Any]) -> None:
     """A step holds samples that were admitted when it filled, as long as there were any left; each exactly once."""
-    plan = package.make_plan(**arguments)
+    plan = package.make_plan(**for_plan(package, arguments))
     num_samples = len(arguments["lengths"])
     ranked = slow.sample_order(arguments["lengths"], arguments["order"])
     rank = {i: place for place, i in enumerate(ranked)}
@@ -198,19 +198,23 @@ def test_everything_admitted_is_a_shuffle_and_nothing_is_the_order(package: Modu
     """The two ends of a pacing."""
     lengths = np.random.default_rng(0).integers(1, 50, 400)
     buckets = [(4, 25), (2, 50)]
-    nothing = package.make_plan(lengths, buckets, pacing=Table((0.0,)), seed=1)
+    nothing = package.make_plan(lengths, buckets, order="length", pacing=Table((0.0,)), seed=1)
     in_order = package.make_plan(lengths, buckets, order=package.sample_order(lengths, "length"))
     assert nothing.digest == in_order.digest
-    everything = package.make_plan(lengths, buckets, pacing=Table((1.0,)), seed=1)
+    everything = package.make_plan(lengths, buckets, order="length", pacing=Table((1.0,)), seed=1)
     assert abs(everything.neighbour_correlation) < 0.5
-    again = package.make_plan(lengths, buckets, pacing=Table((1.0,)), seed=2)
+    again = package.make_plan(lengths, buckets, order="length", pacing=Table((1.0,)), seed=2)
     assert len({plan.digest for plan in (nothing, everything, again)}) == 3
 
 
 def test_every_admitted_sample_is_as_likely_to_come_first(package: ModuleType) -> None:
     """Over many seeds the first arrival is uniform among those admitted, and never another."""
     first = [
-        int(package.make_plan(np.arange(1, 21), [(1, 20)], pacing=Table((0.25,)), seed=seed).sample_ids[0])
+        int(
+            package.make_plan(np.arange(1, 21), [(1, 20)], order="length", pacing=Table((0.25,)), seed=seed).sample_ids[
+                0
+            ]
+        )
         for seed in range(1000)
     ]
     counts = np.bincount(first, minlength=20)
@@ -229,7 +233,7 @@ def test_the_pacing_goes_on_through_the_epochs(package: ModuleType) -> None:
         asked.append(steps.tolist())
         return np.ones(len(steps))
 
-    plan = package.make_plan([1, 2, 3, 4, 5], [(2, 5)], pacing=pacing, epoch=2)
+    plan = package.make_plan([1, 2, 3, 4, 5], [(2, 5)], order="length", pacing=pacing, epoch=2)
     assert plan.num_steps == 3
     assert asked[0] == [6, 7, 8]
 
@@ -254,7 +258,7 @@ def test_pacing_by_difficulty_and_against_it(package: ModuleType) -> None:
         ({"order": [2, 0, 1]}, "order"),
         ({"block_size": 2}, "block_size"),
         ({"shuffle_steps": True}, "shuffle_steps"),
-        ({"onset_spacing": 3}, r"onset_spacing.*\b3\b"),
+        ({"new_shape_every": 3}, r"new_shape_every.*\b3\b"),
         ({"pacing": Table((0.5, 1.5))}, r"1\.5"),
         ({"pacing": Table((0.5, -0.5))}, r"-0\.5"),
         ({"pacing": Table((0.5, float("nan")))}, "nan"),
@@ -266,4 +270,4 @@ def test_pacing_that_does_not_go_is_refused(package: ModuleType, arguments: dict
     """Orders by length only, nothing shuffled besides, shares from 0 to 1."""
     valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(1, 8)], "pacing": Table((0.5, 1.0))}
     with pytest.raises(ValueError, match=named):
-        package.make_plan(**(valid | arguments))
+        package.make_plan(**for_plan(package, valid | arguments))

@@ -17,6 +17,7 @@ from .inputs import (
     bucket_arguments,
     difficulties,
     few,
+    for_plan,
     limits,
     moderate,
     offenders,
@@ -322,7 +323,7 @@ def test_plans_of_pieces_match_the_contract(
     """Rows of pieces are planned like other rows; the digest and the file cover where pieces begin."""
     arguments, rows, pieces = drawn
     options = data.draw(plan_options(rows, arguments["row_lengths"][-1]))
-    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
     steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
     ids, starts = ([pieces[p][part] for _, step in steps for p in step] for part in (0, 1))
     is_split = any(start for _, start, _ in pieces)
@@ -361,14 +362,14 @@ def test_pieces_need_their_bucket(package: ModuleType) -> None:
     """A longer bucket would read on into the next piece."""
     packing = package.pack_samples([9, 4, 40], 10, overlong="split")
     with pytest.raises(ValueError, match=r"\b12\b"):
-        package.make_plan(packing, [(2, 12)])
-    assert package.make_plan(packing, [(2, 10)]).num_samples == 6
+        package.make_plan(packing, [(2, 12)], order="length")
+    assert package.make_plan(packing, [(2, 10)], order="length").num_samples == 6
 
 
 def test_changed_pieces_are_refused(package: ModuleType, tmp_path: Path) -> None:
     """Other starts, fewer, none: the digest covers them."""
     path = tmp_path / "pieces.npz"
-    package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)]).save(path)
+    package.make_plan(package.pack_samples([9, 4, 40], 10, overlong="split"), [(2, 10)], order="length").save(path)
     with np.load(path, allow_pickle=False) as archive:
         fields = {name: archive[name] for name in archive.files}
     starts = fields.pop("piece_starts")
@@ -390,13 +391,18 @@ def test_pieces_come_in_their_order_on_request(
     tokens = [row.num_tokens for row in rows]
     order, seed, microbatches = data.draw(st.sampled_from(ORDERS)), data.draw(seeds), data.draw(st.integers(1, 2))
     buckets = [(data.draw(st.integers(1, 4)), edge) for edge in arguments["row_lengths"]]
-    options = {"order": order, "seed": seed, "microbatches_per_step": microbatches}
+    options = {"seed": seed, "microbatches_per_step": microbatches}
     longest_first = data.draw(st.booleans())
     plan = package.make_plan(
-        pack(package, arguments), buckets, **options, longest_first=longest_first, pieces_in_order=True
+        pack(package, arguments),
+        buckets,
+        **options,
+        order=package.Order(order, longest_first=longest_first, chunks_in_order=True),
     )
     if plan.piece_starts is None:
-        usual = package.make_plan(pack(package, arguments), buckets, **options, longest_first=longest_first)
+        usual = package.make_plan(
+            pack(package, arguments), buckets, **options, order=package.Order(order, longest_first=longest_first)
+        )
         assert plan.digest == usual.digest
         return
     is_shuffled = order == "shuffle"
@@ -419,13 +425,13 @@ def test_pieces_come_in_their_order_on_request(
         started[i] = start
 
 
-def test_only_packings_can_keep_pieces_in_order(package: ModuleType) -> None:
+def test_only_packings_can_keep_chunks_in_order(package: ModuleType) -> None:
     """And only where nothing else decides when steps come."""
     packing = package.pack_samples([9, 4, 40], 10, overlong="split")
-    exclusive: list[dict[str, Any]] = [{"shuffle_steps": True}, {"onset_spacing": 2}, {"order": "random"}]
+    exclusive: list[dict[str, Any]] = [{"shuffle_steps": True}, {"new_shape_every": 2}, {"by": "random"}]
     for lengths, options in (([3, 4], {}), *((packing, options) for options in exclusive)):
-        with pytest.raises(ValueError, match=r"pieces_in_order|random"):
-            package.make_plan(lengths, [(2, 10)], pieces_in_order=True, **options)
+        with pytest.raises(ValueError, match=r"chunks_in_order|random"):
+            package.make_plan(lengths, [(2, 10)], order=package.Order(**{"chunks_in_order": True, **options}))
 
 
 # Lengths of rows
@@ -473,7 +479,7 @@ def planned_positions(package: ModuleType, lengths: Any, row_lengths: Any, max_t
     """Return the positions of all steps of the plan that packs into rows of these lengths."""
     packing = package.pack_samples(lengths, row_lengths)
     buckets = package.make_buckets(packing.num_tokens, max_tokens, strategy=row_lengths, **options)
-    plan = package.make_plan(packing, buckets, microbatches_per_step=options["microbatches_per_step"])
+    plan = package.make_plan(packing, buckets, order="length", microbatches_per_step=options["microbatches_per_step"])
     each = [options["microbatches_per_step"] * rows * length for rows, length in buckets]
     return sum(each[k] for k in plan.step_bucket)
 
@@ -503,7 +509,7 @@ def test_uniform_lengths_get_rows_that_fill(package: ModuleType) -> None:
     chosen, alone, halves, by_class = (
         planned_positions(package, lengths, row_lengths, 65_536, microbatches_per_step=8)
         for row_lengths in (
-            package.choose_row_lengths(lengths, 65_536, microbatches_per_step=8),
+            package.choose_row_lengths(lengths, 65_536, max_shapes=4, microbatches_per_step=8),
             [4095],
             (512, 1024, 2048, 4095),
             (4050, 4069, 4083, 4095),
@@ -518,7 +524,7 @@ def test_samples_that_share_no_row_get_the_best_buckets(package: ModuleType) -> 
     lengths = np.random.default_rng(0).integers(100, 199, 1_000)
     buckets = package.make_buckets(lengths, 1_600, max_shapes=4)
     best = planned_positions(package, lengths, [length for _, length in buckets], 1_600, microbatches_per_step=1)
-    chosen = package.choose_row_lengths(lengths, 1_600)
+    chosen = package.choose_row_lengths(lengths, 1_600, max_shapes=4)
     assert planned_positions(package, lengths, chosen, 1_600, microbatches_per_step=1) == best
 
 
@@ -542,7 +548,7 @@ def test_row_lengths_follow_the_limits(package: ModuleType) -> None:
 def test_packed_steps_match_the_contract(package: ModuleType, drawn: tuple[Any, Any, Any]) -> None:
     """Rows are planned as samples would be, then replaced by their samples; the digest covers the rows."""
     arguments, rows, options = drawn
-    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
     steps, rows_of_step, offsets = slow_packing.make_steps(rows, **options)
     num_microbatches = options["microbatches_per_step"]
     assert steps_of(plan) == steps
@@ -566,7 +572,7 @@ def test_counts_of_a_packed_plan_add_up(package: ModuleType, drawn: tuple[Any, A
     """Sequences are samples, tokens those of the rows; what the packing dropped or cut is on record."""
     arguments, rows, options = drawn
     packing = pack(package, arguments)
-    plan = package.make_plan(packing, **as_arrays(options))
+    plan = package.make_plan(packing, **for_plan(package, options))
     steps, _, _ = slow_packing.make_steps(rows, **options)
     length_of = {i: length for row in rows for i, length in row.samples}
     tokens = [sum(length_of[i] for i in ids) for _, ids in steps]
@@ -595,8 +601,8 @@ def test_a_plan_is_independent_of_the_packing_of_the_same_seed(package: ModuleTy
 def test_a_plan_of_single_samples_is_not_a_packed_one(package: ModuleType) -> None:
     """Unpacked plans have no row offsets; one sample a row packed is another digest."""
     lengths, buckets = [5, 5, 5], [(2, 8)]
-    plain = package.make_plan(lengths, buckets)
-    packed = package.make_plan(package.pack_samples(lengths, 8), buckets)
+    plain = package.make_plan(lengths, buckets, order="length")
+    packed = package.make_plan(package.pack_samples(lengths, 8), buckets, order="length")
     assert plain.row_offsets is None
     assert plain.num_rows == plain.num_samples == 3
     assert packed.row_offsets.tolist() == [0, 1, 2, 3]
@@ -610,16 +616,16 @@ def test_rows_that_no_bucket_holds_are_refused(package: ModuleType) -> None:
     packing = package.pack_samples([9, 4, 4, 7], 10)
     assert packing.num_tokens.tolist() == [9, 7, 8]
     with pytest.raises(ValueError, match=offenders((0, 9), (2, 8), limit=7)):
-        package.make_plan(packing, [(2, 7)])
+        package.make_plan(packing, [(2, 7)], order="length")
     for rule in ("drop", "truncate"):
         with pytest.raises(ValueError, match="overlong"):
-            package.make_plan(packing, [(2, 10)], overlong=rule)
+            package.make_plan(packing, [(2, 10)], order="length", overlong=rule)
     cut = package.pack_samples([9, 4, 40], 10, overlong="truncate")
     with pytest.raises(ValueError, match=r"\b12\b"):
-        package.make_plan(cut, [(2, 12)])
-    assert package.make_plan(cut, [(2, 10)]).num_truncated == 1
+        package.make_plan(cut, [(2, 12)], order="length")
+    assert package.make_plan(cut, [(2, 10)], order="length").num_truncated == 1
     with pytest.raises(ValueError, match="difficulty"):
-        package.make_plan(packing, [(2, 10)], difficulty=[1, 2, 3, 4])
+        package.make_plan(packing, [(2, 10)], order="length", difficulty=[1, 2, 3, 4])
 
 
 # Files
@@ -632,7 +638,7 @@ def test_a_packed_plan_survives_its_file(
 ) -> None:
     """One more array than other plans, the same version, everything as it was."""
     arguments, _, options = drawn
-    plan = package.make_plan(pack(package, arguments), **as_arrays(options))
+    plan = package.make_plan(pack(package, arguments), **for_plan(package, options))
     path = tmp_path_factory.mktemp("packed") / "plan.npz"
     plan.save(path)
     with np.load(path, allow_pickle=False) as archive:

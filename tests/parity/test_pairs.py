@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from . import slow, slow_pairs
-from .inputs import ORDERS, arrangements, difficulties, few, many, moderate, seeds, steps_of
+from .inputs import ORDERS, arrangements, difficulties, few, for_plan, many, moderate, seeds, steps_of
 
 
 def pairs(longest: int, max_size: int) -> st.SearchStrategy[list[tuple[int, int]]]:
@@ -57,7 +57,7 @@ def pair_plan_arguments(draw: st.DrawFn) -> dict[str, Any]:
 
 def make_plan(package: ModuleType, arguments: dict[str, Any]) -> Any:
     """Make the package's plan from drawn arguments."""
-    return package.make_plan(**(arguments | {"lengths": np.array(arguments["lengths"])}))
+    return package.make_plan(**for_plan(package, arguments) | {"lengths": np.array(arguments["lengths"])})
 
 
 @many
@@ -107,7 +107,7 @@ def test_the_plan_of_pair_buckets_takes_the_positions_they_were_chosen_for(
     arguments |= {"max_tokens": 60}
     buckets = package.make_pair_buckets(**arguments)
     num_microbatches = arguments["microbatches_per_step"]
-    plan = package.make_plan(arguments["lengths"], buckets, microbatches_per_step=num_microbatches)
+    plan = package.make_plan(arguments["lengths"], buckets, order="length", microbatches_per_step=num_microbatches)
     assert len(buckets) <= arguments["max_shapes"]
     assert set(plan.step_bucket.tolist()) == set(range(len(buckets)))
     for k, (rows, source, target) in enumerate(buckets):
@@ -210,7 +210,7 @@ def test_the_longest_pair_of_edges_comes_first(package: ModuleType) -> None:
     buckets = [(1, 2, 2), (1, 2, 9), (1, 5, 6), (1, 9, 2)]
     plain = steps_of(package.make_plan(lengths, buckets, order="dataset"))
     assert plain == [(1, [0]), (2, [1]), (3, [2]), (3, [3]), (0, [4])]
-    swapped = steps_of(package.make_plan(lengths, buckets, order="dataset", longest_first=True))
+    swapped = steps_of(package.make_plan(lengths, buckets, order=package.Order("dataset", longest_first=True)))
     assert swapped == [plain[2], plain[1], plain[0], plain[3], plain[4]]
 
 
@@ -221,13 +221,13 @@ def test_pairs_that_no_bucket_holds_are_listed(package: ModuleType) -> None:
     buckets = [(2, 4, 9), (2, 9, 3)]
     with pytest.raises(ValueError, match=r"(?s)\b123\D+9\D+4\b.*\b456\D+4\D+77\b"):
         package.make_plan(lengths, buckets, order="shuffle")
-    dropped = package.make_plan(lengths, buckets, overlong="drop")
+    dropped = package.make_plan(lengths, buckets, order="length", overlong="drop")
     assert dropped.num_dropped == 2
     assert sorted(dropped.sample_ids.tolist()) == [i for i in range(500) if i not in (123, 456)]
     with pytest.raises(ValueError, match="drop"):
-        package.make_plan(lengths[[123, 456]], buckets, overlong="drop")
+        package.make_plan(lengths[[123, 456]], buckets, order="length", overlong="drop")
     with pytest.raises(ValueError, match="truncate"):
-        package.make_plan(lengths, buckets, overlong="truncate")
+        package.make_plan(lengths, buckets, order="length", overlong="truncate")
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ def test_pairs_that_no_bucket_holds_are_listed(package: ModuleType) -> None:
 def test_widths_that_do_not_match_are_refused(package: ModuleType, lengths: Any, buckets: Any, named: str) -> None:
     """Pairs need buckets of two lengths, single lengths buckets of one, strictly ascending."""
     with pytest.raises(ValueError, match=named):
-        package.make_plan(lengths, buckets)
+        package.make_plan(lengths, buckets, order="length")
 
 
 def test_a_packing_does_not_go_into_pair_buckets(package: ModuleType) -> None:
     """Rows have one length."""
     with pytest.raises(ValueError, match="bucket"):
-        package.make_plan(package.pack_samples([1, 2, 3], 4), [(2, 4, 4)])
+        package.make_plan(package.pack_samples([1, 2, 3], 4), [(2, 4, 4)], order="length")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jvarlen.testing import assert_exactly_once
 
 from . import slow
-from .inputs import ORDERS, make_plan, many, moderate, offenders, plan_arguments, steps_of
+from .inputs import ORDERS, for_plan, make_plan, many, moderate, offenders, plan_arguments, steps_of
 
 
 @moderate
@@ -104,7 +104,7 @@ def test_made_buckets_and_plan_agree_on_steps(package: ModuleType, data: st.Data
     lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=60))
     budget, num_microbatches = data.draw(st.integers(60, 300)), data.draw(st.integers(1, 4))
     buckets = package.make_buckets(lengths, budget, max_shapes=4, microbatches_per_step=num_microbatches)
-    plan = package.make_plan(lengths, buckets, microbatches_per_step=num_microbatches)
+    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=num_microbatches)
     edges = [length for _, length in buckets]
     counts = slow.samples_per_edge(lengths, edges)
     expected = [
@@ -134,7 +134,12 @@ def test_length_order_emits_short_steps_before_long_ones(package: ModuleType) ->
     """Ascending and descending, by position inside a bucket in both."""
     lengths = [9, 1, 2, 9, 1, 8]
     buckets = [(2, 2), (2, 9)]
-    assert steps_of(package.make_plan(lengths, buckets)) == [(0, [1, 4]), (0, [2]), (1, [5, 0]), (1, [3])]
+    assert steps_of(package.make_plan(lengths, buckets, order="length")) == [
+        (0, [1, 4]),
+        (0, [2]),
+        (1, [5, 0]),
+        (1, [3]),
+    ]
     descending = package.make_plan(lengths, buckets, order="length_descending")
     assert steps_of(descending) == [(1, [0, 3]), (1, [5]), (0, [2, 1]), (0, [4])]
 
@@ -150,8 +155,10 @@ def test_shuffled_steps_hold_the_same_samples(package: ModuleType) -> None:
     """shuffle_steps permutes the steps of any order by the next values of the stream."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = package.make_buckets(lengths, 200, max_shapes=6)
-    plain = steps_of(package.make_plan(lengths, buckets, seed=5, epoch=1))
-    shuffled = steps_of(package.make_plan(lengths, buckets, seed=5, epoch=1, shuffle_steps=True))
+    plain = steps_of(package.make_plan(lengths, buckets, order="length", seed=5, epoch=1))
+    shuffled = steps_of(
+        package.make_plan(lengths, buckets, seed=5, epoch=1, order=package.Order("length", shuffle_steps=True))
+    )
     assert shuffled == [plain[i] for i in slow.random_order(5, 1, 300, len(plain))]
     assert shuffled != plain
 
@@ -161,7 +168,7 @@ def test_shuffle_is_permuted_once(package: ModuleType) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = package.make_buckets(lengths, 200, max_shapes=6)
     digests = {
-        package.make_plan(lengths, buckets, order="shuffle", seed=2, shuffle_steps=again).digest
+        package.make_plan(lengths, buckets, order=package.Order("shuffle", shuffle_steps=again), seed=2).digest
         for again in (False, True)
     }
     assert len(digests) == 1
@@ -171,15 +178,15 @@ def test_longest_first_swaps_two_steps(package: ModuleType) -> None:
     """The first step of the longest bucket in use comes first, the former first step takes its place."""
     lengths = [1, 1, 1, 5, 5, 5]
     buckets = [(1, 1), (2, 5), (1, 9)]
-    plain = steps_of(package.make_plan(lengths, buckets))
-    swapped = steps_of(package.make_plan(lengths, buckets, longest_first=True))
+    plain = steps_of(package.make_plan(lengths, buckets, order="length"))
+    swapped = steps_of(package.make_plan(lengths, buckets, order=package.Order("length", longest_first=True)))
     assert swapped == [plain[3], plain[1], plain[2], plain[0], plain[4]]
 
 
 def test_shapes_appear_one_by_one(package: ModuleType) -> None:
     """The earliest step left of the shapes whose turn has come; early, once nothing else is left; then all in order."""
     lengths = [5, 1, 9, 5, 1, 9, 5, 5]
-    options: dict[str, Any] = {"buckets": [(1, 1), (1, 5), (1, 9)], "order": "dataset"}
+    buckets = [(1, 1), (1, 5), (1, 9)]
     expected = {
         1: [0, 1, 2, 3, 4, 5, 6, 7],
         2: [0, 3, 1, 4, 2, 5, 6, 7],
@@ -188,9 +195,11 @@ def test_shapes_appear_one_by_one(package: ModuleType) -> None:
         2**63 - 1: [0, 3, 6, 7, 1, 4, 2, 5],
     }
     for spacing, ids in expected.items():
-        assert package.make_plan(lengths, **options, onset_spacing=spacing).sample_ids.tolist() == ids
+        order = package.Order("dataset", new_shape_every=spacing)
+        assert package.make_plan(lengths, buckets, order=order).sample_ids.tolist() == ids
     # The swap of the longest to the front comes first, and makes its shape the first.
-    both = package.make_plan(lengths, **options, longest_first=True, onset_spacing=2)
+    order = package.Order("dataset", longest_first=True, new_shape_every=2)
+    both = package.make_plan(lengths, buckets, order=order)
     assert both.sample_ids.tolist() == [2, 5, 1, 4, 0, 3, 6, 7]
 
 
@@ -198,10 +207,10 @@ def test_shapes_appear_one_by_one(package: ModuleType) -> None:
 @given(shapes=st.lists(st.sampled_from([1, 1, 1, 2, 2, 3, 4, 5]), min_size=1, max_size=60), spacing=st.integers(1, 12))
 def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], spacing: int) -> None:
     """Or all shapes before it are used up; each shape's steps keep their order. Here every sample is a step."""
-    options: dict[str, Any] = {"buckets": [(1, length) for length in range(1, 6)], "order": "dataset"}
-    plan = package.make_plan(shapes, **options, onset_spacing=spacing)
+    buckets = [(1, length) for length in range(1, 6)]
+    plan = package.make_plan(shapes, buckets, order=package.Order("dataset", new_shape_every=spacing))
     plain = [(shape - 1, [i]) for i, shape in enumerate(shapes)]
-    assert steps_of(plan) == slow.space_onsets(plain, spacing)
+    assert steps_of(plan) == slow.one_by_one(plain, spacing)
     come = [shapes[i] for i in plan.sample_ids]
     in_turn = list(dict.fromkeys(shapes))
     assert list(dict.fromkeys(come)) == in_turn
@@ -215,13 +224,13 @@ def test_no_shape_comes_before_its_turn(package: ModuleType, shapes: list[int], 
 def test_the_report_names_the_first_steps_of_spaced_shapes(package: ModuleType) -> None:
     """A column more, without a number for a bucket without steps."""
     lengths = np.random.default_rng(0).integers(1, 30, 400)
-    options: dict[str, Any] = {"buckets": [(8, 10), (4, 20), (2, 30), (1, 40)], "order": "shuffle"}
-    plan = package.make_plan(lengths, **options, onset_spacing=7)
+    buckets = [(8, 10), (4, 20), (2, 30), (1, 40)]
+    plan = package.make_plan(lengths, buckets, order=package.Order("shuffle", new_shape_every=7))
     header, *rows = plan.report().splitlines()[:5]
     assert header.endswith("first step")
     assert sorted(row.split()[-1] for row in rows[:3]) == ["0", "14", "7"]
     assert rows[3].split()[-1] in "-–"
-    assert "first step" not in package.make_plan(lengths, **options).report()
+    assert "first step" not in package.make_plan(lengths, buckets, order="shuffle").report()
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -229,10 +238,12 @@ def test_block_shuffled_steps_come_as_they_fill(package: ModuleType, order: str)
     """Whatever the order's name, a block shuffle is the plan of its order as an array."""
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = package.make_buckets(lengths, 200, max_shapes=6)
-    ids = package.sample_order(lengths, order, seed=2, epoch=1, block_size=40)
-    plan = package.make_plan(lengths, buckets, order=order, seed=2, epoch=1, block_size=40)
+    ids = package.sample_order(lengths, package.Order(order, block_size=40), seed=2, epoch=1)
+    plan = package.make_plan(lengths, buckets, order=package.Order(order, block_size=40), seed=2, epoch=1)
     assert plan.digest == package.make_plan(lengths, buckets, order=ids).digest
-    shuffled = package.make_plan(lengths, buckets, order=order, seed=2, epoch=1, block_size=40, shuffle_steps=True)
+    shuffled = package.make_plan(
+        lengths, buckets, order=package.Order(order, block_size=40, shuffle_steps=True), seed=2, epoch=1
+    )
     assert steps_of(shuffled) == [steps_of(plan)[i] for i in slow.random_order(2, 1, 300, plan.num_steps)]
 
 
@@ -260,7 +271,7 @@ def test_sorted_steps_are_correlated_and_shuffled_ones_are_not(package: ModuleTy
     """What the number is for."""
     lengths = np.random.default_rng(0).integers(1, 500, 5000)
     buckets = package.make_buckets(lengths, 2000, max_shapes=12)
-    assert package.make_plan(lengths, buckets).neighbour_correlation > 0.99
+    assert package.make_plan(lengths, buckets, order="length").neighbour_correlation > 0.99
     assert abs(package.make_plan(lengths, buckets, order="shuffle").neighbour_correlation) < 0.2
 
 
@@ -269,13 +280,13 @@ def test_plans_depend_on_their_arguments_alone(package: ModuleType) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, 300)
     buckets = [(4, 25), (2, 50)]
     variants: list[dict[str, Any]] = [
-        {},
-        {"microbatches_per_step": 2},
+        {"order": "length"},
+        {"order": "length", "microbatches_per_step": 2},
         {"order": "shuffle"},
         {"order": "shuffle", "seed": 1},
         {"order": "shuffle", "epoch": 1},
         {"order": "dataset"},
-        {"longest_first": True},
+        {"order": package.Order("length", longest_first=True)},
     ]
     digests = [package.make_plan(lengths, buckets, **variant).digest for variant in variants]
     assert len(set(digests)) == len(variants)
@@ -286,7 +297,7 @@ def test_digest_hashes_ids_in_chunks(package: ModuleType) -> None:
     """More than 2**20 samples take more than one chunk."""
     lengths = np.ones(2**20 + 5, dtype=np.int64)
     buckets = [(2**17, 1)]
-    plan = package.make_plan(lengths, buckets, microbatches_per_step=2)
+    plan = package.make_plan(lengths, buckets, order="length", microbatches_per_step=2)
     assert plan.digest == slow.digest(steps_of(plan), buckets, 2)
     assert plan.num_steps == 5
 
@@ -295,10 +306,10 @@ def test_dropped_and_truncated_samples_follow_the_rule(package: ModuleType) -> N
     """Truncated samples are ordered by their original length and counted with their cut one."""
     lengths = [7, 3, 9, 8, 2]
     buckets = [(2, 3), (2, 6)]
-    cut = package.make_plan(lengths, buckets, overlong="truncate")
+    cut = package.make_plan(lengths, buckets, order="length", overlong="truncate")
     assert steps_of(cut) == [(0, [4, 1]), (1, [0, 3]), (1, [2])]
     assert (cut.num_truncated, cut.num_dropped, cut.num_tokens.tolist()) == (3, 0, [5, 12, 6])
-    dropped = package.make_plan(lengths, buckets, overlong="drop")
+    dropped = package.make_plan(lengths, buckets, order="length", overlong="drop")
     assert steps_of(dropped) == [(0, [4, 1])]
     assert (dropped.num_truncated, dropped.num_dropped) == (0, 3)
 
@@ -308,7 +319,7 @@ def test_overlong_samples_are_listed(package: ModuleType) -> None:
     lengths = np.full(700, 10)
     lengths[[234, 567]] = [1001, 2002]
     with pytest.raises(ValueError, match=offenders((234, 1001), (567, 2002), limit=500)):
-        package.make_plan(lengths, [(2, 10), (1, 500)])
+        package.make_plan(lengths, [(2, 10), (1, 500)], order="length")
     with pytest.raises(ValueError, match=r"\b234\D+1001\b"):
         package.make_plan(lengths, [(2, 10), (1, 500)], order="shuffle")
 
@@ -325,7 +336,7 @@ def test_a_sample_left_out_of_the_order_is_not_overlong(package: ModuleType) -> 
 def test_dropping_everything_is_refused(package: ModuleType) -> None:
     """A plan without samples is an error."""
     with pytest.raises(ValueError, match=r"(?i)longe|drop|left|remain|no sample"):
-        package.make_plan([5, 6], [(1, 4)], overlong="drop")
+        package.make_plan([5, 6], [(1, 4)], order="length", overlong="drop")
 
 
 @pytest.mark.parametrize(
@@ -351,9 +362,9 @@ def test_dropping_everything_is_refused(package: ModuleType) -> None:
         ({"epoch": 2**63}, "epoch"),
         ({"block_size": 0}, "block_size"),
         ({"block_size": 1.5}, "block_size"),
-        ({"onset_spacing": -3}, "onset_spacing.*-3"),
-        ({"onset_spacing": 1.5}, r"onset_spacing.*1\.5"),
-        ({"onset_spacing": True}, "onset_spacing.*True"),
+        ({"new_shape_every": -3}, "new_shape_every.*-3"),
+        ({"new_shape_every": 1.5}, r"new_shape_every.*1\.5"),
+        ({"new_shape_every": True}, "new_shape_every.*True"),
         ({"lengths": [1, -77, 2]}, "-77"),
         ({"lengths": []}, "length"),
     ],
@@ -363,14 +374,14 @@ def test_bad_arguments_are_refused_by_name(package: ModuleType, arguments: dict[
     """Everything outside its range is a ValueError that says what."""
     valid: dict[str, Any] = {"lengths": [3, 5, 8], "buckets": [(2, 4), (1, 9)]}
     with pytest.raises(ValueError, match=named):
-        package.make_plan(**(valid | arguments))
+        package.make_plan(**for_plan(package, valid | arguments))
 
 
 def test_report_names_every_shape_and_the_totals(package: ModuleType) -> None:
     """A table to read: its numbers are the plan's."""
     lengths = np.random.default_rng(0).integers(100, 400, 1234)
     buckets = package.make_buckets(lengths, 4000, max_shapes=3)
-    plan = package.make_plan(lengths, buckets)
+    plan = package.make_plan(lengths, buckets, order="length")
     report = plan.report().replace(",", "")
     assert isinstance(report, str)
     assert all(str(rows) in report and str(length) in report for rows, length in buckets)

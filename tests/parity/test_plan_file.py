@@ -51,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(package: ModuleType, tmp_path: Path) -> Path:
     """Return the file of a small plan with truncated samples."""
     path = tmp_path / "epoch.npz"
-    package.make_plan(LENGTHS, [(2, 4), (1, 9)], microbatches_per_step=2, overlong="truncate").save(path)
+    package.make_plan(LENGTHS, [(2, 4), (1, 9)], order="length", microbatches_per_step=2, overlong="truncate").save(
+        path
+    )
     return path
 
 
@@ -116,7 +118,7 @@ def test_the_file_holds_the_format_field_by_field(package: ModuleType, folder: P
 def test_saving_replaces_the_file_and_leaves_nothing_else(package: ModuleType, saved: Path) -> None:
     """Written beside it, then moved into place."""
     before = package.Plan.load(saved)
-    package.make_plan([1, 2, 3], [(1, 3)]).save(saved)
+    package.make_plan([1, 2, 3], [(1, 3)], order="length").save(saved)
     assert package.Plan.load(saved).digest != before.digest
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
 
@@ -124,7 +126,7 @@ def test_saving_replaces_the_file_and_leaves_nothing_else(package: ModuleType, s
 def test_a_failed_save_leaves_the_old_file(package: ModuleType, tmp_path: Path) -> None:
     """Where the folder is missing nothing is made."""
     with pytest.raises(FileNotFoundError):
-        package.make_plan([1, 2, 3], [(1, 3)]).save(tmp_path / "missing" / "plan.npz")
+        package.make_plan([1, 2, 3], [(1, 3)], order="length").save(tmp_path / "missing" / "plan.npz")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,7 +188,7 @@ def test_another_format_version_is_named(package: ModuleType, saved: Path) -> No
 def test_a_file_cut_short_is_refused(package: ModuleType, folder: Path, data: st.DataObject) -> None:
     """At whatever byte."""
     path = folder / "cut.npz"
-    package.make_plan(LENGTHS, [(2, 4), (1, 12)]).save(path)
+    package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length").save(path)
     content = path.read_bytes()
     path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
     with pytest.raises(ValueError, match=path.name):
@@ -198,7 +200,7 @@ def test_a_file_cut_short_is_refused(package: ModuleType, folder: Path, data: st
 def test_a_flipped_byte_is_refused_or_harmless(package: ModuleType, folder: Path, data: st.DataObject) -> None:
     """Either an error that names the file, or the same plan (bytes of the archive that mean nothing)."""
     path = folder / "flipped.npz"
-    plan = package.make_plan(LENGTHS, [(2, 4), (1, 12)])
+    plan = package.make_plan(LENGTHS, [(2, 4), (1, 12)], order="length")
     plan.save(path)
     content = bytearray(path.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))

@@ -61,7 +61,7 @@ def test_eight_devices_take_the_same_number_of_steps() -> None:
     """15 samples on 2 nodes of 4 devices: every sample is read once, every device has six microbatches."""
     lengths = [1650, 310, 2900, 480, 3900, 120, 1580, 300, 2870, 450, 1700, 290, 3950, 110, 2950]
     buckets = [(4096 // edge, edge) for edge in (128, 512, 1600, 1728, 3008, 4000)]
-    plan = torch_ref.make_plan(lengths, buckets, microbatches_per_step=8)
+    plan = torch_ref.make_plan(lengths, buckets, order="length", microbatches_per_step=8)
     shares = [list(torch_ref.PlanBatchSampler(plan, rank, 8)) for rank in range(8)]
     assert [len(share) for share in shares] == [6] * 8
     assert sorted(i for share in shares for rows in share for i in rows if i >= 0) == list(range(15))
@@ -70,7 +70,7 @@ def test_eight_devices_take_the_same_number_of_steps() -> None:
 @pytest.mark.parametrize(("rank", "num_replicas", "named"), [(0, 3, "3"), (4, 4, "rank"), (-1, 2, "rank"), (0, 0, "0")])
 def test_replicas_that_do_not_divide_the_step_are_refused(rank: int, num_replicas: int, named: str) -> None:
     """num_replicas must divide M, and ranks exist."""
-    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], microbatches_per_step=4)
+    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length", microbatches_per_step=4)
     with pytest.raises(ValueError, match=named):
         torch_ref.PlanBatchSampler(plan, rank, num_replicas)
     with pytest.raises(ValueError, match=named):
@@ -107,10 +107,10 @@ def test_batches_hold_the_samples_of_the_plan(arguments: dict[str, Any], rank: i
 
 def test_samples_longer_than_planned_are_named() -> None:
     """By id, length and limit; cut only where the plan truncates the longest bucket."""
-    plan = torch_ref.make_plan([2, 5], [(1, 2), (1, 5)])
+    plan = torch_ref.make_plan([2, 5], [(1, 2), (1, 5)], order="length")
     with pytest.raises(ValueError, match=r"\b1\b.*\b9\b.*\b5\b"):
         list(torch_ref.load(plan, dataset_of([2, 9])))
-    cut = torch_ref.make_plan([2, 9], [(1, 2), (1, 5)], overlong="truncate")
+    cut = torch_ref.make_plan([2, 9], [(1, 2), (1, 5)], order="length", overlong="truncate")
     assert [batch.lengths.item() for batch in torch_ref.load(cut, dataset_of([2, 9]))] == [2, 5]
     with pytest.raises(ValueError, match=r"\b0\b.*\b4\b.*\b2\b"):
         list(torch_ref.load(cut, dataset_of([4, 9])))
@@ -119,7 +119,7 @@ def test_samples_longer_than_planned_are_named() -> None:
 @pytest.mark.parametrize("sample", [np.ones(2), np.ones((2, 1), dtype=np.uint8), np.empty(0, dtype=np.uint8)])
 def test_samples_that_are_not_token_arrays_are_named(sample: Any) -> None:
     """A sample is a 1-D integer array with at least one element."""
-    plan = torch_ref.make_plan([2, 2], [(2, 2)])
+    plan = torch_ref.make_plan([2, 2], [(2, 2)], order="length")
     with pytest.raises(ValueError, match="sample 1"):
         list(torch_ref.load(plan, [np.ones(2, dtype=np.uint8), sample]))
 
@@ -127,7 +127,7 @@ def test_samples_that_are_not_token_arrays_are_named(sample: Any) -> None:
 @pytest.mark.parametrize("start", [-1, 4])
 def test_a_start_step_outside_the_plan_is_refused(start: int) -> None:
     """0 <= start_step <= num_steps."""
-    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)])
+    plan = torch_ref.make_plan([1, 2, 3], [(1, 3)], order="length")
     with pytest.raises(ValueError, match="start_step"):
         torch_ref.load(plan, dataset_of([1, 2, 3]), start_step=start)
 
@@ -179,21 +179,23 @@ def test_packed_batches_hold_the_samples_row_by_row(drawn: tuple[list[int], Any]
 
 def test_batches_of_single_samples_have_no_segments() -> None:
     """A row that is a sample needs none."""
-    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)]), dataset_of([3, 5]))))
+    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)], order="length"), dataset_of([3, 5]))))
     assert batch.segment_ids is None
     assert batch.positions is None
 
 
 def test_the_sampler_gives_the_samples_of_packed_rows() -> None:
     """Lists of rows, each a list of ids."""
-    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], microbatches_per_step=2)
+    plan = torch_ref.make_plan(
+        torch_ref.pack_samples([3, 3, 2, 1], 5), [(1, 5)], order="length", microbatches_per_step=2
+    )
     shares = [list(torch_ref.PlanBatchSampler(plan, rank, 2)) for rank in range(2)]
     assert [[share[0]] for share in shares] == [[[row]] for row in plan.rows(0)[:, 0].tolist()]
 
 
 def test_packed_rows_that_grew_are_named() -> None:
     """The samples of a row no longer fit it."""
-    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 2], 5), [(1, 5)])
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 2], 5), [(1, 5)], order="length")
     with pytest.raises(ValueError, match=r"\[0, 1\].*\b7\b.*\b5\b"):
         list(torch_ref.load(plan, dataset_of([3, 4])))
     with pytest.raises(ValueError, match=r"\b0\b.*\b9\b.*\b5\b"):
@@ -202,7 +204,7 @@ def test_packed_rows_that_grew_are_named() -> None:
 
 def test_plans_of_pairs_are_not_read() -> None:
     """A dataset of single samples has no source and target."""
-    plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)])
+    plan = torch_ref.make_plan([[1, 2]], [(1, 2, 2)], order="length")
     with pytest.raises(ValueError, match="pairs"):
         torch_ref.load(plan, dataset_of([3]))
 
@@ -554,7 +556,9 @@ def test_any_split_of_a_step_gives_the_same_gradient(
     """Rows, microbatches, dummy rows and all-dummy microbatches make no difference in float64."""
     total = num_microbatches * num_replicas
     samples = dataset_of(lengths)
-    plan = torch_ref.make_plan(lengths, [(-(-len(lengths) // total) + extra_rows, 8)], microbatches_per_step=total)
+    plan = torch_ref.make_plan(
+        lengths, [(-(-len(lengths) // total) + extra_rows, 8)], order="length", microbatches_per_step=total
+    )
     loaders = [torch_ref.load(plan, samples, rank=rank, num_replicas=num_replicas) for rank in range(num_replicas)]
     shares = [next(iter(loader)) for loader in loaders]
     metrics, gradients = gradients_of(shares)
@@ -596,7 +600,7 @@ def test_a_step_without_weight_has_zero_loss_and_gradient() -> None:
 
 def test_a_batch_moves_with_all_its_tensors() -> None:
     """And keeps what is none; to where it is it needs no copy."""
-    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)])
+    plan = torch_ref.make_plan(torch_ref.pack_samples([3, 5], 8), [(1, 8)], order="length")
     for batch in (*torch_ref.load(plan, dataset_of([3, 5])), torch_ref.Batch(*[torch.ones(2)] * 3, 2.0)):
         moved = to_device(batch, "meta")
         for before, after in zip(batch, moved, strict=True):
@@ -611,7 +615,7 @@ def test_loss_sums_are_nats_and_tokens() -> None:
     """Zero logits cost log(256) a token, whatever lies on the padding."""
     model = small_model()
     torch.nn.init.zeros_(model.head.weight)
-    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)]), dataset_of([3, 5]))))
+    batch = next(iter(torch_ref.load(torch_ref.make_plan([3, 5], [(3, 8)], order="length"), dataset_of([3, 5]))))
     microbatch = torch_ref.Batch(batch.tokens[0], batch.lengths[0], batch.weights[0], batch.num_sequences)
     loss_sum, weight_sum = torch_ref.loss_sums(model, microbatch)
     assert float(weight_sum) == 8

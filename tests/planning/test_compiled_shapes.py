@@ -22,7 +22,7 @@ def test_a_histogram_reuses_what_its_samples_reuse():
 def test_a_plan_in_a_shape_longer_than_all_samples_holds_every_sample():
     buckets = make_buckets(LENGTHS, BUDGET, compile_seconds=60.0, compiled=[(10, 400)])
     assert buckets == ((10, 400),)
-    assert sorted(make_plan(LENGTHS, buckets).sample_ids) == list(range(len(LENGTHS)))
+    assert sorted(make_plan(LENGTHS, buckets, order="length").sample_ids) == list(range(len(LENGTHS)))
 
 
 def test_what_is_no_shape_is_a_users_error():

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jvarlen import (
+    Order,
     compile_buckets,
     load,
     make_buckets,
@@ -30,9 +31,9 @@ def independent_lengths():
 
 @pytest.mark.parametrize("lengths", [translation_lengths(), independent_lengths()], ids=["translation", "independent"])
 def test_boundaries_on_both_sides_beat_the_same_number_on_one(lengths):
-    plan = make_plan(lengths, make_pair_buckets(lengths, 8192, max_shapes=16))
+    plan = make_plan(lengths, make_pair_buckets(lengths, 8192, max_shapes=16), order="length")
     longer = lengths.max(axis=1)
-    on_one_side = make_plan(longer, make_buckets(longer, 4096, max_shapes=16))
+    on_one_side = make_plan(longer, make_buckets(longer, 4096, max_shapes=16), order="length")
     padding_on_one_side = 1 - lengths.sum() / (2 * on_one_side.positions_per_step.sum())
     assert plan.padding < padding_on_one_side
     assert plan.padding < 0.2
@@ -66,7 +67,7 @@ class Pairs:
 def test_every_pair_arrives_whole_in_shapes_compiled_ahead(tmp_path):
     lengths = translation_lengths(150)
     buckets = make_pair_buckets(lengths, 1024, max_shapes=4, microbatches_per_step=2)
-    plan = make_plan(lengths, buckets, microbatches_per_step=2, order="shuffle", longest_first=True)
+    plan = make_plan(lengths, buckets, microbatches_per_step=2, order=Order("shuffle", longest_first=True))
     plan.save(tmp_path / "plan.npz")
     assert Plan.load(tmp_path / "plan.npz").digest == plan.digest
     assert "+" in plan.report()
@@ -102,15 +103,15 @@ def test_pairs_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"id 1: \(30, 80\) \(limit 100\)"):
         make_pair_buckets([[3, 4], [30, 80]], 100)
     with pytest.raises(ValueError, match=r"id 1: \(3, 9\)"):
-        make_plan([[3, 4], [3, 9]], [(2, 4, 4)])
-    assert make_plan([[3, 4], [3, 9]], [(2, 4, 4)], overlong="drop").num_dropped == 1
+        make_plan([[3, 4], [3, 9]], [(2, 4, 4)], order="length")
+    assert make_plan([[3, 4], [3, 9]], [(2, 4, 4)], order="length", overlong="drop").num_dropped == 1
     with pytest.raises(ValueError, match="truncate"):
-        make_plan([[3, 4]], [(2, 4, 4)], overlong="truncate")
+        make_plan([[3, 4]], [(2, 4, 4)], order="length", overlong="truncate")
     with pytest.raises(ValueError, match=r"id 0: \(0, 4\)"):
         make_pair_buckets([[0, 4]], 100)
 
 
 def test_a_wrong_cost_of_a_bucket_of_pairs_is_named():
-    plan = make_plan([(1, 2), (3, 4)], [(1, 1, 2), (1, 3, 4)])
+    plan = make_plan([(1, 2), (3, 4)], [(1, 1, 2), (1, 3, 4)], order="length")
     with pytest.raises(ValueError, match=r"cost\(1, 3, 4\) is -1.0; it must be finite and at least 0"):
         plan.report(cost=lambda rows, source, target: np.where(source == 3, -1.0, rows * target))

@@ -288,8 +288,8 @@ def test_lengths_that_are_none_are_errors_that_name_the_sample(wrong, chosen, ov
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({}, "either buckets or max_tokens"),
-        ({"buckets": [(2, 4)], "max_tokens": 8}, "either buckets or max_tokens"),
+        ({}, "buckets are needed, or max_tokens|buckets are given"),
+        ({"buckets": [(2, 4)], "max_tokens": 8}, "buckets are needed, or max_tokens|buckets are given"),
         ({"buckets": [(2, 4), (2, 3)]}, "ascend"),
         ({"buckets": [(2, 4, 4)]}, "pair"),
         ({"buckets": [(2, 4)], "microbatches_per_step": 0}, r"microbatches_per_step \(0\)"),

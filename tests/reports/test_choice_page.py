@@ -20,7 +20,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("choice") / "choice.html"
-    plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], microbatches_per_step=8)
+    plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", microbatches_per_step=8)
     model, cluster = ModelFile(**MODEL), dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
     fixed = {"stage": 1, "sequence": 1}
     choice = choose_layout(

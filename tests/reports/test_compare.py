@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jvarlen import choose_row_lengths, make_buckets, make_plan, pack_samples
+from jvarlen.planning.budget import Strategy
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.planning.edges import Strategy
 from jvarlen.planning.steps import bucket_figures
 from jvarlen.reports.compare import best_of, compare_strategies, comparison_table
 
@@ -40,13 +40,17 @@ def test_the_figures_are_those_of_the_plans(max_length, overlong, cost):
     assert list(figures) == [*strategies, "packed", *NO_PLAN]
     for strategy in strategies:
         buckets = make_buckets(LENGTHS, 4096, strategy=strategy, **shared, **choice)
-        check(figures[strategy], make_plan(LENGTHS, buckets, microbatches_per_step=2, overlong=overlong), cost)
+        check(
+            figures[strategy],
+            make_plan(LENGTHS, buckets, order="length", microbatches_per_step=2, overlong=overlong),
+            cost,
+        )
     row_lengths = choose_row_lengths(LENGTHS, 4096, **shared, **choice | ({} if cost else {"max_shapes": 1}))
     packing = pack_samples(LENGTHS, row_lengths, overlong=overlong)
     buckets = make_buckets(
         packing.num_tokens, 4096, strategy=row_lengths, microbatches_per_step=2, row_multiple=2, cost=cost
     )
-    check(figures["packed"], make_plan(packing, buckets, microbatches_per_step=2), cost)
+    check(figures["packed"], make_plan(packing, buckets, order="length", microbatches_per_step=2), cost)
 
 
 def check(figures, plan, cost):

@@ -31,8 +31,8 @@ def page_of(path, *args, **options):
     return Page(text)
 
 
-def planned(**options):
-    return make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=6), **options)
+def planned(order="length"):
+    return make_plan(LENGTHS, make_buckets(LENGTHS, 4096, max_shapes=6), order=order)
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
 
 
 def packed_plan():
-    row_lengths = choose_row_lengths(LENGTHS, 4096, max_length=600, overlong="truncate")
+    row_lengths = choose_row_lengths(LENGTHS, 4096, max_shapes=4, max_length=600, overlong="truncate")
     packing = pack_samples(LENGTHS, row_lengths, overlong="truncate")
     buckets = make_buckets(packing.num_tokens, 4096, strategy=row_lengths, microbatches_per_step=2)
     return packing, make_plan(packing, buckets, microbatches_per_step=2, order="shuffle")
@@ -159,7 +159,7 @@ def test_the_size_does_not_grow_with_the_plan(path):
 @pytest.mark.parametrize(("lengths", "max_tokens"), [([5], 5), ([1, 1], 1), ([3, 10**9], 10**9), (range(1, 60), 59)])
 def test_any_plan_has_a_page(path, lengths, max_tokens):
     lengths = np.array(lengths)
-    plan = make_plan(lengths, make_buckets(lengths, max_tokens))
+    plan = make_plan(lengths, make_buckets(lengths, max_tokens), order="length")
     page = page_of(path, plan, lengths, learning_rates=np.zeros(plan.num_steps))
     missing = set() if plan.num_steps > 1 else {"neighbours"}
     assert figure_ids(page) == (FIGURES | {"learning-rate"}) - missing

@@ -66,7 +66,7 @@ def test_packed_rows_keep_their_shapes_over_all_epochs(order):
 
 
 def test_shapes_appear_one_by_one_in_the_first_epoch_only():
-    spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, onset_spacing=10))
+    spaced = dataclasses.replace(CONFIG, plan=dataclasses.replace(CONFIG.plan, new_shape_every=10))
     plans, usual = (
         [course.plan_of_epoch(epoch) for epoch in range(3)]
         for course in (Course(config, LENGTHS, EVAL_LENGTHS) for config in (spaced, CONFIG))

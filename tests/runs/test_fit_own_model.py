@@ -214,7 +214,7 @@ def test_an_epoch_of_split_samples_counts_every_token_once(tmp_path, compilation
             pack=True,
             overlong="split",
             max_samples_per_row=3,
-            pieces_in_order=in_order,
+            chunks_in_order=in_order,
             microbatches_per_step=2,
         ),
     )

@@ -21,7 +21,7 @@ from jvarlen.runs.config import PlanConfig, load_config
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
 
-SETTINGS = ("max_shapes", "buckets", "eval_edges", "onset_spacing")
+SETTINGS = ("max_shapes", "buckets", "eval_lengths", "new_shape_every")
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     plan = Plan.load(first.run_dir / "plan.npz")
     assert chosen["buckets"] == tuple(map(tuple, plan.buckets))
     assert chosen["max_shapes"] == len(plan.buckets)
-    assert set(chosen["eval_edges"]) <= {bucket.length for bucket in plan.buckets}
-    assert max(chosen["eval_edges"]) == plan.buckets[-1].length
+    assert set(chosen["eval_lengths"]) <= {bucket.length for bucket in plan.buckets}
+    assert max(chosen["eval_lengths"]) == plan.buckets[-1].length
     assert f"{len(plan.buckets)} shapes" in told
     assert "estimated)" in told
     (path,) = (cache_dir / "costs").iterdir()
@@ -116,7 +116,7 @@ def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
 def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
     result = fit_frequencies(with_plan(config, **changes), split)
     chosen = chosen_by(result.run_dir)
-    assert chosen == {"max_shapes": 12, "buckets": (), "eval_edges": (), "onset_spacing": 0}
+    assert chosen == {"max_shapes": 12, "buckets": (), "eval_lengths": (), "new_shape_every": 0}
 
 
 def test_a_model_of_ones_own_with_batches_of_its_own(config):
@@ -129,7 +129,7 @@ def test_a_model_of_ones_own_with_batches_of_its_own(config):
 def test_evaluations_in_fewer_shapes_give_the_same_loss(config, split):
     plain = fit_frequencies(with_plan(config, max_shapes=4), split)
     buckets = tuple(map(tuple, Plan.load(plain.run_dir / "plan.npz").buckets))
-    few = fit_frequencies(with_plan(config, max_shapes=4, buckets=buckets, eval_edges=(buckets[-1][1],)), split)
+    few = fit_frequencies(with_plan(config, max_shapes=4, buckets=buckets, eval_lengths=(buckets[-1][1],)), split)
     assert few.summary.held_out_before == pytest.approx(plain.summary.held_out_before, rel=1e-6)
     assert few.summary.held_out_after == pytest.approx(plain.summary.held_out_after, rel=1e-5)
 
@@ -140,8 +140,8 @@ def test_buckets_may_be_given(config, split):
     assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
     with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
         with_plan(config, buckets=buckets[::-1])
-    with pytest.raises(ValueError, match=r"eval_edges \(16,\) are for single samples"):
-        with_plan(config, max_shapes=2, pack=True, eval_edges=(16,))
+    with pytest.raises(ValueError, match=r"eval_lengths \(16,\) are for single samples"):
+        with_plan(config, max_shapes=2, pack=True, eval_lengths=(16,))
     with pytest.raises(ValueError, match=r"max_shapes \(0\)"):
         with_plan(config, max_shapes=0)
     with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by a training run"):

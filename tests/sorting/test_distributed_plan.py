@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
+from jvarlen import Order, count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
 from jvarlen.planning.plan_file import plan_digest
 from jvarlen.sorting import chunk_digests as module
 from jvarlen.testing import assert_exactly_once, assert_same_batches
@@ -27,7 +27,7 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
     rng = np.random.default_rng(num_samples)
     lengths = rng.integers(1, 90, num_samples)
     buckets = make_buckets(lengths, 256, max_shapes=3, microbatches_per_step=12)
-    options = {"microbatches_per_step": 12, "order": order, "seed": 2, "epoch": 3, "onset_spacing": 4}
+    options = {"microbatches_per_step": 12, "order": Order(order, new_shape_every=4), "seed": 2, "epoch": 3}
     plan = plan_distributed(lengths, buckets, data_mesh(num_shards), **options)
     assert_same(plan, make_plan(lengths, buckets, **options), num_samples)
 
@@ -39,19 +39,21 @@ def test_the_plan_is_the_one_made_in_one_place(num_samples, num_shards):
     order=st.sampled_from(["length", "length_descending", "shuffle"]),
     shuffle_steps=st.booleans(),
     longest_first=st.booleans(),
-    onset_spacing=st.sampled_from([0, 1, 2, 5]),
+    new_shape_every=st.sampled_from([0, 1, 2, 5]),
     overlong=st.sampled_from(["drop", "truncate"]),
 )
 @settings(deadline=None, max_examples=8)
 def test_any_buckets_and_options(
-    lengths, rows, accumulation, order, shuffle_steps, longest_first, onset_spacing, overlong
+    lengths, rows, accumulation, order, shuffle_steps, longest_first, new_shape_every, overlong
 ):
     buckets = [(b, 3 + 9 * k) for k, b in enumerate(rows)]
     if overlong == "drop" and min(lengths) > buckets[-1][1]:
         overlong = "truncate"
     options = {
-        "microbatches_per_step": 2 * accumulation, "order": order, "seed": 1, "shuffle_steps": shuffle_steps,
-        "longest_first": longest_first, "onset_spacing": onset_spacing, "overlong": overlong,
+        "microbatches_per_step": 2 * accumulation, "seed": 1, "overlong": overlong,
+        "order": Order(
+            order, shuffle_steps=shuffle_steps, longest_first=longest_first, new_shape_every=new_shape_every
+        ),
     }  # fmt: skip
     plan = plan_distributed(lengths, buckets, data_mesh(2), **options)
     whole = make_plan(lengths, buckets, **options)
@@ -122,7 +124,7 @@ def test_learning_rates_come_from_a_distributed_plan_too():
         ([3], {"order": "dataset"}, r"order \('dataset'\) must be one of 'length', 'length_descending', 'shuffle'"),
         ([3], {"microbatches_per_step": 3}, "3 microbatches a step do not spread over 2 shards"),
         ([3], {"seed": -1}, "seed"),
-        ([3], {"onset_spacing": -1}, r"onset_spacing \(-1\)"),
+        ([3], {"order": Order(block_size=2)}, "no block_size"),
         ([3], {"overlong": "cut"}, "overlong .* must be"),
     ],
 )
@@ -131,10 +133,10 @@ def test_bad_input_is_refused(lengths, options, message):
     with pytest.raises(ValueError, match=message):
         plan_distributed(lengths, [(2, 10)], data_mesh(2), **options)
     with pytest.raises(ValueError, match="not of pairs"):
-        plan_distributed([3], [(2, 10, 10)], data_mesh(2), microbatches_per_step=2)
+        plan_distributed([3], [(2, 10, 10)], data_mesh(2), order="length", microbatches_per_step=2)
 
 
 def test_there_is_no_step_beyond_the_last():
-    plan = plan_distributed([3, 4], [(1, 4)], data_mesh(2), microbatches_per_step=2)
+    plan = plan_distributed([3, 4], [(1, 4)], data_mesh(2), order="length", microbatches_per_step=2)
     with pytest.raises(IndexError, match="step 1 of a plan of 1 steps"):
         plan.rows(1)

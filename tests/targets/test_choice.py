@@ -58,7 +58,7 @@ def random_case(seed):
     lengths = np.sort(rng.choice([16, 24, 64, 96, 256], rng.integers(1, 4), replace=False)).tolist()
     buckets = [Bucket(int(rng.integers(1, 5)), length) for length in lengths]
     samples = rng.choice(lengths, 400)
-    plan = jvarlen.make_plan(samples, buckets, microbatches_per_step=num_microbatches)
+    plan = jvarlen.make_plan(samples, buckets, order="length", microbatches_per_step=num_microbatches)
     num_buckets = len(buckets)
 
     def passes():
@@ -179,7 +179,7 @@ def test_the_choice_is_that_of_brute_force(first):
 
 MODEL = TransformerConfig(num_layers=4, width=64, num_heads=4)
 LENGTHS = np.random.default_rng(0).integers(1, 65, 300)
-PLAN = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], microbatches_per_step=8)
+PLAN = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", microbatches_per_step=8)
 EIGHT = Cluster.preset("dgx-h100")
 
 

@@ -217,7 +217,7 @@ def test_the_model_is_partition_invariant():
 
     config = TransformerConfig(num_layers=1, width=8, num_heads=1)
     dataset = random_dataset(2, 6)
-    plan = make_plan(np.diff(dataset.offsets), [(1, 6)], microbatches_per_step=2)
+    plan = make_plan(np.diff(dataset.offsets), [(1, 6)], order="length", microbatches_per_step=2)
     (batch,) = load(plan, dataset)
     assert_partition_invariant(make_loss_fn(config), init_params(config, seed=0), batch, num_shards=[2])
 
@@ -230,7 +230,7 @@ PLAN = make_plan(LENGTHS, BUCKETS, microbatches_per_step=2, order="shuffle")
 @functools.cache
 def parts():
     """Two parts of a distributed plan, made when a test needs them: every process of tests imports this module."""
-    part = plan_distributed(LENGTHS, BUCKETS, data_mesh(2), microbatches_per_step=2)
+    part = plan_distributed(LENGTHS, BUCKETS, data_mesh(2), order="length", microbatches_per_step=2)
     return [
         dataclasses.replace(part, microbatches=own, row_ids=part.row_ids[:, own])
         for own in (np.array([1]), np.array([0]))
@@ -249,10 +249,10 @@ def changed(**arrays):
     "plan",
     [
         PLAN,
-        make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], microbatches_per_step=2),
-        make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), [(2, 30, 30)]),
+        make_plan(pack_samples(LENGTHS, 30), [(2, 20), (2, 30)], order="length", microbatches_per_step=2),
+        make_plan(np.stack([LENGTHS, LENGTHS[::-1]], axis=1), [(2, 30, 30)], order="length"),
         torch_ref.make_plan(LENGTHS, BUCKETS, order="shuffle"),
-        torch_ref.make_plan(torch_ref.pack_samples(LENGTHS, 30), [(2, 30)]),
+        torch_ref.make_plan(torch_ref.pack_samples(LENGTHS, 30), [(2, 30)], order="length"),
         batch_by_tokens(LENGTHS, 64, order="shuffle"),
         pack_samples(LENGTHS, 30),
         [PLAN.rows(step) for step in range(PLAN.num_steps)],
@@ -270,7 +270,7 @@ def test_parts_of_a_plan_that_hold_every_sample_once_pass():
 
 
 def test_dropped_samples_may_be_missing_and_no_others():
-    plan = make_plan(LENGTHS, BUCKETS[:2], overlong="drop")
+    plan = make_plan(LENGTHS, BUCKETS[:2], order="length", overlong="drop")
     too_long = np.flatnonzero(LENGTHS > 20)
     assert_exactly_once(plan)
     assert_exactly_once(plan, 90, dropped=too_long)
@@ -378,7 +378,10 @@ def test_plans_of_both_packages_and_from_files_are_the_same(tmp_path, order):
             dataclasses.replace(PLAN, buckets=(*PLAN.buckets[:2], Bucket(3, 30))),
             r"^step \d+ differs: bucket is 2×30 and 3×30; rows has shape \(2, 2\) and \(2, 3\)$",
         ),
-        (make_plan(LENGTHS, BUCKETS, microbatches_per_step=4), r"step 0 differs: .*rows has shape \(2, \d\) and \(4, "),
+        (
+            make_plan(LENGTHS, BUCKETS, order="length", microbatches_per_step=4),
+            r"step 0 differs: .*rows has shape \(2, \d\) and \(4, ",
+        ),
         (
             make_plan(LENGTHS, [*BUCKETS, (1, 40)], microbatches_per_step=2, order="shuffle"),
             r"are the same, but the digests differ.*\(2, 30\), and .*\(1, 40\)$",
@@ -399,7 +402,7 @@ def test_the_first_step_that_differs_is_named(other, message):
 
 def test_batches_are_compared_leaf_by_leaf_across_frameworks():
     dataset = random_dataset(30, 20)
-    plan = make_plan(np.diff(dataset.offsets), [(3, 10), (2, 20)], microbatches_per_step=2)
+    plan = make_plan(np.diff(dataset.offsets), [(3, 10), (2, 20)], order="length", microbatches_per_step=2)
     assert_same_batches(load(plan, dataset), torch_ref.load(plan, dataset))
     batches = list(load(plan, dataset))
     tokens = np.array(batches[2].tokens)

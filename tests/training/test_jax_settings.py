@@ -24,7 +24,7 @@ from jvarlen import (
 from tests.conftest import random_dataset
 
 DATASET = random_dataset(24, 10)
-PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], microbatches_per_step=2)
+PLAN = make_plan(np.diff(DATASET.offsets), [(2, 10)], order="length", microbatches_per_step=2)
 
 
 def loss_fn(params, microbatch):

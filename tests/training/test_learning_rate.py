@@ -14,7 +14,7 @@ from jvarlen.training.rates import base_rates, before_each, step_sizes
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-PLAN = make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)])
+PLAN = make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)], order="length")
 EPOCHS = [make_plan([3] * 14 + [9] * 5, [(5, 4), (2, 9)], order="shuffle", epoch=epoch) for epoch in range(3)]
 NUM_STEPS = 3 * PLAN.num_steps
 COSINE = optax.warmup_cosine_decay_schedule(0.01, 0.1, 10, 57, 0.005)  # over all samples of three epochs

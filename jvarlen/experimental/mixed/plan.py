@@ -130,7 +130,7 @@ def make_mixed_plan(plan: Plan, microbatches_per_step: int) -> MixedPlan:
 
     Example:
       >>> from jvarlen.planning.plan import make_plan
-      >>> mixed = make_mixed_plan(make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)]), 2)
+      >>> mixed = make_mixed_plan(make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length"), 2)
       >>> mixed.step_offsets.tolist(), mixed.num_sequences.tolist(), mixed.ranks(2).tolist()
       ([0, 2, 3], [4, 1], [0, 1, 0])
     """

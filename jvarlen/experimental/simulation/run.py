@@ -174,7 +174,7 @@ def simulate(
 
     Example:
       >>> import jvarlen
-      >>> plan = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], microbatches_per_step=2)
+      >>> plan = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length", microbatches_per_step=2)
       >>> even = StepSeconds(np.array([1.0, 2.0]), *np.zeros((6, 2)))
       >>> run = simulate(plan, Layout(data=2), Cluster.preset("dgx-h100"), seconds=even)
       >>> run.total_s, run.causes["compute"]

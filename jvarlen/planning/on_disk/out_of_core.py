@@ -49,7 +49,7 @@ from jvarlen.planning.on_disk.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning.order import Order, block_order
+from jvarlen.planning.order import block_order
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 from jvarlen.planning.step_order import canonical_steps, emitted_steps
 
@@ -66,9 +66,6 @@ def plan_out_of_core(
     *,
     microbatches_per_step: int,
     ordering: Ordering,
-    shuffle_steps: bool,
-    longest_first: bool,
-    onset_spacing: int,
     overlong: Overlong,
     progress: bool,
 ) -> None:
@@ -80,10 +77,7 @@ def plan_out_of_core(
       out: the file.
       microbatches_per_step: as in `make_plan`.
       ordering: neither an array, nor with a difficulty or pacing.
-      shuffle_steps: as in `make_plan`.
-      longest_first: likewise.
-      onset_spacing: likewise.
-      overlong: likewise.
+      overlong: as in `make_plan`.
       progress: whether to show a progress bar of each stage.
 
     Raises:
@@ -91,8 +85,9 @@ def plan_out_of_core(
         arguments than those of that call.
       OSError: the disk is full; the message says how many bytes are needed.
     """
+    order = ordering.order
     check_kind(lengths)
-    check_choices(order=(ordering.order, Order), overlong=(overlong, Overlong))
+    check_choices(overlong=(overlong, Overlong))
     check_place(out)
     source = mapped_file(lengths)
     if source is not None and out.exists() and source.samefile(out):
@@ -101,13 +96,13 @@ def plan_out_of_core(
         "lengths": _identity(lengths),
         "buckets": [list(bucket) for bucket in buckets],
         "microbatches_per_step": microbatches_per_step,
-        "order": ordering.order,
-        "block_size": ordering.block_size,
+        "order": order.by,
+        "block_size": order.block_size and int(order.block_size),
         "seed": ordering.seed,
         "epoch": ordering.epoch,
-        "shuffle_steps": shuffle_steps,
-        "longest_first": longest_first,
-        "onset_spacing": onset_spacing,
+        "shuffle_steps": bool(order.shuffle_steps),
+        "longest_first": bool(order.longest_first),
+        "new_shape_every": int(order.new_shape_every),
         "overlong": overlong,
         "version": [_VERSION, stages.PIECE],
     }
@@ -118,7 +113,7 @@ def plan_out_of_core(
         steps = canonical_steps(num_samples, microbatches_per_step * np.array([bucket.rows for bucket in buckets]))
         writer = PlanFileWriter(kept.directory / "plan", len(buckets), len(steps.bucket), int(num_samples.sum()))
         to_group, ordered = _sort_stages(kept.directory, lengths, histogram, ordering)
-        has_places = ordering.order == "dataset" or ordering.block_size is not None
+        has_places = ordering.emits_by_arrival
         grouped = Grouped(kept.directory / "grouped", num_samples, len(lengths), int(edges[-1]), has_places)
         to_group.append(group(ordered, grouped, BucketTable(edges, overlong)))
         with _naming_needed_bytes(writer.num_bytes + _bytes_of(to_group, kept, len(lengths)), kept.directory):
@@ -128,8 +123,7 @@ def plan_out_of_core(
                 if before is not None and isinstance(before.files, PartFiles):
                     before.files.delete()
             last_places = grouped.last_places(steps.offsets)
-            first_by = edges if longest_first else None
-            emitted = emitted_steps(steps, ordering, last_places, len(lengths), shuffle_steps, first_by, onset_spacing)
+            emitted = emitted_steps(steps, ordering, last_places, len(lengths), edges)
             writer.write("buckets", np.array(buckets))
             writer.write("step_bucket", steps.bucket[emitted])
             writer.write("num_tokens", grouped.num_tokens(steps.offsets)[emitted])
@@ -297,7 +291,7 @@ def _sort_stages(
     directory: Path, lengths: Integer[np.ndarray, " N"], histogram: LengthHistogram, ordering: Ordering
 ) -> tuple[list[Stage], Pieces]:
     """The stages that order the samples, and the pieces in order once these are done."""
-    order, block_size, num_samples = ordering.order, ordering.block_size, len(lengths)
+    order, block_size, num_samples = ordering.order.by, ordering.order.block_size, len(lengths)
     has_keys, by_length = order == "shuffle" or block_size is not None, str(order).startswith("length")
     length_dtype = np.min_scalar_type(int(histogram.lengths[-1]))
     pieces: Pieces = Source(lengths, length_dtype, (ordering.seed, ordering.epoch) if has_keys else None)

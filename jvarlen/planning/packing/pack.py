@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxtyping import Bool, Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, if_given, is_integer
-from jvarlen.planning.edges import check_edges
+from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.lengths import (
     FittedLengths,
     PackedOverlong,
@@ -236,7 +236,7 @@ def pack_samples(
             check_feature_lengths(lengths), row_lengths, counts, max_samples_per_row, order, seed, epoch, overlong
         )
     lengths = check_lengths(lengths)
-    capacities = check_edges([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
+    capacities = check_bucket_lengths([row_lengths] if is_integer(row_lengths) else row_lengths)  # type: ignore[list-item, arg-type]
     check_choices(overlong=(overlong, PackedOverlong))
     if counts is not None:
         num_of_each = _checked_counts(counts, len(lengths), order)

@@ -15,26 +15,26 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, list_offenders, offenders_where
 from jvarlen.planning._kernels import take_segments
 from jvarlen.planning.buckets import AnyBucket
-from jvarlen.planning.lengths import Overlong, check_lengths_for, ends_to_offsets, fit_lengths
+from jvarlen.planning.lengths import PackedOverlong, check_lengths_for, ends_to_offsets, fit_lengths
 from jvarlen.planning.order import stable_argsort
 from jvarlen.planning.packing.pack import Packing
 
 if TYPE_CHECKING:
     from jvarlen.planning.plan import Plan
 
-__all__ = ["lengths_of_rows", "rows_in_piece_order", "steps_in_piece_order", "with_samples"]
+__all__ = ["lengths_of_rows", "rows_in_chunk_order", "steps_in_chunk_order", "with_samples"]
 
 
 def lengths_of_rows(
-    packing: Packing, buckets: Sequence[AnyBucket], overlong: Overlong
+    packing: Packing, buckets: Sequence[AnyBucket], overlong: PackedOverlong
 ) -> Int64[np.ndarray, " R *sides"]:
     """The tokens of packed rows; raises ValueError where no bucket holds them."""
     if overlong != "error":
         raise UserError(f"overlong={overlong!r}: a packing has cut or dropped samples by its own rule already")
-    if packing.num_tokens.ndim == 1:
-        problem = "packed rows longer than the longest bucket; of the rows"
-        return fit_lengths(packing.num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
     num_tokens = check_lengths_for(buckets, packing.num_tokens)
+    if num_tokens.ndim == 1:
+        problem = "packed rows longer than the longest bucket; of the rows"
+        return fit_lengths(num_tokens, buckets[-1].lengths[0], "error", problem=problem).lengths
     edges = np.array([bucket.lengths for bucket in buckets])
     is_held = np.any(np.all(num_tokens[:, None] <= edges, axis=2), axis=1)
     if not np.all(is_held):
@@ -64,7 +64,7 @@ def with_samples(plan_of_rows: Plan, packing: Packing) -> Plan:
     )
 
 
-def rows_in_piece_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
+def rows_in_chunk_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int64[np.ndarray, " R"]:
     """Ordered rows, each after the rows that hold earlier pieces of its samples."""
     assert packing.piece_starts is not None
     place_of_row = np.full(packing.num_rows, -1)
@@ -75,7 +75,7 @@ def rows_in_piece_order(packing: Packing, rows: Int64[np.ndarray, " R"]) -> Int6
     return rows[_after_earlier_pieces(ids, starts, place[is_in], len(rows))]
 
 
-def steps_in_piece_order(plan: Plan, longest_first: bool) -> Plan:
+def steps_in_chunk_order(plan: Plan, longest_first: bool) -> Plan:
     """The plan with each step after those that hold earlier pieces of its samples, and with pieces in their order."""
     assert plan.piece_starts is not None
     assert plan.row_offsets is not None

@@ -7,24 +7,25 @@ lengths, D distinct rounded lengths, K lengths of rows.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from jvarlen._common.checks import check_at_least_one, if_given
-from jvarlen.planning.buckets import CountedSamples
-from jvarlen.planning.budget import Budget, BudgetOptions, as_budget
+from jvarlen._common.checks import UserError, check_at_least_one, if_given
+from jvarlen.planning.buckets import Bucket, CountedSamples, make_buckets
+from jvarlen.planning.budget import Budget, as_budget
 from jvarlen.planning.edges import least_rows_when_packed, optimal_edges, trimmed_costs
 from jvarlen.planning.lengths import PackedOverlong, check_lengths
-from jvarlen.planning.packing.pack import split_lengths
+from jvarlen.planning.packing.pack import pack_samples, split_lengths
 from jvarlen.planning.packing.placing import rows_by_tokens
 
-__all__ = ["choose_row_lengths", "packed_row_lengths"]
+__all__ = ["choose_packed_buckets", "choose_row_lengths"]
 
 # Sets of row lengths that are tried at most; trying one takes time in proportion to the distinct lengths.
 _MAX_SETS = 2**12
@@ -37,11 +38,9 @@ def choose_row_lengths(
     lengths: npt.ArrayLike,
     max_tokens: int | Budget,
     *,
-    max_shapes: int = 4,
-    max_length: int | None = None,
     max_samples_per_row: int | None = None,
     overlong: PackedOverlong = "error",
-    **options: Unpack[BudgetOptions],
+    **budget: Any,
 ) -> tuple[int, ...]:
     """Chooses a few row lengths for packing, so that the plan of the packed rows costs least.
 
@@ -66,11 +65,9 @@ def choose_row_lengths(
     Args:
       lengths: as in `make_buckets`.
       max_tokens: as in `make_buckets`.
-      max_shapes: the most lengths.
-      max_length: as in `make_buckets`.
       max_samples_per_row: as in `pack_samples`.
       overlong: as in `make_buckets`, or `"split"`: samples above `max_length` count as the pieces that they come in.
-      options: the other fields of `Budget`.
+      budget: the other fields of `Budget`, as keywords; `max_shapes` is the most row lengths.
 
     Returns:
       Row lengths, strictly ascending; the last holds the longest sample.
@@ -82,17 +79,17 @@ def choose_row_lengths(
       >>> choose_row_lengths([3, 5, 8, 8], max_tokens=32)
       (8,)
     """
-    budget = as_budget(max_tokens, options)
-    check_at_least_one(
-        max_shapes=max_shapes, **if_given(max_length=max_length, max_samples_per_row=max_samples_per_row)
-    )
+    limits = as_budget(max_tokens, budget)
+    check_at_least_one(**if_given(max_samples_per_row=max_samples_per_row))
+    if limits.strategy != "optimal":
+        raise UserError(f"row lengths are chosen by their cost: strategy must be 'optimal', not {limits.strategy!r}")
     if overlong == "split":
         overlong = "error"
-        if max_length is not None:
-            _, _, lengths = split_lengths(check_lengths(lengths), max_length)
-    counted = CountedSamples(lengths, max_length, overlong, budget.length_multiple)
+        if limits.max_length is not None:
+            _, _, lengths = split_lengths(check_lengths(lengths), limits.max_length)
+    counted = CountedSamples(lengths, limits.max_length, overlong, limits.length_multiple)
     histogram = counted.histogram
-    caps = counted.checked_caps(budget, histogram.rounded)
+    caps = counted.checked_caps(limits, histogram.rounded)
     descending, counts = histogram.values[::-1].tolist(), histogram.counts[::-1].tolist()
 
     def plan_cost(edges: tuple[int, ...]) -> float:
@@ -100,39 +97,36 @@ def choose_row_lengths(
         for tokens, num_rows in rows_by_tokens(descending, counts, edges, max_samples_per_row).items():
             rows_held[bisect.bisect_left(edges, tokens)] += num_rows
         length = np.array(edges)
-        costs = budget.bucket_costs(rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
+        costs = limits.bucket_costs(rows_held, caps[np.searchsorted(histogram.rounded, length)], length)
         return functools.reduce(lambda total, each: total + each, costs.tolist())  # `sum` rounds by Python's version
 
     most = _MAX_SETS_TIMES_LENGTHS if max_samples_per_row is None else _MAX_SETS_TIMES_LENGTHS_ROW_BY_ROW
     max_sets = min(_MAX_SETS, max(most // len(counts), 1))
-    search = _SetSearch(histogram.rounded.tolist(), max_shapes, max_sets, plan_cost)
+    search = _SetSearch(histogram.rounded.tolist(), limits.max_shapes, max_sets, plan_cost)
     if not search.try_all():
-        costs = trimmed_costs(histogram.rounded, least_rows_when_packed(histogram), caps, budget)
-        by_class = optimal_edges(histogram.rounded, costs, max_shapes)
+        costs = trimmed_costs(histogram.rounded, least_rows_when_packed(histogram), caps, limits)
+        by_class = optimal_edges(histogram.rounded, costs, limits.max_shapes)
         search.descend(())
         search.descend(tuple(np.searchsorted(histogram.rounded, by_class[:-1]).tolist()))
         search.descend(search.best_of_grid())
     return search.cheapest()
 
 
-def packed_row_lengths(
-    lengths: npt.ArrayLike,
-    budget: Budget,
-    *,
-    max_shapes: int,
-    max_length: int | None,
-    overlong: PackedOverlong,
-    max_samples_per_row: int | None = None,
-) -> tuple[int, ...]:
-    """`choose_row_lengths`; without a cost only the longest, since packed rows leave little padding to save."""
-    return choose_row_lengths(
-        lengths,
-        budget,
-        max_shapes=max_shapes if budget.cost else 1,
-        max_length=max_length,
-        overlong=overlong,
-        max_samples_per_row=max_samples_per_row,
-    )
+def choose_packed_buckets(
+    lengths: npt.ArrayLike, budget: Budget, overlong: PackedOverlong, max_samples_per_row: int | None = None
+) -> tuple[Bucket, ...]:
+    """The buckets of packed rows: of the given lengths, else of `choose_row_lengths`.
+
+    Without a cost they have only the longest length, since packed rows leave little padding to save.
+    """
+    if budget.given_lengths is not None:
+        row_lengths = tuple(budget.given_lengths.tolist())
+    else:
+        limits = budget if budget.cost else dataclasses.replace(budget, max_shapes=1)
+        row_lengths = choose_row_lengths(lengths, limits, max_samples_per_row=max_samples_per_row, overlong=overlong)
+    # Of the same sizes in any order.
+    rows = pack_samples(lengths, row_lengths, max_samples_per_row=max_samples_per_row, overlong=overlong)
+    return make_buckets(rows.num_tokens, budget, strategy=row_lengths, max_length=None)
 
 
 class _SetSearch:

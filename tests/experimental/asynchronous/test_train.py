@@ -51,7 +51,9 @@ def first_state(dtype=jnp.float32):
 
 
 def make_small_plan(num_microbatches, dataset=DATASET):
-    return make_plan([len(sample) for sample in dataset], [(2, 4), (2, 8)], microbatches_per_step=num_microbatches)
+    return make_plan(
+        [len(sample) for sample in dataset], [(2, 4), (2, 8)], order="length", microbatches_per_step=num_microbatches
+    )
 
 
 def assert_same_bits(one, other):

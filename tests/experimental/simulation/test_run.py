@@ -230,7 +230,7 @@ def test_what_cannot_be_simulated_is_refused(options, message):
 
 
 def test_a_mixed_plan_cannot_be_simulated():
-    microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)])
+    microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length")
     with pytest.raises(jvarlen.UserError, match="only plans whose steps have one each can be simulated"):
         simulate(make_mixed_plan(microbatches, 2), Layout(), CLUSTER, seconds=COMPUTE)
 

@@ -145,7 +145,7 @@ def batches_of(packed):
     dataset = random_dataset(3 * 4 * bucket.rows * (2 if packed else 1) - 5, bucket.length)
     lengths = np.diff(dataset.offsets)
     samples = pack_samples(lengths, (bucket.length,)) if packed else lengths
-    plan = make_plan(samples, [bucket], microbatches_per_step=4)
+    plan = make_plan(samples, [bucket], order="length", microbatches_per_step=4)
     batches = load(plan, dataset, collate=pack_to_bucket) if packed else load(plan, dataset)
     return jax.tree.map(np.asarray, list(itertools.islice(batches, 3)))
 

@@ -105,11 +105,11 @@ def test_another_process_opens_the_file_instead_of_copying_the_arrays(path):
     assert len(pickled) < 500
     assert pickle.loads(pickled).digest == Plan.load(path).digest
     plan = Plan.load(path)
-    make_plan(LENGTHS, BUCKETS, out=path, progress=False)  # in its place
+    make_plan(LENGTHS, BUCKETS, order="length", out=path, progress=False)  # in its place
     for use in (lambda: pickle.loads(pickled), lambda: plan.verify(progress=False)):
         with pytest.raises(ValueError, match=r"was replaced .*since it was opened"):
             use()
-    in_memory = make_plan(LENGTHS, BUCKETS)
+    in_memory = make_plan(LENGTHS, BUCKETS, order="length")
     assert pickle.loads(pickle.dumps(in_memory)).digest == in_memory.digest
 
 

@@ -34,7 +34,9 @@ PAIRS = [tuple(RNG.integers(1, VOCAB, n) for n in pair) for pair in LENGTHS]
 
 def packed_plan(row_lengths=(16, 20), **options):
     packing = pack_samples(LENGTHS, row_lengths, order="shuffle", **options)
-    return make_plan(packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2), microbatches_per_step=2)
+    return make_plan(
+        packing, make_pair_buckets(packing.num_tokens, 150, max_shapes=2), order="length", microbatches_per_step=2
+    )
 
 
 @needs_numba
@@ -92,7 +94,7 @@ def test_every_pair_is_laid_out_as_planned():
 def test_cut_pairs_keep_their_first_tokens_and_weights():
     pairs = [(np.arange(1, 9), WeightedTokens(np.arange(1, 4), [0, 0.5, 1])), (np.arange(1, 3), np.arange(1, 9))]
     packing = pack_samples([[8, 3], [2, 8]], (6, 7), overlong="truncate")
-    plan = make_plan(packing, [(2, 6, 7)])
+    plan = make_plan(packing, [(2, 6, 7)], order="length")
     assert plan.num_truncated == 2
     batch = PlanSource(plan, pairs, pack_pairs_to_bucket, lengths=[[8, 3], [2, 8]])[0]
     num_sources = (batch.source_segment_ids[0] > 0).sum(axis=1).tolist()
@@ -104,10 +106,10 @@ def test_plans_and_collate_functions_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="packed rows of pairs: collate it with pack_pairs_to_bucket"):
         PlanSource(packed_plan(), PAIRS, pad_pairs_to_bucket)[0]
     with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
-        PlanSource(make_plan([3], [(1, 3)]), [np.ones(3, int)], pack_pairs_to_bucket)[0]
+        PlanSource(make_plan([3], [(1, 3)], order="length"), [np.ones(3, int)], pack_pairs_to_bucket)[0]
     with pytest.raises(ValueError, match="pack_pairs_to_bucket"):
         PlanSource(packed_plan(), PAIRS, pad_to_bucket)[0]
-    swapped = make_plan(pack_samples([[4, 4], [2, 2]], (4, 4)), [(2, 4, 4)])
+    swapped = make_plan(pack_samples([[4, 4], [2, 2]], (4, 4)), [(2, 4, 4)], order="length")
     with pytest.raises(ValueError, match=r"id 0: 5 \(limit 4\)"):
         PlanSource(
             swapped, [(np.ones(5, int), np.ones(3, int)), (np.ones(2, int), np.ones(2, int))], pack_pairs_to_bucket
@@ -174,7 +176,7 @@ def test_packed_pairs_have_the_loss_and_gradient_that_they_have_alone():
     with jax.enable_x64(True):
         params = params_of_encoder_decoder()
         (loss, weight), grads = sums_over(packed_plan(), pack_pairs_to_bucket, params)
-        alone = make_plan(LENGTHS, [(1, 9, 13)], microbatches_per_step=8)
+        alone = make_plan(LENGTHS, [(1, 9, 13)], order="length", microbatches_per_step=8)
         (expected, expected_weight), expected_grads = sums_over(alone, pad_pairs_to_bucket, params)
         assert weight == expected_weight == LENGTHS[:, 1].sum()
         np.testing.assert_allclose(loss, expected, rtol=1e-12)

@@ -69,7 +69,7 @@ def test_four_packed_shapes_leave_less_than_one_percent_padding(row_lengths):
     packing = pack_samples(uniform_lengths(), row_lengths)
     edges = "optimal" if row_lengths == 4096 else row_lengths
     buckets = make_buckets(packing.num_tokens, 500_000, strategy=edges, max_shapes=4, microbatches_per_step=8)
-    plan = make_plan(packing, buckets, microbatches_per_step=8)
+    plan = make_plan(packing, buckets, order="length", microbatches_per_step=8)
     assert len(buckets) == 4
     assert plan.padding < 0.01
     assert (np.sort(plan.sample_ids) == np.arange(200_000)).all()
@@ -80,8 +80,8 @@ def test_row_lengths_follow_the_cost():
     """Where attention is dear, short samples get short rows; where only tokens count, the long rows do."""
     lengths = np.random.default_rng(0).geometric(1 / 200, 5_000).clip(1, 2048)
     attention = CostModel(constant=0.0, linear=15e-6, quadratic=0.22e-6)
-    by_tokens = choose_row_lengths(lengths, 16_384, length_multiple=32)
-    by_cost = choose_row_lengths(lengths, 16_384, length_multiple=32, cost=attention)
+    by_tokens = choose_row_lengths(lengths, 16_384, max_shapes=4, length_multiple=32)
+    by_cost = choose_row_lengths(lengths, 16_384, max_shapes=4, length_multiple=32, cost=attention)
     assert by_cost[0] < 400
     assert len(by_cost) == 4
     assert by_cost[-1] == by_tokens[-1]
@@ -89,7 +89,7 @@ def test_row_lengths_follow_the_cost():
     def seconds(row_lengths):
         packing = pack_samples(lengths, row_lengths)
         buckets = make_buckets(packing.num_tokens, 16_384, strategy=row_lengths)
-        plan = make_plan(packing, buckets)
+        plan = make_plan(packing, buckets, order="length")
         return sum(float(attention(*buckets[k])) for k in plan.step_bucket)
 
     assert seconds(by_cost) < 0.6 * seconds(by_tokens)
@@ -156,18 +156,18 @@ def test_every_sample_is_laid_out_as_planned():
 def test_plans_and_collate_functions_that_do_not_match_are_refused():
     with pytest.raises(ValueError, match="pack_to_bucket"):
         PlanSource(packed_plan(), DATASET, pad_to_bucket)[0]
-    unpacked = make_plan(LENGTHS, make_buckets(LENGTHS, 256))
+    unpacked = make_plan(LENGTHS, make_buckets(LENGTHS, 256), order="length")
     with pytest.raises(ValueError, match="one a row: collate it with pad_to_bucket"):
         PlanSource(unpacked, DATASET, pack_to_bucket)[0]
     with pytest.raises(ValueError, match="pad_to_bucket"):
         PlanSource(unpacked, DATASET, pad_pairs_to_bucket)[0]
-    of_pairs = make_plan([[3, 4]], [(1, 4, 4)])
+    of_pairs = make_plan([[3, 4]], [(1, 4, 4)], order="length")
     with pytest.raises(ValueError, match="pairs: collate it with pad_pairs_to_bucket"):
         PlanSource(of_pairs, [([1, 2, 3], [1, 2, 3, 4])], pad_to_bucket)[0]
 
 
 def test_rows_of_other_samples_than_those_packed_are_refused_by_id():
-    plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)])
+    plan = make_plan(pack_samples([4, 4, 2, 2], 6), [(2, 6)], order="length")
     swapped = [np.ones(length, np.int64) for length in (4, 4, 4, 0)]  # as many tokens in all
     with pytest.raises(ValueError, match=r"longer than their bucket.*id 0: 4, id 2: 4 \(limit 6\)"):
         PlanSource(plan, swapped, pack_to_bucket)[0]
@@ -181,7 +181,7 @@ def test_packed_samples_have_the_loss_and_gradient_that_they_have_alone(implemen
     ids = np.arange(24)
     packing = pack_samples(LENGTHS[ids], 64)
     longest = int(LENGTHS[ids].max())
-    packed_rows = make_plan(packing, [(packing.num_rows, 64)]).rows(0)
+    packed_rows = make_plan(packing, [(packing.num_rows, 64)], order="length").rows(0)
     num_tokens = int(LENGTHS[ids].sum())
 
     def batch_of(collate, ids_MxB, bucket):
@@ -227,7 +227,7 @@ def test_packed_steps_train_in_shapes_compiled_ahead():
 def test_packed_steps_give_the_same_loss_on_any_number_of_devices():
     packing = pack_samples(LENGTHS, 64)
     buckets = make_buckets(packing.num_tokens, 128, max_shapes=1, microbatches_per_step=4)
-    plan = make_plan(packing, buckets, microbatches_per_step=4)
+    plan = make_plan(packing, buckets, order="length", microbatches_per_step=4)
     loss_fn = make_loss_fn(TransformerConfig(num_layers=1, width=8, num_heads=1))
     params = jax.tree.map(np.asarray, init_params(TransformerConfig(num_layers=1, width=8, num_heads=1), seed=0))
     samples = [np.asarray(DATASET[i]) for i in plan.sample_ids[: plan.step_offsets[1]]]
