@@ -127,7 +127,7 @@ def costs_of(form: Form, schedule: Schedule, keeps: str = "residuals") -> dict[s
 
 def measure(form: Form, name: str, keeps: str) -> Measured:
     num_chunks = CHUNKS[name]
-    layout = Layout(stage=NUM_STAGES, schedule=name, chunks=num_chunks)
+    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, chunks=num_chunks)
     happened: list[Wait] = []
     schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
     waits_s = {kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}
@@ -240,7 +240,7 @@ def memory(form: Form) -> list[str]:
     shape = 1024, 8
 
     def held(name: str, keeps: Any, num_microbatches: int) -> str:
-        layout = Layout(stage=NUM_STAGES, schedule=name, chunks=CHUNKS[name])
+        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, chunks=CHUNKS[name])
         num_layers = NUM_STAGES * CHUNKS[name]
         layers = jax.ShapeDtypeStruct((num_layers, shape[1], shape[1]), jnp.float32)
         state = TrainState(LayeredParams(jax.ShapeDtypeStruct(shape[1:], jnp.float32), layers), None)

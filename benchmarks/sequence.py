@@ -178,7 +178,7 @@ def seconds(form: Form) -> list[str]:
     qkv = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     rows = []
     for num, implementation in [(1, "whole"), *((num, each) for num in form.timed_on for each in IMPLEMENTATIONS)]:
-        mesh = layout_mesh(Layout(sequence=num))
+        mesh = layout_mesh(Layout(data=1, sequence=num))
         axes, options = (Axes(), {}) if num == 1 else (Axes(sequence="sequence"), {"implementation": implementation})
 
         def loss(*qkv: jax.Array, axes: Axes = axes, options: dict[str, str] = options) -> jax.Array:

@@ -83,7 +83,7 @@ class Measured(NamedTuple):
 
 def compile_passes(form: Form, text: str) -> Measured:
     """Loss, loss with gradients, and the whole step on a layout."""
-    layout = Layout.parse(text)
+    layout = Layout.parse(f"data1.{text}")
     config = TransformerConfig(num_layers=form.num_layers, width=form.width, num_heads=form.num_heads)
     model, mesh = layered(config), layout_mesh(layout)
     params = stack_layers(init_params(config, seed=0))

@@ -8,9 +8,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jvarlen._common.checks import UserError, check_at_least_one, check_at_least_zero, check_choices, list_first
+
+if TYPE_CHECKING:
+    import jax
+    from jax.sharding import Mesh
+
+    from jvarlen.distributed.mesh import Placement
 
 __all__ = ["MESH_AXES", "Keeps", "Layout", "ScheduleName"]
 
@@ -28,7 +35,7 @@ _KEEP_WORDS: dict[str, Keeps] = {"keep_inputs": "inputs", "keep_residuals": "res
 class Layout:
     """How a step spreads over devices.
 
-    As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are a name and its number
+    As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are `data`, a name and its number
     (`data4`, `stage2`, `sequence2`, `tensor2`, `zero1`, `chunks2`, `sequence_from4096`), `sequence_parallel`, or a
     schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what is kept (`keep_inputs`,
     `keep_residuals`). `str` leaves defaults out.
@@ -41,13 +48,16 @@ class Layout:
       >>> layout = Layout.parse("zero2.data4")
       >>> str(layout), layout.num_devices
       ('data4.zero2', 4)
+      >>> str(Layout()), str(Layout(tensor=2).for_devices(8))
+      ('data', 'data4.tensor2')
 
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
     """
 
-    data: int = 1
-    """Data-parallel shards: size of the mesh axis `"data"`."""
+    data: int = -1
+    """Data-parallel shards: size of the mesh axis `"data"`. -1: as many as the devices leave, which `for_devices`
+    and `on` find out."""
     stage: int = 1
     """Pipeline stages: size of the mesh axis `"stage"`."""
     sequence: int = 1
@@ -70,7 +80,10 @@ class Layout:
     recomputes them, or their `"residuals"`. None: inputs with stages, and residuals otherwise."""
 
     def __post_init__(self):
-        check_at_least_one(**{name: getattr(self, name) for name in (*MESH_AXES, "chunks")})
+        given = {name: getattr(self, name) for name in (*MESH_AXES, "chunks")}
+        if self.data == -1:
+            del given["data"]
+        check_at_least_one(**given)
         check_at_least_zero(zero=self.zero, sequence_from=self.sequence_from)
         check_choices(schedule=(self.schedule, ScheduleName))
         if self.keeps is not None:
@@ -79,7 +92,7 @@ class Layout:
             raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
-        if self.zero and self.num_shards == 1:
+        if self.zero and self.data != -1 and self.num_shards == 1:
             raise UserError(
                 f"zero{self.zero} shards over 'data' and 'sequence', whose sizes are 1: add a word such as data2"
             )
@@ -105,6 +118,8 @@ class Layout:
             match = re.fullmatch(rf"({'|'.join(_NUMBERED)})([0-9]+)", word)
             if match:
                 name, value = match[1], int(match[2])
+            elif word == "data":
+                name, value = word, -1
             elif word in get_args(ScheduleName):
                 name, value = "schedule", word
             elif word == "sequence_parallel":
@@ -117,7 +132,13 @@ class Layout:
             given.setdefault(name, []).append(word)
             values[name] = value
         if unknown:
-            known = [*(f"{name}N" for name in _NUMBERED), "sequence_parallel", *get_args(ScheduleName), *_KEEP_WORDS]
+            known = [
+                "data",
+                *(f"{name}N" for name in _NUMBERED),
+                "sequence_parallel",
+                *get_args(ScheduleName),
+                *_KEEP_WORDS,
+            ]
             raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
         if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
             raise UserError(f"the layout {text!r} says one thing more than once: {list_first(repeated, '; ')}")
@@ -135,11 +156,61 @@ class Layout:
                 words.append(f"keep_{value}")
             else:
                 words.append(field.name if value is True else f"{field.name}{value}")
-        return ".".join(words) or "data1"
+        return ".".join(words) or "data"
+
+    def for_devices(self, num_devices: int) -> Layout:
+        """This layout on so many devices.
+
+        Args:
+          num_devices: how many.
+
+        Returns:
+          The layout, with the number of data shards that these devices make.
+
+        Raises:
+          ValueError: it takes another number of devices.
+        """
+        if self.data != -1:
+            if num_devices != self.num_devices:
+                raise UserError(f"the layout {self} takes {self.num_devices} devices, not the {num_devices} given ones")
+            return self
+        of_shard = dataclasses.replace(self, data=1, zero=0).num_devices
+        if num_devices < 1 or num_devices % of_shard:
+            raise UserError(f"the layout {self} takes a multiple of {of_shard} devices, not {num_devices}")
+        return dataclasses.replace(self, data=num_devices // of_shard)
+
+    def on(
+        self, devices: Mesh | Sequence[jax.Device] | None = None, *, axes: Mapping[str, str] | None = None
+    ) -> Placement:
+        """This layout on these devices.
+
+        Args:
+          devices: as many as the layout takes; None: the first of `jax.devices()`, all where the number of data shards
+            is open. Or a mesh of one's own.
+          axes: of a mesh of one's own, its names for axes of the layout, such as `{"data": "dp"}`; the others are left
+            to the compiler. None: axes have the names that the layout gives them; a single axis is for data.
+
+        Returns:
+          `Placement`, whose layout tells the number of data shards.
+
+        Raises:
+          ValueError: another number of devices; a mesh whose axes have other sizes than the layout, or lacks one.
+
+        Example:
+          >>> import jax
+          >>> placement = Layout().on(jax.devices()[:1])
+          >>> str(placement.layout), dict(placement.mesh.shape)["data"]
+          ('data1', 1)
+        """
+        from jvarlen.distributed.mesh import place  # which imports JAX
+
+        return place(self, devices, axes)
 
     @property
     def axis_sizes(self) -> dict[str, int]:
-        """The size of each mesh axis, in their order."""
+        """The size of each mesh axis, in their order; raises ValueError while the number of data shards is open."""
+        if self.data == -1:
+            raise UserError(f"the layout {self} has as many data shards as devices leave: say how many, such as data8")
         return {name: getattr(self, name) for name in MESH_AXES}
 
     @property
@@ -155,7 +226,7 @@ class Layout:
     @property
     def num_shards(self) -> int:
         """How many devices these axes have."""
-        return self.data * self.sequence
+        return self.axis_sizes["data"] * self.sequence
 
     @property
     def num_devices(self) -> int:

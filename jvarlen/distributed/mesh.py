@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -13,14 +15,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Int64
 
-from jvarlen._common.checks import UserError
+from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import is_key
-from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.layout import MESH_AXES, Layout
 
 __all__ = [
     "DATA_AXIS",
     "NO_MESH",
     "STAGE_AXIS",
+    "LayoutLike",
+    "Placement",
     "auto_axes",
     "axes_in",
     "batch_shardings",
@@ -34,6 +38,8 @@ __all__ = [
     "num_shards_of",
     "own_microbatches",
     "own_shards",
+    "place",
+    "placement_of",
     "replicate",
     "split_cpu",
     "with_auto_axes",
@@ -70,6 +76,121 @@ def data_mesh(num_devices: int | None = None, *, of_each_process: bool = False) 
     return jax.make_mesh((len(devices),), (DATA_AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """A layout on devices: where a step runs. `Layout.on` makes it."""
+
+    layout: Layout
+    """With the number of data shards."""
+    mesh: Mesh
+    """With Auto axes."""
+    axes: Mapping[str, str] = dataclasses.field(hash=False)
+    """The mesh's names of axes of the layout. Other axes of the mesh are left to the compiler."""
+
+    @property
+    def data_axis(self) -> str:
+        """The mesh's name of the axis "data"."""
+        return self.axes[DATA_AXIS]
+
+    @property
+    def program_mesh(self) -> Mesh:
+        """The same devices, with the names that the layout gives its axes: for steps that name them themselves."""
+        names = {own: name for name, own in self.axes.items()}
+        if all(own == name for own, name in names.items()):
+            return self.mesh
+        return Mesh(
+            self.mesh.devices,
+            tuple(names.get(own, f"{own} of the compiler") for own in self.mesh.axis_names),
+            axis_types=self.mesh.axis_types,
+        )
+
+    def batch_shardings(self, batch: Any) -> Any:
+        """The shardings of a step's arrays: microbatches over the data axis, scalars replicated.
+
+        Args:
+          batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
+
+        Returns:
+          A pytree of `NamedSharding`.
+
+        Raises:
+          ValueError: data shards do not divide M.
+        """
+        return batch_shardings(batch, self.mesh, self.data_axis)
+
+    def own_microbatches(self, microbatches_per_step: int) -> Int64[np.ndarray, " m"]:
+        """The microbatches of a step that are on devices of this process, as `own_microbatches` tells."""
+        return own_microbatches(self.mesh, microbatches_per_step, self.data_axis)
+
+
+LayoutLike = Layout | str | Placement | Mesh | None
+"""Where a step runs: a layout or its text, on `jax.devices()`; a placement; a mesh, for data parallelism over its only
+axis, or over "data"; None: one device."""
+
+
+def placement_of(layout: LayoutLike) -> Placement | None:
+    """What an argument `layout=` stands for; None: one device."""
+    if layout is None or isinstance(layout, Placement):
+        return layout
+    if isinstance(layout, Mesh):
+        if DATA_AXIS not in layout.axis_names and len(layout.axis_names) != 1:
+            raise UserError(
+                f"which axis of the mesh is for data, {' or '.join(map(repr, layout.axis_names))}? Layout().on(mesh, "
+                'axes={"data": …}) tells'
+            )
+        axis = DATA_AXIS if DATA_AXIS in layout.axis_names else layout.axis_names[0]
+        return Layout().on(layout, axes={DATA_AXIS: axis})
+    if not isinstance(layout, Layout | str):
+        raise UserError(
+            f"layout must be a Layout, its text, a Placement, a Mesh or None, not a {type(layout).__name__}"
+        )
+    return (Layout.parse(layout) if isinstance(layout, str) else layout).on()
+
+
+def place(
+    layout: Layout, where: Mesh | Sequence[jax.Device] | None = None, axes: Mapping[str, str] | None = None
+) -> Placement:
+    """A layout on devices or on a mesh, as `Layout.on` tells."""
+    if isinstance(where, Mesh):
+        return _place_on_mesh(layout, where, axes)
+    if axes is not None:
+        raise UserError(f"axes ({axes}) name those of a mesh, and the layout is to be placed on devices")
+    devices = jax.devices() if where is None else list(where)
+    if where is None and layout.data != -1:
+        if len(devices) < layout.num_devices:
+            hint = _split_hint(devices, layout.num_devices)
+            raise UserError(
+                f"the layout {layout} takes {layout.num_devices} devices, and there are {len(devices)}{hint}"
+            )
+        devices = devices[: layout.num_devices]
+    layout = layout.for_devices(len(devices))
+    names, sizes = zip(*layout.axis_sizes.items(), strict=True)
+    # Auto axes: with explicit ones, shard_map refuses arrays that were not placed by hand.
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    return Placement(layout=layout, mesh=mesh, axes={name: name for name in names})
+
+
+def _place_on_mesh(layout: Layout, mesh: Mesh, axes: Mapping[str, str] | None) -> Placement:
+    if axes is None:
+        axes = {name: name for name in MESH_AXES if name in mesh.axis_names}
+        if not axes and len(mesh.axis_names) == 1:
+            axes = {DATA_AXIS: mesh.axis_names[0]}
+    if unknown := [name for name in axes if name not in MESH_AXES]:
+        raise UserError(f"a layout has no axis {list_first(map(repr, unknown))}, but {', '.join(MESH_AXES)}")
+    num_shards_of(mesh, axes.get(DATA_AXIS, DATA_AXIS))
+    sizes = {name: num_shards_of(mesh, own) for name, own in axes.items()}
+    if layout.data == -1:
+        layout = dataclasses.replace(layout, data=sizes[DATA_AXIS])
+    differing = [
+        f"{axes.get(name, name)!r} {sizes.get(name, 1)} where the layout has {size}"
+        for name, size in layout.axis_sizes.items()
+        if sizes.get(name, 1) != size
+    ]
+    if differing:
+        raise UserError(f"the mesh is not that of the layout {layout}: it has {', '.join(differing)}")
+    return Placement(layout=layout, mesh=auto_axes(mesh), axes=dict(axes))
+
+
 def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
     """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
 
@@ -79,26 +200,8 @@ def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
 
     Returns:
       A `jax.sharding.Mesh` with Auto axes.
-
-    Raises:
-      ValueError: the number of devices is not that of the layout, or JAX has fewer.
-
-    Example:
-      >>> from jvarlen.parallel import Layout
-      >>> dict(layout_mesh(Layout()).shape)
-      {'data': 1, 'stage': 1, 'sequence': 1, 'tensor': 1}
     """
-    needed = layout.num_devices
-    if devices is None:
-        devices = jax.devices()
-        if len(devices) < needed:
-            hint = _split_hint(devices, needed)
-            raise UserError(f"the layout {layout} takes {needed} devices, and there are {len(devices)}{hint}")
-        devices = devices[:needed]
-    elif len(devices) != needed:
-        raise UserError(f"the layout {layout} takes {needed} devices, not the {len(devices)} given ones")
-    names, sizes = zip(*layout.axis_sizes.items(), strict=True)
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    return place(layout, devices).mesh
 
 
 def mesh_of(mesh: Mesh | None, layout: Layout | None) -> Mesh | None:
@@ -173,7 +276,7 @@ def check_compiled_for(mesh: Mesh | None, axis_name: str | tuple[str, ...]) -> N
         )
 
 
-def split_cpu(num_devices: int) -> None:
+def split_cpu(num_devices: int, *, again: bool = True) -> None:
     """Splits the CPU into `num_devices` JAX devices. It has no effect once JAX has used a device.
 
     On such devices, programs with a collective must not pile up: with some 30 that wait for their turn, XLA's threads
@@ -181,8 +284,13 @@ def split_cpu(num_devices: int) -> None:
     before the last; in a loop over steps of `jax.jit`, read the loss now and then.
 
     Args:
-      num_devices: at least 1. `data_mesh` raises if there are fewer devices than it needs.
+      num_devices: at least 1. `Layout.on` raises if there are fewer devices than it needs.
+      again: whether also where settings of JAX or XLA split it already.
     """
+    if not again and (
+        getattr(jax.config, "jax_num_cpu_devices", -1) >= 0 or "device_count" in os.environ.get("XLA_FLAGS", "")
+    ):
+        return
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", num_devices)
 
@@ -284,12 +392,13 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(on_all_devices, tree)
 
 
-def batch_shardings(batch: Any, mesh: Mesh) -> Any:
+def batch_shardings(batch: Any, mesh: Mesh, axis_name: str = DATA_AXIS) -> Any:
     """The shardings of a step's arrays on a mesh: microbatches over the data axis, scalars replicated.
 
     Args:
       batch: a pytree of arrays or shapes; all but scalars have the microbatches, M, as leading axis.
-      mesh: has an axis `"data"`.
+      mesh: has the axis.
+      axis_name: the data-parallel axis.
 
     Returns:
       A pytree of `NamedSharding`.
@@ -297,13 +406,13 @@ def batch_shardings(batch: Any, mesh: Mesh) -> Any:
     Raises:
       ValueError: no such axis, or its size (the number of shards) does not divide M.
     """
-    num_shards_of(mesh, DATA_AXIS)
+    num_shards_of(mesh, axis_name)
     mesh = auto_axes(mesh)
 
     def sharding(leaf: Any) -> NamedSharding:
         if not leaf.shape:
             return NamedSharding(mesh, PartitionSpec())
-        check_shards_divide(leaf.shape[0], mesh)
-        return NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+        check_shards_divide(leaf.shape[0], mesh, axis_name)
+        return NamedSharding(mesh, PartitionSpec(axis_name))
 
     return jax.tree.map(sharding, batch)

@@ -28,7 +28,7 @@ from jvarlen.training.train_state import TrainState
 
 __all__ = ["ArrayBytes", "DeviceArrays", "OneMicrobatch", "bytes_of", "shapes_on", "stacked_shapes", "with_layers"]
 
-_ONE_DEVICE = Layout()
+_ONE_DEVICE = Layout(data=1)
 
 
 class ArrayBytes(NamedTuple):

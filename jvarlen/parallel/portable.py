@@ -98,7 +98,7 @@ def portable_form(
 
     Example:
       >>> from jvarlen.parallel import LayeredParams, init_state, layout_mesh
-      >>> params, optimizer, layout = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3), Layout()
+      >>> params, optimizer, layout = LayeredParams((), jnp.ones((2, 3))), optax.adam(1e-3), Layout(data=1)
       >>> mesh = layout_mesh(layout)
       >>> state = init_state(params, optimizer, mesh=mesh, layout=layout)
       >>> form = portable_form(state, params, optimizer, mesh=mesh, layout=layout)

@@ -25,7 +25,7 @@ from jvarlen.compiling.ledger import Ledger
 from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.data.split import HELD_OUT, Split
 from jvarlen.distributed.launch import launch
-from jvarlen.distributed.mesh import replicate
+from jvarlen.distributed.mesh import replicate, split_cpu
 from jvarlen.distributed.processes import (
     agree,
     ending_stalled_processes,
@@ -39,7 +39,7 @@ from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import AUTO, FitConfig, saved_settings
+from jvarlen.runs.config import FitConfig, saved_settings
 from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
@@ -165,14 +165,21 @@ def _launched(config: FitConfig, data: Split | None, mesh: Mesh | None) -> tuple
     # Before interrupts are remembered: where processes meet, JAX takes SIGTERM for itself.
     num_devices = config.devices
     has_processes = config.has_processes or jax.distributed.is_initialized()  # touches no device: a CPU can be split
-    if config.layout is not None and num_devices is None and not has_processes:
-        num_devices = config.layout.num_devices
+    layout = config.layout
+    if layout is not None and mesh is None and num_devices is None and not has_processes:
+        if layout.data == -1:
+            split_cpu(dataclasses.replace(layout, data=1, zero=0).num_devices, again=False)
+        else:
+            num_devices = layout.num_devices
     if mesh is None and (
-        num_devices is not None or has_processes or config.parallel == AUTO or jax.process_count() > 1
+        num_devices is not None or has_processes or config.parallel is not None or jax.process_count() > 1
     ):
         mesh = launch(dataclasses.replace(config, devices=num_devices))
-        if config.layout is not None:
-            mesh = mesh_for(config.layout, mesh)
+        if layout is not None:
+            layout = layout.for_devices(mesh.devices.size)
+            config, mesh = dataclasses.replace(config, parallel=str(layout)), mesh_for(layout, mesh)
+    elif layout is not None and mesh is not None:
+        config = dataclasses.replace(config, parallel=str(layout.on(mesh).layout))
     if not is_main_process():
         config = dataclasses.replace(config, progress=False)
     if config.plan.overlong is None:

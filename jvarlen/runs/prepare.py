@@ -129,7 +129,7 @@ def _with_layout(
         return dataclasses.replace(config, parallel=None, cluster=None), mesh
     if cluster is None:
         cluster = measure_cluster(mesh, dtype=config.model.compute_dtype or "float32", progress=config.progress)
-    model, params = stack_for(Layout(stage=2), task.loss_fn, task.params)
+    model, params = stack_for(Layout(data=1, stage=2), task.loss_fn, task.params)
     plan = course.plan_of_epoch(0)
     with together("choose the layout"):
         choice = choose_layout(

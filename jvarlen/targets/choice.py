@@ -183,7 +183,7 @@ def _check_fixed(fixed: Mapping[str, Any]) -> None:
     if unknown:
         raise UserError(f"a layout has no field {list_first(unknown)}")
     for name, value in fixed.items():
-        Layout(**({"data": 2} | {name: value}))  # which raises ValueError for a value that no layout has
+        _ = Layout(**({"data": 2} | {name: value})).axis_sizes  # raises ValueError for a value that no layout has
 
 
 def _reasons_text(candidates: Candidates) -> str:

@@ -228,7 +228,7 @@ class MemoryModel:
 
     def _make_state_shapes(self, tensor: int, num_layers: int | None) -> TrainState:
         params = self._params if num_layers is None else with_layers(self._params, num_layers)
-        params = shapes_on(Layout(tensor=tensor), params, self._model)
+        params = shapes_on(Layout(data=1, tensor=tensor), params, self._model)
         return jax.eval_shape(lambda params: init_train_state(params, self._optimizer, extra=self._extra), params)
 
     def _arrays_of(self, table: LayoutTable) -> ArrayBytes:
@@ -323,6 +323,7 @@ class MemoryModel:
 
     def _trace(self, kind: _Kind, rows: int, layers: int) -> DeviceArrays:
         axes: dict[str, Any] = {
+            "data": 1,
             "tensor": kind.tensor,
             "sequence": kind.sequence,
             "sequence_parallel": kind.sequence_parallel,

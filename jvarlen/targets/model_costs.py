@@ -218,7 +218,7 @@ class _Traced:
         if not isinstance(self._model, LayeredModel) or self._model.specs is None:
             return False
         try:
-            self._count(Layout(tensor=size), Bucket(1, 8), 1, with_grads=False)
+            self._count(Layout(data=1, tensor=size), Bucket(1, 8), 1, with_grads=False)
         except ValueError:  # of JAX as well, for sizes that the model cannot split
             return False
         return True
@@ -250,9 +250,12 @@ class _Traced:
         """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "sequence"."""
         texts: dict[Axis, str] = {}
         if split_size > 1:
-            texts = {"tensor": f"tensor{split_size}", "sequence_parallel": f"tensor{split_size}.sequence_parallel"}
+            texts = {
+                "tensor": f"data1.tensor{split_size}",
+                "sequence_parallel": f"data1.tensor{split_size}.sequence_parallel",
+            }
         if isinstance(self._model, LayeredModel) and self._model.by_positions:
-            texts["sequence"] = "sequence2"
+            texts["sequence"] = "data1.sequence2"
         found: dict[Axis, tuple[PerPass, PerPass]] = {}
         for axis, text in texts.items():
             with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split by positions
@@ -261,7 +264,7 @@ class _Traced:
 
     def x_bytes(self, bucket: Bucket) -> int:
         """Bytes of what goes from layer to layer; 0 without layers."""
-        return self._one(Layout(), bucket).x_bytes() if self.num_layers else 0
+        return self._one(Layout(data=1), bucket).x_bytes() if self.num_layers else 0
 
     def num_params(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of one layer and of the ends, each without and with those that "tensor" splits."""

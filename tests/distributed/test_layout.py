@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import subprocess
 import sys
@@ -11,18 +12,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import jvarlen.parallel
 from jvarlen import compile_buckets, load, make_plan
 from jvarlen.distributed.layout import MESH_AXES, Layout
-from jvarlen.distributed.mesh import layout_mesh
+from jvarlen.distributed.mesh import layout_mesh, placement_of
 
 SIZES = st.integers(1, 64)
 SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
 LAYOUTS = st.builds(
     dict,
-    data=st.integers(2, 64),
+    data=st.sampled_from([-1, *range(2, 65)]),
     stage=SIZES,
     sequence=SIZES,
     tensor=SIZES,
@@ -44,8 +45,10 @@ def test_a_layout_is_its_text_in_any_order(layout, shuffler):
 
 
 def test_text_leaves_defaults_out():
-    assert str(Layout()) == "data1"
-    assert Layout.parse("data1") == Layout()
+    assert str(Layout()) == "data"
+    assert Layout.parse("data") == Layout()
+    assert str(Layout(data=1, tensor=2)) == "data1.tensor2"
+    assert Layout.parse("tensor2") == Layout(tensor=2) == Layout.parse("data.tensor2")
     assert str(Layout.parse("eager_1f1b.zero2.chunks1.data4.stage1.sequence_from0")) == "data4.zero2"
     full = "data2.stage2.sequence2.tensor2.zero3.interleaved.chunks2.sequence_parallel.sequence_from512.keep_residuals"
     assert str(Layout.parse(full)) == full
@@ -71,9 +74,8 @@ def test_devices_are_the_product_of_the_axes(words):
     product = 1
     for word in words:
         product *= 1 if word == "zero1" else int(word[-1])
-    if "zero1" in words and "data2" not in words:
-        words, product = (*words, "data2"), product * 2
-    assert Layout.parse(".".join(words) or "data1").num_devices == product
+    words = words if "data2" in words else ("zero0" if word == "zero1" else word for word in (*words, "data1"))
+    assert Layout.parse(".".join(words)).num_devices == product
 
 
 @pytest.mark.parametrize(
@@ -82,16 +84,16 @@ def test_devices_are_the_product_of_the_axes(words):
         ("data2.data4", "'data2.data4' says one thing more than once: data2 and data4"),
         ("data2.gpipe.1f1b", "gpipe and 1f1b"),
         ("data2.sequence_parallel.sequence_parallel", "sequence_parallel and sequence_parallel"),
-        ("data2.dta4.pipe", "no word 'dta4', 'pipe'; its words are dataN, stageN"),
+        ("data2.dta4.pipe", "no word 'dta4', 'pipe'; its words are data, dataN, stageN"),
         ("", "no word ''"),
         ("data2.", "no word ''"),
         ("data-2", "no word 'data-2'"),
-        ("data", "no word 'data'"),
+        ("data.data2", "data and data2"),
         ("data٢", "no word"),
         ("data0.tensor0", r"at least 1 .*data \(0\), tensor \(0\)"),
         ("chunks0", r"chunks \(0\)"),
         ("data2.zero4", "zero must be a level from 0 to 3, not 4"),
-        ("zero2", "zero2 shards over 'data' and 'sequence', whose sizes are 1"),
+        ("zero2.data1", "zero2 shards over 'data' and 'sequence', whose sizes are 1"),
         ("tensor2.zero1.data1", "zero1 shards over 'data' and 'sequence', whose sizes are 1"),
     ],
 )
@@ -114,21 +116,94 @@ def test_a_layout_does_not_change():
         Layout().data = 2
 
 
-def test_a_mesh_has_the_axes_of_its_layout():
-    mesh = layout_mesh(Layout.parse("data2.stage1.sequence1.tensor3"))
+def test_data_shards_are_what_the_devices_leave():
+    assert str(Layout.parse("tensor2").for_devices(8)) == "data4.tensor2"
+    assert Layout.parse("data4").for_devices(4) == Layout(data=4)
+    assert Layout.parse("zero3.stage2").on().layout == Layout(data=4, stage=2, zero=3)
+    with pytest.raises(ValueError, match="layout tensor2 has as many data shards as devices leave: say how many"):
+        Layout.parse("tensor2").num_devices  # noqa: B018
+    for layout, num_devices, message in (
+        ("tensor3", 8, "layout tensor3 takes a multiple of 3 devices, not 8"),
+        ("tensor3", 0, "a multiple of 3 devices, not 0"),
+        ("data2", 8, "data2 takes 2 devices, not the 8 given ones"),
+        ("zero1", 1, "zero1 shards over 'data' and 'sequence', whose sizes are 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Layout.parse(layout).for_devices(num_devices)
+
+
+def test_a_placement_has_the_axes_of_its_layout():
+    mesh = Layout.parse("data2.stage1.sequence1.tensor3").on().mesh
     assert dict(mesh.shape) == {"data": 2, "stage": 1, "sequence": 1, "tensor": 3}
     assert mesh.axis_names == MESH_AXES
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert mesh.devices.flatten().tolist() == jax.devices()[:6]
     chosen = random.Random(0).sample(jax.devices(), 4)
-    assert set(layout_mesh(Layout(data=4), chosen).devices.flatten()) == set(chosen)
+    for layout in ("data4", "data"):
+        placement = Layout.parse(layout).on(chosen)
+        assert (placement.layout, set(placement.mesh.devices.flatten())) == (Layout(data=4), set(chosen))
 
 
-def test_a_mesh_takes_exactly_the_devices_of_its_layout():
+def test_a_layout_takes_exactly_its_devices():
     with pytest.raises(ValueError, match=r"data4.stage4 takes 16 devices, and there are 8.*jax_num_cpu_devices', 16"):
-        layout_mesh(Layout(data=4, stage=4))
+        Layout(data=4, stage=4).on()
     with pytest.raises(ValueError, match="data4 takes 4 devices, not the 3 given ones"):
-        layout_mesh(Layout(data=4), jax.devices()[:3])
+        Layout(data=4).on(jax.devices()[:3])
+    with pytest.raises(ValueError, match="name those of a mesh"):
+        Layout().on(jax.devices(), axes={"data": "dp"})
+
+
+def mesh_with(**axes):
+    devices = jax.devices()[: math.prod(axes.values())]
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes), devices=devices
+    )
+
+
+def test_a_mesh_of_ones_own_keeps_its_names_and_the_compilers_axes():
+    for layout, axes in ((Layout(), {"data": "dp"}), (Layout(data=4), {"data": "dp"})):
+        placement = layout.on(mesh_with(dp=4, model=2), axes=axes)
+        assert (placement.layout, placement.data_axis) == (Layout(data=4), "dp")
+        assert dict(placement.mesh.shape) == {"dp": 4, "model": 2}
+        assert set(placement.mesh.axis_types) == {AxisType.Auto}
+        assert placement.batch_shardings(np.zeros((8, 3))).spec == PartitionSpec("dp")
+        assert placement.own_microbatches(8).tolist() == list(range(8))
+        assert placement.program_mesh.axis_names[0] == "data"
+    placement = Layout(tensor=2).on(mesh_with(dp=4, tp=2), axes={"data": "dp", "tensor": "tp"})
+    assert placement.layout == Layout(data=4, tensor=2)
+    assert placement.program_mesh.axis_names == ("data", "tensor")
+    assert Layout(tensor=2).on(mesh_with(data=4, tensor=2)).program_mesh.axis_names == ("data", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("layout", "mesh", "axes", "message"),
+    [
+        (Layout(data=2), {"data": 4}, None, "not that of the layout data2: it has 'data' 4 where the layout has 2"),
+        (Layout(data=2), {"dp": 4}, {"data": "dp"}, "it has 'dp' 4 where the layout has 2"),
+        (Layout(tensor=2), {"data": 4}, None, "it has 'tensor' 1 where the layout has 2"),
+        (Layout(), {"data": 4, "tensor": 2}, None, "it has 'tensor' 2 where the layout has 1"),
+        (Layout(), {"x": 4, "y": 2}, None, "axes x, y, but no 'data'"),
+        (Layout(), {"x": 4, "y": 2}, {"data": "z"}, "axes x, y, but no 'z'"),
+        (Layout(), {"x": 4, "y": 2}, {"data": "x", "model": "y"}, "no axis 'model', but data, stage"),
+    ],
+)
+def test_a_mesh_that_is_not_the_layouts_is_refused(layout, mesh, axes, message):
+    with pytest.raises(ValueError, match=message):
+        layout.on(mesh_with(**mesh), axes=axes)
+
+
+def test_where_a_step_runs_is_said_in_one_argument():
+    assert placement_of(None) is None
+    placement = Layout(data=2).on()
+    assert placement_of("data2") == placement_of(Layout(data=2)) == placement_of(placement) == placement
+    assert placement_of("data").layout == placement_of(Layout()).layout == Layout(data=8)
+    assert placement_of(mesh_with(x=4)).data_axis == "x"
+    of_the_compiler = placement_of(mesh_with(tensor=2, data=4))
+    assert (of_the_compiler.layout, of_the_compiler.axes) == (Layout(data=4), {"data": "data"})
+    with pytest.raises(ValueError, match="which axis of the mesh is for data, 'x' or 'y'"):
+        placement_of(mesh_with(x=4, y=2))
+    with pytest.raises(ValueError, match="layout must be a Layout, its text"):
+        placement_of(2)
 
 
 def test_the_package_exports_what_its_modules_have():

@@ -216,7 +216,7 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, **
         if layout is None:
             step = jvarlen.make_train_step(parallel.layered_loss_fn(model), optimizer, norms=True)
             return _take_steps(jax.jit(step), jvarlen.init_train_state(params, optimizer), batches)
-        parsed = parallel.Layout.parse(layout)
+        parsed = parallel.Layout.parse(layout if "data" in layout else f"data1.{layout}")
         on = {"layout": parsed, "mesh": parallel.layout_mesh(parsed)}
         state = parallel.init_state(params, optimizer, model=model, **on)
         step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on, **options))

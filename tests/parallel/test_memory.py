@@ -46,7 +46,7 @@ def test_the_papers_table(n):
         ("data3.sequence2.zero2", (2, 32), 2),
         ("data2.tensor2.zero3.keep_inputs", (8, 32), 2),
         ("data2.stage2.zero3.chunks2.interleaved", (2, 32), 4),
-        ("stage4.keep_residuals", (2, 64), 4),
+        ("data1.stage4.keep_residuals", (2, 64), 4),
     ],
 )
 def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches):
@@ -79,7 +79,7 @@ def test_activations_are_those_of_the_backward_pass():
 
     params = jax.ShapeDtypeStruct((8, 16), np.float32)
     bill = memory_bill(
-        Layout(),
+        Layout(data=1),
         params,
         optax.sgd(1.0),
         Bucket(4, 8),
@@ -87,7 +87,7 @@ def test_activations_are_those_of_the_backward_pass():
         batch_spec=lambda bucket, num: jax.ShapeDtypeStruct((num, *bucket), np.float32),
     )
     assert bill.activations == 4 * 16 * 4  # the cosine; the microbatch is an argument
-    assert memory_bill(Layout(), params, optax.sgd(1.0)).activations is None
+    assert memory_bill(Layout(data=1), params, optax.sgd(1.0)).activations is None
     fullest = 8 * 16 * 4 + bill.activations + 4  # the gradient, the cosine and the sum
     assert bill.total == 2 * 8 * 16 * 4 + math.ceil(1.12 * fullest) + 2 * 4 * 8 * 4  # two microbatches
 
@@ -114,13 +114,13 @@ def test_kept_residuals_are_counted_for_each_slot():
     params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
 
     def activations(num_microbatches, keeps, schedule="eager_1f1b"):
-        layout = Layout(stage=4, schedule=schedule)
+        layout = Layout(data=1, stage=4, schedule=schedule)
         counts = {"microbatches_per_step": num_microbatches, "keeps": keeps}
         return memory_bill(layout, params, optimizer, (2, 32), model=model, **counts).activations
 
     assert activations(8, "inputs") == activations(32, "inputs") < activations(8, "residuals")
     more = activations(32, "residuals", "gpipe") - activations(8, "residuals", "gpipe")
-    per_layer = memory_bill(Layout(), params, optimizer, (2, 32), model=model).activations / 4
+    per_layer = memory_bill(Layout(data=1), params, optimizer, (2, 32), model=model).activations / 4
     assert 0.5 < more / (24 * per_layer) < 1.5
 
 
@@ -152,7 +152,7 @@ def test_masks_of_dropout_are_counted():
         return jnp.sum(params["w"] ** 2), jnp.float32(1)
 
     params = {"w": jax.ShapeDtypeStruct((64, 64), np.float32)}
-    bills = [memory_bill(Layout(), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)]
+    bills = [memory_bill(Layout(data=1), params, optax.sgd(1.0), (1, 8), model=each) for each in (loss_fn, without)]
     assert bills[0].activations >= bills[1].activations + 64 * 64
 
 

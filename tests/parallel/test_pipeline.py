@@ -109,10 +109,10 @@ def sums_without_stages(num_layers, num_microbatches):
         ("data2.stage2.1f1b", 8, 8, "inputs"),
         ("data2.stage4", 12, 4, "inputs"),  # fewer microbatches a shard than stages
         ("data4.stage2", 8, 8, "residuals"),
-        ("stage4.zero_bubble", 8, 8, "inputs"),
-        ("stage4.zero_bubble", 8, 8, "residuals"),
+        ("data1.stage4.zero_bubble", 8, 8, "inputs"),
+        ("data1.stage4.zero_bubble", 8, 8, "residuals"),
         ("data2.stage2.interleaved.chunks2", 8, 8, "inputs"),
-        ("stage4.interleaved.chunks3", 12, 4, "residuals"),
+        ("data1.stage4.interleaved.chunks3", 12, 4, "residuals"),
     ],
 )
 def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches, keeps):
@@ -124,7 +124,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num
         assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
 
 
-@pytest.mark.parametrize("text", ["data2.stage2", "stage4.interleaved.chunks2"])
+@pytest.mark.parametrize("text", ["data2.stage2", "data1.stage4.interleaved.chunks2"])
 def test_sums_without_gradients_are_the_same(text):
     expected = sums_without_stages(8, 8)
     with jax.enable_x64(True):
@@ -254,25 +254,26 @@ def held(text, num_microbatches, keeps="inputs"):
 
 
 def test_temporaries_do_not_grow_with_microbatches():
-    eager = held("stage4.eager_1f1b", 8)
-    assert held("stage4.eager_1f1b", 32) == pytest.approx(eager, abs=0.1)
+    eager = held("data1.stage4.eager_1f1b", 8)
+    assert held("data1.stage4.eager_1f1b", 32) == pytest.approx(eager, abs=0.1)
     assert eager < 20
-    assert held("stage4.gpipe", 32) - held("stage4.gpipe", 8) > 23.9
+    assert held("data1.stage4.gpipe", 32) - held("data1.stage4.gpipe", 8) > 23.9
     # It keeps 4 on the first stage where the eager schedule keeps 7.
-    assert held("stage4.1f1b", 8) == pytest.approx(eager - 3, abs=0.1)
+    assert held("data1.stage4.1f1b", 8) == pytest.approx(eager - 3, abs=0.1)
 
 
 def test_residuals_are_held_as_the_schedule_says():
     """A layer keeps two, its input and its tanh."""
-    eager = held("stage4.eager_1f1b", 8, "residuals")
-    assert held("stage4.eager_1f1b", 32, "residuals") == pytest.approx(eager, abs=0.1)
-    assert eager - held("stage4.eager_1f1b", 8) < 7 + 6
-    assert held("stage4.1f1b", 8, "residuals") == pytest.approx(eager - 2 * 3, abs=0.1)
-    assert held("stage4.gpipe", 32, "residuals") - held("stage4.gpipe", 8, "residuals") < 24 * 3 + 0.1
+    eager = held("data1.stage4.eager_1f1b", 8, "residuals")
+    assert held("data1.stage4.eager_1f1b", 32, "residuals") == pytest.approx(eager, abs=0.1)
+    assert eager - held("data1.stage4.eager_1f1b", 8) < 7 + 6
+    assert held("data1.stage4.1f1b", 8, "residuals") == pytest.approx(eager - 2 * 3, abs=0.1)
+    assert held("data1.stage4.gpipe", 32, "residuals") - held("data1.stage4.gpipe", 8, "residuals") < 24 * 3 + 0.1
 
 
 @pytest.mark.parametrize(
-    ("text", "of_inputs"), [("stage4", 4), ("stage4.interleaved.chunks2", 4), ("stage4.zero_bubble", 6)]
+    ("text", "of_inputs"),
+    [("data1.stage4", 4), ("data1.stage4.interleaved.chunks2", 4), ("data1.stage4.zero_bubble", 6)],
 )
 def test_layers_run_once_with_residuals(text, of_inputs):
     """A layer has one product; its backward pass has two. Counted in the programs of all kinds of actions."""
@@ -285,10 +286,10 @@ def test_layers_run_once_with_residuals(text, of_inputs):
 @pytest.mark.parametrize(
     ("text", "keeps", "times"),
     [
-        ("stage4.gpipe", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("stage2.interleaved.chunks2", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("stage4.zero_bubble", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("stage4.zero_bubble", "inputs", {"F": 3, "B": 2, "W": 1}),
+        ("data1.stage4.gpipe", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage2.interleaved.chunks2", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage4.zero_bubble", "residuals", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage4.zero_bubble", "inputs", {"F": 3, "B": 2, "W": 1}),
     ],
 )
 def test_every_layer_works_as_often_as_the_schedule_says(text, keeps, times):
@@ -346,7 +347,7 @@ def test_idle_ticks_do_not_reach_the_gradient():
     batch = jnp.arange(1.0, 7).reshape(2, 3)
     expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
     for keeps in ("inputs", "residuals"):
-        found = jax.jit(sums_on(rooted, "stage4.zero_bubble", keeps=keeps))(state, batch)
+        found = jax.jit(sums_on(rooted, "data1.stage4.zero_bubble", keeps=keeps))(state, batch)
         assert_equal_trees(found, expected, 1e-5)
 
 
@@ -382,7 +383,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
         lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1)),
     )
     state = init_train_state(LayeredParams((), jnp.ones(4, jnp.bfloat16)), optax.identity())
-    sums = jax.jit(sums_on(product, "stage2.interleaved.chunks2"))(state, jnp.ones((300, 1), jnp.bfloat16))
+    sums = jax.jit(sums_on(product, "data1.stage2.interleaved.chunks2"))(state, jnp.ones((300, 1), jnp.bfloat16))
     assert sums.grads.layers.dtype == jnp.float32
     assert sums.grads.layers.tolist() == [300] * 4
     assert float(sums.loss) == float(sums.weight) == 300
@@ -395,13 +396,13 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         return init_state(params, optimizer, model=model, **on_layout(text))
 
     with pytest.raises(ValueError, match=r"^4 layers do not make 8 stages"):
-        init("stage8")
+        init("data1.stage8")
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
-        init("stage3")
+        init("data1.stage3")
     with pytest.raises(ValueError, match=r"4 layers do not divide into 4 stages of 2 chunks .* a multiple of 8$"):
-        init("stage4.interleaved.chunks2")
+        init("data1.stage4.interleaved.chunks2")
     with pytest.raises(ValueError, match=r"^chunks2 needs the schedule interleaved, not eager_1f1b"):
-        init("stage2.chunks2")
+        init("data1.stage2.chunks2")
     by_shards = make_layout_step(model, optimizer, accumulate="shards", **on_layout("data2.stage2.zero3"))
     state = init("data2.stage2.zero3")
     batch = next(iter(load(make_plan([8] * 8, [BUCKET], order="length", microbatches_per_step=4), [np.arange(8)] * 8)))
@@ -412,24 +413,24 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     ):
         jax.eval_shape(by_shards, state, batch)
     with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
-        init("stage2.sequence2", model=model._replace(by_positions=False))
+        init("data1.stage2.sequence2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, not a dict"):
-        init("stage2", {"w": np.zeros(3)}, None)
+        init("data1.stage2", {"w": np.zeros(3)}, None)
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
-        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, **on_layout("stage2"))
+        make_layout_step(make_loss_fn(TRANSFORMER), optimizer, **on_layout("data1.stage2"))
     with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, and .* leave out LayeredModel.stack"):
-        make_layout_step(model._replace(stack=stack_layers), optimizer, **on_layout("stage2"))
+        make_layout_step(model._replace(stack=stack_layers), optimizer, **on_layout("data1.stage2"))
     with pytest.raises(ValueError, match="no 'stage'"):
         sum_scheduled(SIMPLE, mesh=jax.make_mesh((2,), ("data",)))
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):
-        jax.eval_shape(sums_on(SIMPLE, "stage3"), simple_state(4), jnp.ones((3, 2, 8)))
+        jax.eval_shape(sums_on(SIMPLE, "data1.stage3"), simple_state(4), jnp.ones((3, 2, 8)))
     with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.chunks2"), simple_state(4), jnp.ones((6, 2, 8)))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2"), simple_state(4), jnp.ones((3, 2, 8)))
     narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])
     with pytest.raises(ValueError, match=r"must return x with the shapes .* float32\[2,8\] -> float32\[2,2\]"):
-        jax.eval_shape(sums_on(narrow, "stage2"), simple_state(4), jnp.ones((2, 2, 8)))
+        jax.eval_shape(sums_on(narrow, "data1.stage2"), simple_state(4), jnp.ones((2, 2, 8)))
 
 
 @pytest.mark.parametrize(

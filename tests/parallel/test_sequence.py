@@ -34,7 +34,7 @@ MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):
-    mesh = layout_mesh(Layout(sequence=num_devices))
+    mesh = layout_mesh(Layout(data=1, sequence=num_devices))
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
@@ -68,7 +68,7 @@ def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
 def test_spread_rows_lie_on_their_devices_and_come_back():
     rows = {"tokens": np.arange(48, dtype=np.int32).reshape(1, 2, 24), "weights": np.arange(24.0)}
     spread = spread_rows(rows, 4)
-    sharding = NamedSharding(layout_mesh(Layout(sequence=4)), P(None, None, "sequence"))
+    sharding = NamedSharding(layout_mesh(Layout(data=1, sequence=4)), P(None, None, "sequence"))
     for shard in jax.device_put(spread["tokens"], sharding).addressable_shards:
         held = sequence_positions(24, 4)[shard.device.id]
         np.testing.assert_array_equal(shard.data, rows["tokens"][..., held])
@@ -338,7 +338,7 @@ def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
 
     step = jax.shard_map(
         on_device,
-        mesh=layout_mesh(Layout(sequence=2, tensor=2)),
+        mesh=layout_mesh(Layout(data=1, sequence=2, tensor=2)),
         in_specs=(specs, P()),
         out_specs=((P(), P()), specs),
         check_vma=False,

@@ -203,7 +203,7 @@ def test_a_ring_in_stages_is_refused_by_name():
 
     model = layered(MODEL)._replace(layer=layer)
     params = stack_layers(init_params(MODEL, 0))._replace(layers={"k": jnp.ones(2)})
-    layout = Layout.parse("stage2.sequence2")
+    layout = Layout.parse("data1.stage2.sequence2")
     on = {"mesh": layout_mesh(layout), "layout": layout}
     state = init_state(params, optax.sgd(1.0), model=model, **on)
     with pytest.raises(ValueError, match=r"cannot send by ppermute.* implementation='gather'"):
@@ -215,8 +215,8 @@ def test_a_ring_in_stages_is_refused_by_name():
     [
         ("data2.sequence2.sequence_from64", (2, 32), "2 microbatches .* the 4 shards .* rows of 32"),
         ("data2.sequence4", (2, 36), "36 positions cannot be spread over 4 shards"),
-        ("sequence2.tensor3.sequence_parallel", (2, 32), "takes a multiple of 3 positions, not 16"),
-        ("stage3.interleaved.chunks2", (2, 32), r"a multiple of num_stages \(3\) microbatches"),
+        ("data1.sequence2.tensor3.sequence_parallel", (2, 32), "takes a multiple of 3 positions, not 16"),
+        ("data1.stage3.interleaved.chunks2", (2, 32), r"a multiple of num_stages \(3\) microbatches"),
     ],
 )
 def test_buckets_that_a_layout_cannot_take_are_refused(text, bucket, message):

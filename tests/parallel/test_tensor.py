@@ -51,7 +51,7 @@ def axes_of(sequence_parallel, key=None):
 
 
 def on_devices(num_devices, call, in_specs, out_specs):
-    mesh = layout_mesh(Layout(tensor=num_devices))
+    mesh = layout_mesh(Layout(data=1, tensor=num_devices))
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
@@ -436,7 +436,7 @@ def trained(model, params, layout, **options):
 @functools.cache
 def trained_whole():
     with jax.enable_x64(True):
-        return trained(layered(MODEL), of_the_whole_model(False)[0], Layout())[:2]
+        return trained(layered(MODEL), of_the_whole_model(False)[0], Layout(data=1))[:2]
 
 
 @pytest.mark.slow

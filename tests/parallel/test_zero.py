@@ -455,7 +455,9 @@ def test_what_cannot_be_spread_is_refused_by_name():
     with pytest.raises(ValueError, match="zero3 takes LayeredParams, not a dict"):
         init_state({"w": np.ones((64, 64))}, optimizer, mesh=mesh, layout=layout)
     with pytest.raises(ValueError, match="takes LayeredParams, not a dict"):
-        init_state({"w": np.ones((64, 64))}, optimizer, mesh=layout_mesh(Layout()), layout=Layout(), model=SIMPLE)
+        init_state(
+            {"w": np.ones((64, 64))}, optimizer, mesh=layout_mesh(Layout(data=1)), layout=Layout(data=1), model=SIMPLE
+        )
     with pytest.raises(ValueError, match="axes batch, but no 'data'"):
         make_layout_step(loss_fn, optimizer, mesh=jax.make_mesh((2,), ("batch",)), layout=Layout(data=2))
     with pytest.raises(ValueError, match=r"not that of the layout data2.zero3: it has 'data' 4 where the layout has 2"):

@@ -91,7 +91,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trained]:
 
 def trained_in_jax(name: str) -> tuple[np.ndarray, np.ndarray, Results]:
     """Return losses, norms of gradients, and final weights by torch's names."""
-    layout, num_layers = Layout.parse(name), WAYS[name].num_layers
+    layout, num_layers = Layout.parse(f"data1.{name}"), WAYS[name].num_layers
     model = layered(model_config(num_layers))
     mesh = layout_mesh(layout)
     adamw = optax.adamw(RATE, *BETAS, EPS, weight_decay=WEIGHT_DECAY)

@@ -165,7 +165,7 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
     }
     whole = fit(config, run_fit.make_data(), **own)
     stopped = fit(
-        dataclasses.replace(config, parallel="stage2.tensor2"),
+        dataclasses.replace(config, parallel="data1.stage2.tensor2"),
         run_fit.make_data(),
         trackers={"stop": StoppingAfter(8)},
         **own,
@@ -177,12 +177,12 @@ def test_a_model_of_ones_own_trains_with_tensor_parallelism(config):
 
 def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, capsys):
     settings = [
-        "--parallel", "stage2.tensor2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64", "--dry-run",
-        "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "2", "--model.width", "8",
-        "--model.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
+        "--parallel", "data1.stage2.tensor2", "--plan.microbatches-per-step", "4", "--plan.max-tokens", "64",
+        "--dry-run", "--plan.max-shapes", "1", "--plan.max-length", "16", "--model.num-layers", "2",
+        "--model.width", "8", "--model.num-heads", "2", "--no-progress", "--runs-dir", str(tmp_path),
     ]  # fmt: skip
     assert cli.main(["train", *settings]) == 0
-    planned, rest = capsys.readouterr().out.split("Memory of a step of 4×16 on stage2.tensor2\n")
+    planned, rest = capsys.readouterr().out.split("Memory of a step of 4×16 on data1.stage2.tensor2\n")
     assert "Plan" in planned
     held, sent = rest.split("Communication of this step\n")
     assert {line.split()[0] for line in held.strip().splitlines()} >= {"params", "activations", "total"}
@@ -192,9 +192,9 @@ def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, caps
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ("tensor4", r"tensor4 of the layout tensor4 does not divide the model's num_heads \(2\)"),
-        ("stage4", "2 layers do not make 4 stages"),
-        ("stage2.interleaved.chunks2", "2 layers do not divide into 2 stages of 2 chunks"),
+        ("data1.tensor4", r"tensor4 of the layout data1.tensor4 does not divide the model's num_heads \(2\)"),
+        ("data1.stage4", "2 layers do not make 4 stages"),
+        ("data1.stage2.interleaved.chunks2", "2 layers do not divide into 2 stages of 2 chunks"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):
@@ -207,14 +207,18 @@ def test_models_of_ones_own_are_compared_with_the_layout_as_well(config):
     model, params = own_model()
     nothing = run_fit.make_data()._replace(train=[])
     for parallel, own, message in (
-        ("tensor2", {"loss_fn": layered_loss_fn(model)}, "tensor2 takes a LayeredModel"),
+        ("data1.tensor2", {"loss_fn": layered_loss_fn(model)}, "tensor2 takes a LayeredModel"),
         (
-            "tensor2",
+            "data1.tensor2",
             {"loss_fn": model._replace(specs=None)},
             "tensor2 takes a LayeredModel of LayeredParams, with specs",
         ),
-        ("stage2", {"loss_fn": layered_loss_fn(model)}, "stage2 takes a LayeredModel"),
-        ("tensor8", {"params": jax.tree.map(lambda leaf: leaf[..., :12], params)}, "do not divide .*'in'.*in 2 blocks"),
+        ("data1.stage2", {"loss_fn": layered_loss_fn(model)}, "stage2 takes a LayeredModel"),
+        (
+            "data1.tensor8",
+            {"params": jax.tree.map(lambda leaf: leaf[..., :12], params)},
+            "do not divide .*'in'.*in 2 blocks",
+        ),
     ):
         given = {"loss_fn": model, "params": params} | own
         with pytest.raises(ValueError, match=message):

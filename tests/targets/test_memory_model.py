@@ -21,11 +21,11 @@ TEXTS = [
     "data4.zero3.keep_inputs",
     "data2.tensor4.zero2",
     "data4.sequence2.sequence_from48.zero1",
-    "stage2",
+    "data1.stage2",
     "data2.stage2.gpipe.keep_residuals",
-    "stage2.chunks2.interleaved",
+    "data1.stage2.chunks2.interleaved",
     "data2.stage4.zero3",
-    "stage2.sequence2.zero_bubble.keep_residuals",
+    "data1.stage2.sequence2.zero_bubble.keep_residuals",
 ]
 
 
@@ -50,7 +50,7 @@ def test_a_loss_function_has_no_layers_and_lengths_between_those_traced_are_inte
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
     buckets = [Bucket(2, 32), Bucket(2, 48), Bucket(2, 64), Bucket(2, 96)]
     model = MemoryModel(make_loss_fn(MODEL), params, optax.sgd(1e-3), buckets, batch_spec=token_batch_spec)
-    layouts = [Layout(), Layout(data=4, zero=2)]
+    layouts = [Layout(data=1), Layout(data=4, zero=2)]
     found = model.memory_bytes(layout_table(layouts), M)
     for (i, layout), k in zip(enumerate(layouts), (1, 3), strict=True):  # 48 is not among the three that are traced
         bill = memory_bill(
@@ -71,7 +71,7 @@ def test_many_layouts_are_traced_once(monkeypatch):
 
 def test_a_model_that_stacks_takes_what_stacked_layers_take():
     params = jax.eval_shape(lambda: init_params(MODEL, seed=0))
-    table, optimizer = layout_table([Layout(data=2, zero=2), Layout(stage=2)]), optax.sgd(1e-3)
+    table, optimizer = layout_table([Layout(data=2, zero=2), Layout(data=1, stage=2)]), optax.sgd(1e-3)
     stacking = MemoryModel(layered(MODEL)._replace(stack=stack_layers), params, optimizer, BUCKETS[:1])
     stacked = MemoryModel(layered(MODEL), jax.eval_shape(stack_layers, params), optimizer, BUCKETS[:1])
     np.testing.assert_array_equal(stacking.memory_bytes(table, M), stacked.memory_bytes(table, M))

@@ -63,12 +63,7 @@ def _supervise(num_workers: int, args: list[str]) -> int:
         )
     devices = config.devices or 1
     run_dir = cast(Path, config.run_dir or config.resume).resolve()  # once: the link `latest` may come to mean another
-    layout = config.layout or Layout(data=num_workers * devices)
-    if layout.num_devices != num_workers * devices:
-        raise UserError(
-            f"the layout {layout} takes {layout.num_devices} devices, and {num_workers} processes of {devices} have "
-            f"{num_workers * devices}"
-        )
+    layout = (config.layout or Layout()).for_devices(num_workers * devices)
 
     def layout_on(num_devices: int) -> Layout:
         return surviving_layout(layout, num_devices, config.plan.microbatches_per_step)

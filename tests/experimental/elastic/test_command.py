@@ -13,7 +13,7 @@ from jvarlen.experimental.elastic.__main__ import main
         (["--run-dir", "runs"], "1 microbatches a step do not spread over the shards of data2"),
         (
             ["--run-dir", "runs", "--parallel", "data4"],
-            "the layout data4 takes 4 devices, and 2 processes of 1 have 2",
+            "the layout data4 takes 4 devices, not the 2 given ones",
         ),
         (
             ["--run-dir", "runs", "--parallel", "auto"],

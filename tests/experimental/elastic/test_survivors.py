@@ -53,9 +53,9 @@ def test_survivors_get_the_largest_layout_that_keeps_stages_and_tensor_paralleli
         ("data4", 3, 8, "data2"),
         ("data4", 4, 8, "data4"),
         ("data4.zero3", 1, 8, "data1"),
-        ("data2.stage2.tensor2.zero1", 7, 8, "stage2.tensor2"),
+        ("data2.stage2.tensor2.zero1", 7, 8, "data1.stage2.tensor2"),
         ("data4.sequence2.sequence_from4096", 7, 8, "data2.sequence2.sequence_from4096"),
-        ("data2.sequence4.sequence_from4096", 3, 8, "sequence2.sequence_from4096"),
+        ("data2.sequence4.sequence_from4096", 3, 8, "data1.sequence2.sequence_from4096"),
         ("data2.sequence2.sequence_from64.zero2", 1, 8, "data1"),
         ("data6", 5, 12, "data4"),
     ],
@@ -69,4 +69,4 @@ def test_too_few_survivors_are_named_with_the_devices_that_are_needed():
     with pytest.raises(ValueError, match=few):
         surviving_layout(Layout.parse("data2.stage2.tensor2"), 3, 8)
     with pytest.raises(ValueError, match="3 microbatches a step suit no number of shards of the layout"):
-        surviving_layout(Layout.parse("stage2.interleaved.chunks2"), 2, 3)
+        surviving_layout(Layout.parse("data1.stage2.interleaved.chunks2"), 2, 3)

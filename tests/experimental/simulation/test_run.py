@@ -81,7 +81,7 @@ def brute_force(rng, num_steps, slow_RxN, m, sigma, slowdown):
 
 @pytest.mark.parametrize(
     ("layout", "shape", "m"),
-    [("data4.tensor2", (4, 2), 3), ("data12.stage2", (12, 2), 1), ("data2", (2, 1), 6), ("stage3", (1, 3), 12)],
+    [("data4.tensor2", (4, 2), 3), ("data12.stage2", (12, 2), 1), ("data2", (2, 1), 6), ("data1.stage3", (1, 3), 12)],
 )
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_the_slowest_devices_are_as_slow_as_where_each_is_drawn(layout, shape, m, share):
@@ -232,7 +232,7 @@ def test_what_cannot_be_simulated_is_refused(options, message):
 def test_a_mixed_plan_cannot_be_simulated():
     microbatches = jvarlen.make_plan([5, 9, 8, 4], [(1, 8), (1, 16)], order="length")
     with pytest.raises(jvarlen.UserError, match="only plans whose steps have one each can be simulated"):
-        simulate(make_mixed_plan(microbatches, 2), Layout(), CLUSTER, seconds=COMPUTE)
+        simulate(make_mixed_plan(microbatches, 2), Layout(data=1), CLUSTER, seconds=COMPUTE)
 
 
 @pytest.mark.parametrize(

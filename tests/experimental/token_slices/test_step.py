@@ -117,8 +117,8 @@ def unsplit_sums(num_microbatches):
 @pytest.mark.parametrize(
     ("text", "slices"),
     [
-        ("stage2", 1),
-        ("stage4", {LENGTH: (5, 1, 6)}),
+        ("data1.stage2", 1),
+        ("data1.stage4", {LENGTH: (5, 1, 6)}),
         ("data2.stage2", lambda length: np.array([length - 2, 2])),
     ],
 )
@@ -134,7 +134,7 @@ def test_sums_and_gradients_are_those_of_the_unsplit_model(text, slices):
 def test_without_gradients_rows_are_whole():
     with jax.enable_x64(True):
         state = init_train_state(noisy_params(), optax.identity(), seed=3)
-        found = jax.jit(sums_on("stage2", 3, with_grads=False))(state, noisy_batch(2))
+        found = jax.jit(sums_on("data1.stage2", 3, with_grads=False))(state, noisy_batch(2))
         assert_equal_trees(found, unsplit_sums(2)._replace(grads=None), 1e-12)
 
 
@@ -181,7 +181,7 @@ def trained_whole(packed):
     ("text", "packed", "slices"),
     [
         ("data2.stage2.zero3", False, 2),
-        ("stage2.tensor2", True, lambda length: (5, length - 5)),
+        ("data1.stage2.tensor2", True, lambda length: (5, length - 5)),
     ],
 )
 def test_the_transformer_trains_as_one_device(text, packed, slices):
@@ -224,7 +224,7 @@ LONG = LayeredModel(
 def compiled_on(slices):
     params = LayeredParams(np.ones(4, np.float32), {"up": np.ones((4, 4, 100)), "down": np.ones((4, 100, 4))})
     state = init_train_state(jax.tree.map(np.float32, params), optax.identity())
-    mesh = layout_mesh(Layout.parse("stage2"))
+    mesh = layout_mesh(Layout.parse("data1.stage2"))
     sums = sum_scheduled(LONG, mesh=mesh) if slices is None else sum_sliced(LONG, mesh=mesh, slices=slices)
     return jax.jit(sums).lower(state, jax.ShapeDtypeStruct((2, 1, 4096, 4), np.float32)).compile()
 
@@ -248,22 +248,22 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
 
     def trace(slices, model=NOISY):
         state = init_train_state(noisy_params(), optax.identity(), seed=3)
-        jax.eval_shape(sums_on("stage2", slices, model), state, noisy_batch(2))
+        jax.eval_shape(sums_on("data1.stage2", slices, model), state, noisy_batch(2))
 
     with pytest.raises(ValueError, match=r"^slices need stages, .* the layout data2 has none"):
         make("data2")
-    with pytest.raises(ValueError, match=r"token_slices: leave gpipe out of the layout stage2.gpipe"):
-        make("stage2.gpipe")
+    with pytest.raises(ValueError, match=r"token_slices: leave gpipe out of the layout data1.stage2.gpipe"):
+        make("data1.stage2.gpipe")
     with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence_parallel"):
-        make("stage2.tensor2.sequence_parallel")
+        make("data1.stage2.tensor2.sequence_parallel")
     with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence2"):
-        make("stage2.sequence2")
-    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave it out of stage2.keep_residuals"):
-        make("stage2.keep_residuals")
+        make("data1.stage2.sequence2")
+    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave it out of data1.stage2.keep_residuals"):
+        make("data1.stage2.keep_residuals")
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions .* by_positions=True"):
-        make("stage2", model=model._replace(by_positions=False))
+        make("data1.stage2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions"):
-        sums_on("stage2", 2, NOISY._replace(by_positions=False))
+        sums_on("data1.stage2", 2, NOISY._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"at least 1 .*: slices \(0\)"):
         trace(0)
     with pytest.raises(ValueError, match=r"^rows of 12 tokens do not make 13 slices"):
