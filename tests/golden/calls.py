@@ -16,7 +16,8 @@ from jax import numpy as jnp
 import jvarlen
 from jvarlen import parallel
 from jvarlen.distributed.mesh import batch_shardings
-from jvarlen.experimental import asynchronous
+from jvarlen.experimental import asynchronous, mixed
+from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.parallel import (
     LayeredModel,
     LayeredParams,
@@ -209,8 +210,8 @@ def _columns(metrics: list[Any]) -> list[list[float]]:
     return [[float(value) for value in column if value is not None] for column in columns]
 
 
-def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, **options: Any) -> Trained:
-    """In float64, a model by layers on a layout, or on one device."""
+def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, slices: Any = None) -> Trained:
+    """In float64, a model by layers on a layout, or on one device; rows may go through stages in slices."""
     with jax.enable_x64(True):
         params, optimizer = jax.tree.map(jnp.asarray, params), _adamw()
         if layout is None:
@@ -219,7 +220,10 @@ def train(model: Any, params: Any, batches: list[Any], *, layout: str | None, **
         parsed = parallel.Layout.parse(layout if "data" in layout else f"data1.{layout}")
         on = {"layout": parsed, "mesh": parallel.layout_mesh(parsed)}
         state = parallel.init_state(params, optimizer, model=model, **on)
-        step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on, **options))
+        if slices is None:
+            step = jax.jit(parallel.make_train_step(model, optimizer, norms=True, **on))
+        else:
+            step = jax.jit(make_sliced_train_step(model, optimizer, norms=True, slices=slices, **on))
         placed = [jax.device_put(given, batch_shardings(given, on["mesh"])) for given in batches]
         return _take_steps(step, state, placed, lambda state: parallel.gather_params(state, model=model, **on))
 
@@ -229,8 +233,8 @@ def train_mixed(loss_fn: Any, params: Any, mixed_plan: Any, samples: Any, num_de
     with jax.enable_x64(True):
         optimizer, mesh = _sgd(), jvarlen.data_mesh(num_devices)
         state = jvarlen.replicate(jvarlen.init_train_state(params, optimizer), mesh)
-        step = jvarlen.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, mesh=mesh, norms=True)
-        return _take_steps(jax.jit(step), state, jvarlen.load_mixed(mixed_plan, samples, mesh=mesh))
+        step = mixed.make_mixed_train_step(loss_fn, optimizer, mixed_plan.buckets, mesh=mesh, norms=True)
+        return _take_steps(jax.jit(step), state, mixed.load_mixed(mixed_plan, samples, mesh=mesh))
 
 
 def train_stale(loss_fn: Any, params: Any, plan: Any, samples: Any, delays: Any) -> Trained:
