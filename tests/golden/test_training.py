@@ -11,7 +11,7 @@ AFTER_ONE, AFTER_ALL = 1e-12, 1e-10
 
 
 def assert_golden(found, name):
-    """Parameters differ by no more than that part of the sum of their magnitudes; what is not found is not compared."""
+    """Sums of an array differ by no more than that part of its norm; what is not found is not compared."""
     expected = GOLDEN[name]
     assert found.keys() == expected.keys()
     for column in ("loss", "weight_sum", "grad_norm"):

@@ -100,12 +100,12 @@ def batches() -> list[Any]:
 
 
 def sums_of(leaves: dict[str, Any]) -> dict[str, list[float]]:
-    """By name: the sum of magnitudes, the sum, and sums with random signs, which another value anywhere changes."""
+    """By name: the norm, the sum, and sums with random signs, which another value anywhere changes."""
     found = {}
     for name, leaf in leaves.items():
         values = np.asarray(leaf, np.float64).ravel()
         signs = np.random.default_rng(len(values)).choice([-1.0, 1.0], (NUM_PROJECTIONS, len(values)))
-        found[name] = [float(np.abs(values).sum()), float(values.sum()), *(signs @ values).tolist()]
+        found[name] = [float(np.linalg.norm(values)), float(values.sum()), *(signs @ values).tolist()]
     return found
 
 
