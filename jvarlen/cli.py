@@ -1,32 +1,39 @@
 """The `jvarlen` command. It parses the arguments and calls the command: `plan`, `sort`, `train`, `report` and so on.
 
-Settings are dataclass fields. Only the subcommand that was typed is imported: `jvarlen plan` does not load JAX.
+Settings are dataclass fields. Only the subcommand that was typed is imported, and of it only the settings until it
+runs: help starts no JAX.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import gc
 import importlib
-import io
-import operator
-import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import tyro
+from typing import TYPE_CHECKING, Any
 
 from jvarlen import __version__
-from jvarlen._common.checks import UserError
-from jvarlen._common.interrupts import exit_code_of_interrupt
 
 if TYPE_CHECKING:
     from jvarlen.runs.config import FitConfig
 
-__all__ = ["main", "run"]
+__all__ = ["COMMANDS", "main", "run"]
+
+COMMANDS = {
+    "plan": ("runs.page_commands", "PlanCommand", "Print the plan of an epoch for any file of lengths, and save it."),
+    "sort": ("sorting.sort_file", "SortCommand", "Sort a file of lengths or other keys on several devices."),
+    "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
+    "report": (
+        "runs.page_commands",
+        "ReportCommand",
+        "Report on runs, finished or not.",
+    ),
+    "sample": ("runs.model_commands", "SampleCommand", "Continue prompts with the trained model of a run."),
+    "export": ("runs.model_commands", "ExportCommand", "Write the trained model of a run as one safetensors file."),
+    "measure": ("runs.measure_command", "MeasureCommand", "Measure time and memory of training steps."),
+}
+"""The module and the class of each command, and what it does."""
 
 _USER_ERROR = 2
 _TRACEBACK = "--traceback"  # of any command, in any place
@@ -34,15 +41,6 @@ _EXIT_CODES_OF_TRAINING = (
     "Exit codes: 0; 2 for wrong input (--traceback shows where it was found); 130 after Ctrl-C and 143 after SIGTERM, "
     "with all steps so far saved."
 )
-_COMMANDS = {
-    "plan": ("runs.page_commands", "PlanCommand"),
-    "sort": ("sorting.sort_file", "SortCommand"),
-    "train": ("runs.config", "FitConfig"),
-    "report": ("runs.page_commands", "ReportCommand"),
-    "sample": ("runs.model_commands", "SampleCommand"),
-    "export": ("runs.model_commands", "ExportCommand"),
-    "measure": ("runs.measure_command", "MeasureCommand"),
-}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -55,9 +53,23 @@ def main(args: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"jvarlen {__version__}")
         return 0
+    if args[:1] in (["--help"], ["-h"]):
+        print(f"usage: jvarlen [-h] [--version] {{{','.join(COMMANDS)}}} ...\n")
+        print(*(f"  {name:9}{about}" for name, (_, _, about) in COMMANDS.items()), sep="\n")
+        print("\n`jvarlen COMMAND --help` lists the settings of a command.")
+        return 0
     shows_traceback = _TRACEBACK in args
     args = [arg for arg in args if arg != _TRACEBACK]
     return _ending(None, lambda: _run(_parse(args), shows_traceback), shows_traceback)
+
+
+def run() -> None:
+    """The installed command."""
+    # Imports and traces leave little garbage. Looking for it takes a fifth of the time in which a layout is chosen, and
+    # half a second at the end.
+    gc.set_threshold(100_000, 20, 100)
+    atexit.register(gc.freeze)
+    sys.exit(main())
 
 
 def _run(command: Any, shows_traceback: bool) -> int:
@@ -81,11 +93,14 @@ def _ending(command: Any, run: Callable[[], int], shows_traceback: bool) -> int:
             raise
         return _end(command, error, _USER_ERROR)
     except KeyboardInterrupt as error:
+        from jvarlen._common.interrupts import exit_code_of_interrupt
+
         return _end(command, error, exit_code_of_interrupt())
 
 
 def _train(config: FitConfig) -> int:
-    from jvarlen.distributed.launch import keep_memory_of_steps  # here: only training needs them
+    from jvarlen._common.interrupts import exit_code_of_interrupt
+    from jvarlen.distributed.launch import keep_memory_of_steps
     from jvarlen.runs.fit import dry_run, fit
 
     if config.dry_run:
@@ -98,6 +113,8 @@ def _train(config: FitConfig) -> int:
 
 def _is_of_user(error: Exception) -> bool:
     """Whether its message is enough, without a traceback: wrong input, files, a loss that is not finite, processes."""
+    from jvarlen._common.checks import UserError
+
     if isinstance(error, UserError | OSError | FloatingPointError):
         return True
     if not isinstance(error, RuntimeError):
@@ -120,52 +137,56 @@ def _end(command: Any, error: object, code: int) -> int:
     return code
 
 
-def run() -> None:
-    """The installed command."""
-    # Imports and traces leave little garbage. Looking for it takes a fifth of the time in which a layout is chosen, and
-    # half a second at the end.
-    gc.set_threshold(100_000, 20, 100)
-    atexit.register(gc.freeze)
-    sys.exit(main())
-
-
 def _parse(args: list[str]) -> Any:
     """Parses the command; tyro's framed errors become a ValueError of one line."""
-    typed = args[0] if args and args[0] in _COMMANDS else None
-    # Of all, for the help; tyro builds a union of one as if it had no subcommands.
-    commands = [_command(name, args) for name in ([typed] if typed else _COMMANDS)]
+    import contextlib
+    import io
+
+    import tyro
+
+    from jvarlen._common.checks import UserError
+
+    name = args[0] if args else ""
+    if name not in COMMANDS:
+        raise UserError(f"{_not_a_command(name)}: the commands are {', '.join(COMMANDS)}")
+    module, class_name, _ = COMMANDS[name]
+    command: Any = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
+    about = command.__doc__
+    options: dict[str, Any] = {}
+    if name == "train":
+        from jvarlen.runs.config import default_settings
+
+        options["default"] = default_settings(args)
+        about += f" {_EXIT_CODES_OF_TRAINING}"
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
-            if typed:
-                return tyro.cli(commands[0], prog=f"jvarlen {typed}", args=args[1:])
-            return tyro.cli(functools.reduce(operator.or_, commands), prog="jvarlen", args=args)
+            return tyro.cli(command, prog=f"jvarlen {name}", args=args[1:], description=about, **options)
     except SystemExit as stopped:
         if stopped.code:
             raise UserError(_unframed(errors.getvalue())) from None
         raise
 
 
-def _command(name: str, args: list[str]) -> Any:
-    """The dataclass of a command, with the words and defaults for parsing it."""
-    module, class_name = _COMMANDS[name]
-    command = getattr(importlib.import_module(f"jvarlen.{module}"), class_name)
-    if name != "train":
-        return Annotated[command, tyro.conf.subcommand(name)]
-    from jvarlen.runs.directory import default_settings  # here: only training needs it
+def _not_a_command(name: str) -> str:
+    import difflib
 
-    about = f"{command.__doc__} {_EXIT_CODES_OF_TRAINING}"
-    return Annotated[command, tyro.conf.subcommand("train", default=default_settings(args), description=about)]
+    if not name or name.startswith("-"):
+        return f"a command comes first, not {name}" if name else "a command is missing"
+    close = difflib.get_close_matches(name, COMMANDS, 1)
+    return f"there is no command {name}{f', perhaps {close[0]}' if close else ''}"
 
 
 def _unframed(text: str) -> str:
-    """Best effort: the first paragraph inside the frame that tyro prints around an error."""
+    """Best effort: the first paragraph inside the frame that tyro prints around an error, and what it guesses."""
+    import re
+
     lines = [line.strip("│ \n") for line in text.splitlines() if not line.startswith(("╭", "╰"))]
-    rules = [i for i, line in enumerate(lines) if line.startswith("─")]
+    rules = [i for i, line in enumerate(lines) if re.fullmatch("─+|-+", line)]
+    if "╭" not in text and rules:  # a terminal without such characters: the title stands above a rule
+        lines, rules = lines[rules[0] + 1 :], [i - rules[0] - 1 for i in rules[1:]]
+    guess = re.search(r"Perhaps you meant:\W+(--\S+)", " ".join(lines))
     text = " ".join(lines[: rules[0] if rules else None])
     # The names of our classes mean nothing to someone who typed a flag.
-    return re.sub(
-        r"Error parsing (__tyro\S*?|[A-Z][a-z]+Command|FitConfig)(\.(\w+))?: ",
-        r"\3 ",
-        text,
-    ).strip()
+    text = re.sub(r"Error parsing (__tyro\S*?|[A-Z][a-z]+Command|FitConfig)(\.(\w+))?: ", r"\3 ", text).strip()
+    return f"{text}; perhaps {guess[1]}" if guess else text

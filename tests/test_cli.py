@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import jvarlen
 from jvarlen import Order, Plan, UserError, lr_sequence, make_buckets, make_plan, pack_samples
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.cli import main
+from jvarlen.cli import COMMANDS, main
 from jvarlen.distributed.processes import ProcessesError
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
@@ -247,8 +248,11 @@ def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys)
         (["report", "nowhere"], "there is no directory nowhere of a run"),
         (["report", "."], ". is not the directory of a run: there is no config.json and no metrics.jsonl"),
         (["report", ".", "--page", "x.html"], "--page"),
-        (["fly"], "fly"),
-        ([], "plan"),
+        (["train", "--max-stepz", "3"], "--max-stepz, 3; perhaps --max-steps"),
+        (["fly"], "there is no command fly: the commands are plan, sort, train"),
+        (["trian"], "there is no command trian, perhaps train"),
+        (["--devices", "2", "train"], "a command comes first, not --devices"),
+        ([], "a command is missing: the commands are plan"),
     ],
 )
 def test_a_mistake_ends_in_one_line_and_exit_code_2(args, said, lengths_file, tmp_path, capsys, monkeypatch):
@@ -333,7 +337,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
 )
 def test_any_setting_of_processes_makes_it_one_of_several(flags, expected, lengths_file, tmp_path, monkeypatch):
     called = []
-    monkeypatch.setattr("jvarlen.distributed.launch.initialize_processes", lambda *given: called.append(given))
+    monkeypatch.setattr("jvarlen.distributed.processes.initialize_processes", lambda *given: called.append(given))
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress", *flags]) == 0
     assert called == ([] if expected is None else [expected])
 
@@ -410,6 +414,15 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
     monkeypatch.setattr("jvarlen.sorting.sort_file.sort_file", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
         main(["sort", lengths_file])
+
+
+def test_help_lists_every_command_as_its_class_describes_it(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name, (module, class_name, about) in COMMANDS.items():
+        described = getattr(importlib.import_module(f"jvarlen.{module}"), class_name).__doc__
+        assert described.startswith(about.removesuffix("."))
+        assert re.search(rf"^  {name} +{re.escape(about)}$", shown, re.MULTILINE)
 
 
 def test_help_documents_every_setting(capsys):

@@ -226,8 +226,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_command_has_a_row():
-    with contextlib.redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit):
-        main(["--help"])
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(["--help"]) == 0
     (commands,) = re.findall(r"usage: jvarlen .*\{([\w,]+)\}", shown.getvalue())
     rows = re.findall(r"^\| `jvarlen (\w+)", (DOCS / "commands.md").read_text(), re.MULTILINE)
     assert rows == commands.split(",")

@@ -65,6 +65,21 @@ assert main(["plan", {str(tmp_path / "lengths.npy")!r}, "--max-tokens", "4096"])
     assert not loaded_by(program) & HEAVY
 
 
+@pytest.mark.parametrize("command", ["train", "plan", "report", "sample", "export", "measure"])
+def test_help_imports_settings_only(command):
+    program = f"""
+import contextlib
+from jvarlen.cli import main
+with contextlib.suppress(SystemExit):
+    main([{command!r}, "--help"])
+"""
+    assert not loaded_by(program) & HEAVY
+
+
+def test_the_list_of_commands_is_printed_without_anything_else():
+    assert not loaded_by("from jvarlen.cli import main; main(['--help'])") & (HEAVY | {"numpy", "tyro", "jaxtyping"})
+
+
 @pytest.mark.multiprocess
 def test_workers_that_measure_import_no_accelerator_library(tmp_path):
     program = tmp_path / "measuring.py"

@@ -15,19 +15,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
 from jvarlen._common.checks import UserError
+from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
 from jvarlen.attention.masks import attention_mask, padding_mask, segment_mask
 
 __all__ = [
-    "AttentionImplementation",
-    "SegmentAttentionImplementation",
     "attend",
     "attend_by_mask",
     "attend_last",
     "attend_within_segments",
 ]
 
-AttentionImplementation = Literal["xla", "mask", "chunked", "cudnn"]
-SegmentAttentionImplementation = Literal["xla", "cudnn", "chunked"]
 
 _CHUNK = 256  # the most queries at a time
 _MOST_SLICES = 4  # of the keys, for causal queries: more waste less compute and take longer to compile

@@ -15,9 +15,9 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen._common.compile_anew import without_compilation_cache
-from jvarlen._common.files import default_cache_dir
+from jvarlen.compiling.compile_options import default_compilation_cache
 
-__all__ = ["default_compilation_cache", "use_compilation_cache", "without_compilation_cache"]
+__all__ = ["use_compilation_cache", "without_compilation_cache"]
 
 # JAX's own limits, and those that keep every program: (setting, what it is where no one has set it, what it becomes).
 _LIMITS = (
@@ -26,11 +26,6 @@ _LIMITS = (
 )
 
 _own_setting: str | None = None  # the directory that was set from here, which is no choice of the user's
-
-
-def default_compilation_cache() -> Path:
-    """The directory for compiled programs among this user's caches."""
-    return default_cache_dir() / "compiled"
 
 
 def use_compilation_cache(directory: str | os.PathLike[str] | None = None) -> None:

@@ -7,18 +7,18 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-import jaxlib
 import numpy as np
-from jax.extend.backend import get_compile_options
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.compiling.compilation_cache import default_compilation_cache
-from jvarlen.distributed.grad_buckets import FIRST_BUCKET_BYTES, BucketBytes
+from jvarlen._common.files import default_cache_dir
+from jvarlen.distributed.layout import FIRST_BUCKET_BYTES, BucketBytes
 
-__all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options"]
+if TYPE_CHECKING:
+    import jax
+
+__all__ = ["CompileOptions", "Fallback", "When", "check_compiler_options", "default_compilation_cache"]
 
 Fallback = Literal["error", "pad"]
 When = Literal["ahead", "behind"]
@@ -53,6 +53,11 @@ module @nothing {
 """
 _GPU_PLATFORMS = ("gpu", "cuda", "rocm")
 _NAME_AND_VALUE = re.compile(r"([A-Za-z]\w*)=(.*)", re.DOTALL)
+
+
+def default_compilation_cache() -> Path:
+    """The directory for compiled programs among this user's caches."""
+    return default_cache_dir() / "compiled"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -228,11 +233,16 @@ def check_compiler_options(options: Mapping[str, OptionValue], device: jax.Devic
     ]
     if not reasons:
         reasons = [f"{', '.join(f'{name}={value!r}' for name, value in options.items())} together ({error})"]
+    import jaxlib
+
     raise UserError(f"jaxlib {jaxlib.__version__} does not support these options: {'; '.join(reasons)}") from error
 
 
 def _error_of(options: Mapping[str, OptionValue], device: jax.Device) -> Exception | None:
     """What jaxlib raises when it compiles with the options."""
+    import jax  # here: settings are read without JAX
+    from jax.extend.backend import get_compile_options
+
     client = device.client
     overrides: dict[str, Any] = dict(options)
     try:

@@ -17,7 +17,8 @@ from jvarlen.compiling.compile_options import CompileOptions, check_compiler_opt
 from jvarlen.compiling.ledger import LedgerRow, row_of
 from jvarlen.compiling.program_store import environment_of
 from jvarlen.compiling.recompiles import counting_in_thread
-from jvarlen.distributed.grad_buckets import BucketBytes, with_grad_buckets
+from jvarlen.distributed.grad_buckets import with_grad_buckets
+from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import auto_axes, batch_shardings, compiling_for, devices_of, replicate, with_auto_axes
 from jvarlen.planning.buckets import AnyBucket
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,32 +18,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jvarlen._common.checks import UserError
+from jvarlen.distributed.layout import BUCKET_BYTES, FIRST_BUCKET_BYTES, BucketBytes
 
 __all__ = [
-    "BUCKET_BYTES",
-    "FIRST_BUCKET_BYTES",
-    "BucketBytes",
     "assign_grad_buckets",
     "bucket_bytes_here",
     "order_of_grads",
     "reduce_in_buckets",
     "with_grad_buckets",
 ]
-
-BUCKET_BYTES, FIRST_BUCKET_BYTES = 25 * 2**20, 2**20
-
-
-class BucketBytes(NamedTuple):
-    """Sizes of gradient buckets.
-
-    Attributes:
-      cap: bytes from which on a bucket is closed.
-      first_cap: the same for the first bucket.
-    """
-
-    cap: int = BUCKET_BYTES
-    first_cap: int = FIRST_BUCKET_BYTES
-
 
 _bucket_bytes: ContextVar[BucketBytes | None] = ContextVar("bucket_bytes", default=None)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import sys
-
-import jax
-from jax.sharding import Mesh
+from typing import TYPE_CHECKING
 
 from jvarlen._common.checks import check_at_least
-from jvarlen.distributed.mesh import data_mesh, split_cpu
-from jvarlen.distributed.processes import initialize_processes
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 __all__ = ["DeviceConfig", "keep_memory_of_steps", "launch"]
 
@@ -48,6 +47,11 @@ class DeviceConfig:
 
 def launch(config: DeviceConfig) -> Mesh:
     """Connects the processes; their mesh, of the axis "data". Call it before anything else that touches a device."""
+    import jax  # here: settings are read without JAX
+
+    from jvarlen.distributed.mesh import data_mesh, split_cpu
+    from jvarlen.distributed.processes import initialize_processes
+
     if config.devices is not None:
         split_cpu(config.devices)
     if config.has_processes and not jax.distributed.is_initialized():
@@ -62,6 +66,8 @@ def keep_memory_of_steps() -> None:
     page. Here freed memory stays with the process, up to 2 GiB. This changes the whole process: from then on, a call of
     a step waits for its end. Call it before anything touches a device. Without glibc only the waiting changes.
     """
+    import jax
+
     # glibc keeps large memory for the main thread alone. So steps run in the thread that calls them.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None

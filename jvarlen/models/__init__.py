@@ -1,20 +1,21 @@
 """Small Flax NNX models for examples and benchmarks.
 
-- `transformer`, `mixed_precision`: the demo transformer. `layers`: the same by layers.
+- `config`, `transformer`, `mixed_precision`: the demo transformer. `layers`: the same by layers.
 - `generation`: samples from it. `export`: its parameters as a safetensors file.
 """
 
-from jvarlen.models.export import save_params
-from jvarlen.models.generation import generate
-from jvarlen.models.layers import layered, stack_layers, unstack_layers
-from jvarlen.models.transformer import (
-    Transformer,
-    TransformerConfig,
-    flat_params,
-    init_params,
-    make_loss_fn,
-    params_from_flat,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.models.config import TransformerConfig
+    from jvarlen.models.export import save_params
+    from jvarlen.models.generation import generate
+    from jvarlen.models.layers import layered, stack_layers, unstack_layers
+    from jvarlen.models.transformer import Transformer, flat_params, init_params, make_loss_fn, params_from_flat
 
 __all__ = [
     "Transformer",
@@ -29,3 +30,12 @@ __all__ = [
     "stack_layers",
     "unstack_layers",
 ]
+
+_NAMES_OF = {
+    "models.config": ("TransformerConfig",),
+    "models.export": ("save_params",),
+    "models.generation": ("generate",),
+    "models.layers": ("layered", "stack_layers", "unstack_layers"),
+    "models.transformer": ("Transformer", "flat_params", "init_params", "make_loss_fn", "params_from_flat"),
+}
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -14,7 +14,8 @@ from flax import nnx
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import check_place, write_atomically
-from jvarlen.models.transformer import TransformerConfig, flat_params
+from jvarlen.models.config import TransformerConfig
+from jvarlen.models.transformer import flat_params
 
 __all__ = ["save_params"]
 

@@ -30,7 +30,8 @@ from jvarlen.compiling.recompiles import no_recompiles
 from jvarlen.distributed.mesh import DATA_AXIS, num_shards_of, replicate
 from jvarlen.loading.collate import StepSamples
 from jvarlen.loading.loader import load
-from jvarlen.models.transformer import Transformer, TransformerConfig
+from jvarlen.models.config import TransformerConfig
+from jvarlen.models.transformer import Transformer
 from jvarlen.planning.buckets import Bucket
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.plan import make_plan

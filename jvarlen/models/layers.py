@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from jvarlen.batches.batches import Batch, PackedBatch
-from jvarlen.models.transformer import Transformer, TransformerConfig, init_params, rows_of, run_block, sum_losses
+from jvarlen.models.config import TransformerConfig
+from jvarlen.models.transformer import Transformer, init_params, rows_of, run_block, sum_losses
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams
 from jvarlen.parallel.tensor import TENSOR_AXIS, TensorSpec, check_tensor_divides
 

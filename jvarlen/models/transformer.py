@@ -7,10 +7,9 @@ slice), S those of this device (all but under sequence parallelism), D width, H 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.attention.attention import (
-    AttentionImplementation,
-    SegmentAttentionImplementation,
-    attend,
-    attend_within_segments,
-)
+from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
+from jvarlen.models.config import TransformerConfig
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
 from jvarlen.parallel.layers import Axes
 from jvarlen.parallel.sequence import attend_over_axis
@@ -40,7 +35,6 @@ from jvarlen.training.losses import LossFn
 __all__ = [
     "Rows",
     "Transformer",
-    "TransformerConfig",
     "flat_params",
     "init_params",
     "make_loss_fn",
@@ -55,39 +49,6 @@ _UNSPLIT = Axes()
 # Compiled once for a shape, so that initializing takes no longer with more layers.
 _LECUN_NORMAL = jax.jit(jax.nn.initializers.lecun_normal(), static_argnums=(1, 2))
 _NORMAL = jax.jit(jax.nn.initializers.normal(0.02), static_argnums=(1, 2))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """The shape of the decoder."""
-
-    num_layers: int = 2
-    """Number of blocks."""
-    width: int = 128
-    """Size of the residual stream."""
-    vocab_size: int = 256
-    """Vocabulary size: 256 for bytes, or that of the tokenizer if it is larger."""
-    num_heads: int = 2
-    """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
-    attention: AttentionImplementation | None = None
-    """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
-    None chooses by the length of the rows. Rows that are spread or cut into slices have an attention of their own.
-    """
-    packed_attention: SegmentAttentionImplementation | None = None
-    """Attention in packed rows. None chooses by the length of the rows."""
-    compute_dtype: Literal["bfloat16"] | None = None
-    """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
-    None uses the type of the parameters."""
-
-    def __post_init__(self):
-        if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
-            raise UserError(
-                f"num_layers ({self.num_layers}) and vocab_size ({self.vocab_size}) must be at least 1 and width "
-                f"({self.width}) a multiple of 2 * num_heads ({2 * self.num_heads})"
-            )
-        wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
-        if wrong and self.compute_dtype is None:
-            raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
 
 
 class Rows(NamedTuple):

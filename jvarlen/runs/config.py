@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import glob
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -26,7 +26,6 @@ from jvarlen.distributed.launch import DeviceConfig
 from jvarlen.distributed.layout import Layout
 from jvarlen.models import TransformerConfig
 from jvarlen.runs.plan_config import MODEL_FILES, BatchSizeRule, PlanConfig
-from jvarlen.runs.trackers import TrackerName
 
 __all__ = [
     "AUTO",
@@ -36,8 +35,11 @@ __all__ = [
     "FitConfig",
     "OptimizerConfig",
     "PlanConfig",
+    "TrackerName",
     "changes_between",
+    "default_settings",
     "evaluation_name",
+    "is_run_dir",
     "load_config",
     "save_config",
     "saved_settings",
@@ -46,6 +48,8 @@ __all__ = [
 
 
 AUTO = "auto"  # as `parallel`
+
+TrackerName = Literal["tensorboard", "wandb"]
 
 Scope = Literal["run", "course", "process", "call"]
 """What a setting belongs to, in the metadata of its field; nested settings have the scope of their field.
@@ -294,6 +298,23 @@ def load_config(path: Path) -> FitConfig:
         raise UserError(f"{path} holds no settings of a run: {error}") from error
     own = {name: path.parent.absolute() / model for name, model in models.items()}
     return dataclasses.replace(_of_this_call(config), plan=dataclasses.replace(config.plan, **own))
+
+
+def is_run_dir(path: Path) -> bool:
+    """Whether a run has begun there."""
+    return (path / "config.json").exists()
+
+
+def default_settings(args: Sequence[str]) -> FitConfig:
+    """The defaults of `jvarlen train`: the settings of the run that these arguments continue, if they name one."""
+    for place, name in enumerate(args):
+        given, _, value = name.partition("=")
+        run_dir = value or "".join(args[place + 1 : place + 2])
+        if given == "--resume" and run_dir:
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
+        if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
+            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
+    return FitConfig(plan=PlanConfig(max_shapes="auto"))
 
 
 def _of_this_call(config: FitConfig) -> FitConfig:

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from filelock import FileLock, Timeout
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import Change, FitConfig, changes_between, load_config, save_config
+from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
 from jvarlen.runs.plan_config import MODEL_FILES, PlanConfig
 
-__all__ = ["default_settings", "is_run_dir", "lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
+__all__ = ["lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
 
 # What file systems without locks answer, such as Lustre mounted without them.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
@@ -91,23 +91,6 @@ def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], hel
     # Last: what has settings is a run, and can be resumed.
     save_config(dataclasses.replace(config, plan=_with_own_models(config.plan, run_dir)), run_dir / "config.json")
     return run_dir
-
-
-def is_run_dir(path: Path) -> bool:
-    """Whether a run has begun there."""
-    return (path / "config.json").exists()
-
-
-def default_settings(args: Sequence[str]) -> FitConfig:
-    """The defaults of `jvarlen train`: the settings of the run that these arguments continue, if they name one."""
-    for place, name in enumerate(args):
-        given, _, value = name.partition("=")
-        run_dir = value or "".join(args[place + 1 : place + 2])
-        if given == "--resume" and run_dir:
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), resume=Path(run_dir))
-        if given == "--run-dir" and run_dir and is_run_dir(Path(run_dir)):
-            return dataclasses.replace(load_config(Path(run_dir) / "config.json"), run_dir=Path(run_dir))
-    return FitConfig(plan=PlanConfig(max_shapes="auto"))
 
 
 def _make_dir(runs_dir: Path, plan: Plan) -> Path:

@@ -39,9 +39,9 @@ from jvarlen.loading.plan_source import CollateFn
 from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
-from jvarlen.runs.config import FitConfig, saved_settings
+from jvarlen.runs.config import FitConfig, is_run_dir, saved_settings
 from jvarlen.runs.data import TrainingData
-from jvarlen.runs.directory import is_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
 from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_bills, when_compiled
 from jvarlen.runs.summary import EvaluatedIn, Summary, write_summary

@@ -7,21 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import optax
-
 from jvarlen._common.checks import UserError, check_at_least_one
-from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
-from jvarlen.compiling.compilation_cache import without_compilation_cache
-from jvarlen.compiling.compile import compile_buckets
 from jvarlen.compiling.compile_options import CompileOptions
-from jvarlen.compiling.measure_buckets import measure_buckets
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.distributed.processes import is_main_process
-from jvarlen.models import TransformerConfig, init_params, make_loss_fn
+from jvarlen.models import TransformerConfig
 from jvarlen.planning.budget import check_bucket_lengths
 from jvarlen.planning.cost_model import CostModel, fit_cost_model
-from jvarlen.targets.links import measure_cluster
-from jvarlen.training.step import init_train_state, make_train_step
 
 __all__ = ["MeasureCommand", "MeasuredCosts", "measure_costs"]
 
@@ -69,6 +60,15 @@ def measure_costs(
     Raises:
       ValueError: lengths that are not as described, or above a quarter of `max_tokens`; other numbers below 1.
     """
+    import optax  # here: settings are read without JAX
+
+    from jvarlen.batches.batches import packed_batch_spec, token_batch_spec
+    from jvarlen.compiling.compilation_cache import without_compilation_cache
+    from jvarlen.compiling.compile import compile_buckets
+    from jvarlen.compiling.measure_buckets import measure_buckets
+    from jvarlen.models import init_params, make_loss_fn
+    from jvarlen.training.step import init_train_state, make_train_step
+
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
     check_bucket_lengths(lengths)
     if len(lengths) < 2:
@@ -157,6 +157,9 @@ class MeasureCommand(DeviceConfig):
         print(f"compiling a bucket took {costs.compile_seconds:.2f} s")
 
     def _measure_links(self, out: Path) -> None:
+        from jvarlen.distributed.processes import is_main_process
+        from jvarlen.targets.links import measure_cluster
+
         if not out.parent.is_dir():
             raise FileNotFoundError(f"there is no directory for {out}")
         cluster = measure_cluster(launch(self), dtype=self.model.compute_dtype or "float32", progress=self.progress)

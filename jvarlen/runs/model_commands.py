@@ -5,22 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import numpy as np
 import tyro
-from flax import nnx
 from jaxtyping import Int32
 
-from jvarlen import __version__
+from jvarlen import __version__, models
 from jvarlen._common.checks import UserError, check_at_least, list_first
 from jvarlen._common.files import check_place, write_atomically
 from jvarlen.data.prompts import ByteCodec, TextCodec, TokenizerCodec
 from jvarlen.distributed.launch import DeviceConfig, launch
-from jvarlen.models import TransformerConfig, generate, params_from_flat, save_params
-from jvarlen.runs.config import FitConfig, load_config
-from jvarlen.runs.directory import is_run_dir
-from jvarlen.training.checkpoint import read_params
+from jvarlen.models.config import TransformerConfig
+from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 __all__ = ["ExportCommand", "SampleCommand"]
 
@@ -76,7 +76,7 @@ class SampleCommand:
         trained = _read_trained(self.run_dir, self.checkpoint)
         codec = _codec_of(trained, self.tokenizer)
         tokens = _encode(codec, prompts, trained.model.vocab_size, self.max_tokens - self.max_new_tokens)
-        new = generate(
+        new = models.generate(
             trained.params,
             trained.model,
             tokens,
@@ -137,7 +137,7 @@ class ExportCommand:
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
             if (end_token := _end_token(trained, codec)) is not None:
                 metadata["end_token"] = str(end_token)
-        save_params(self.out, trained.params, trained.model, metadata=metadata)
+        models.save_params(self.out, trained.params, trained.model, metadata=metadata)
         size = sum(np.size(leaf) for leaf in trained.arrays.values())
         print(f"{self.out}: {size:,} parameters after {trained.num_steps:,} steps")
 
@@ -164,12 +164,14 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
     if not is_run_dir(run_dir):
         raise FileNotFoundError(f"{run_dir} is not the directory of a run: there is no {run_dir / 'config.json'}")
     settings = load_config(run_dir / "config.json")
+    from jvarlen.training.checkpoint import read_params  # here: settings are read without JAX
+
     arrays, place = read_params(run_dir / "checkpoints", which)
     # The run's vocabulary may be larger than its settings say: that of the data counts.
     num_embeddings = len(np.atleast_1d(arrays.get(_EMBEDDING, np.zeros(2))))
     try:
         model = dataclasses.replace(settings.model, vocab_size=num_embeddings - 1)
-        params = params_from_flat(model, arrays)
+        params = models.params_from_flat(model, arrays)
     except UserError as error:
         raise UserError(f"{run_dir} is a run of a model of your own, not of the built-in one: {error}") from None
     return _Trained(settings, model, params, arrays, place.num_steps_done)

@@ -31,9 +31,8 @@ from jvarlen.compiling.step_costs import (
 )
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.runs.config import FitConfig, load_config
+from jvarlen.runs.config import FitConfig, is_run_dir, load_config
 from jvarlen.runs.data import TrainingData
-from jvarlen.runs.directory import is_run_dir
 from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig
 from jvarlen.runs.task import BatchSpec, Task
 

@@ -12,16 +12,15 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import write_atomically
 from jvarlen.reports.run_records import read_metrics
 from jvarlen.runs.charts import TensorBoardTracker, WandbTracker
+from jvarlen.runs.config import TrackerName
 
-__all__ = ["MetricsLog", "Tracker", "TrackerName", "Trackers", "open_trackers"]
-
-TrackerName = Literal["tensorboard", "wandb"]
+__all__ = ["MetricsLog", "Tracker", "Trackers", "open_trackers"]
 
 
 @runtime_checkable

@@ -20,12 +20,12 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.batches.batches import count_tokens
 from jvarlen.distributed.grad_buckets import (
-    BucketBytes,
     assign_grad_buckets,
     bucket_bytes_here,
     order_of_grads,
     reduce_in_buckets,
 )
+from jvarlen.distributed.layout import BucketBytes
 from jvarlen.distributed.mesh import auto_axes, axes_in, check_compiled_for, check_shards_divide, num_shards_of
 from jvarlen.training.losses import LossFn, bind_loss, takes_argument, which_are_reduced
 from jvarlen.training.train_state import TrainState, divide_once

@@ -10,11 +10,8 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jvarlen.compiling import compilation_cache
-from jvarlen.compiling.compilation_cache import (
-    default_compilation_cache,
-    use_compilation_cache,
-    without_compilation_cache,
-)
+from jvarlen.compiling.compilation_cache import use_compilation_cache, without_compilation_cache
+from jvarlen.compiling.compile_options import default_compilation_cache
 
 DIRECTORY = "jax_compilation_cache_dir"
 ENABLED = "jax_enable_compilation_cache"

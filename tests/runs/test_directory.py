@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from jvarlen.planning.cost_model import CostModel
-from jvarlen.runs.config import FitConfig, load_config
-from jvarlen.runs.directory import is_run_dir, lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
+from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.plan_config import PlanConfig
 
 HOLDER = """

@@ -17,8 +17,7 @@ from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.distributed.layout import Layout
 from jvarlen.experimental.elastic.supervisor import Start, keep_training
 from jvarlen.experimental.elastic.survivors import surviving_layout
-from jvarlen.runs.config import AUTO, FitConfig
-from jvarlen.runs.directory import default_settings
+from jvarlen.runs.config import AUTO, FitConfig, default_settings
 
 __all__ = ["main"]
 

@@ -1,0 +1,44 @@
+"""Settings of the demo transformer, read without JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from jvarlen._common.checks import UserError
+from jvarlen.attention import AttentionImplementation, SegmentAttentionImplementation
+
+__all__ = ["TransformerConfig"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The shape of the decoder."""
+
+    num_layers: int = 2
+    """Number of blocks."""
+    width: int = 128
+    """Size of the residual stream."""
+    vocab_size: int = 256
+    """Vocabulary size: 256 for bytes, or that of the tokenizer if it is larger."""
+    num_heads: int = 2
+    """Attention heads; must divide the width into even head sizes (rotary positions need pairs)."""
+    attention: AttentionImplementation | None = None
+    """Attention in rows of one sample: by row lengths (xla, cudnn), a B×T×T mask (mask) or chunks of queries (chunked).
+    None chooses by the length of the rows. Rows that are spread or cut into slices have an attention of their own.
+    """
+    packed_attention: SegmentAttentionImplementation | None = None
+    """Attention in packed rows. None chooses by the length of the rows."""
+    compute_dtype: Literal["bfloat16"] | None = None
+    """Type of activations and of the factors of products; parameters, sums, softmax and loss stay float32.
+    None uses the type of the parameters."""
+
+    def __post_init__(self):
+        if min(self.num_layers, self.vocab_size, self.width, self.num_heads) < 1 or self.width % (2 * self.num_heads):
+            raise UserError(
+                f"num_layers ({self.num_layers}) and vocab_size ({self.vocab_size}) must be at least 1 and width "
+                f"({self.width}) a multiple of 2 * num_heads ({2 * self.num_heads})"
+            )
+        wrong = [name for name in ("attention", "packed_attention") if getattr(self, name) == "cudnn"]
+        if wrong and self.compute_dtype is None:
+            raise UserError(f"{' and '.join(wrong)}: cudnn takes no float32; set compute_dtype to bfloat16")
