@@ -63,8 +63,7 @@ if TYPE_CHECKING:
     from jvarlen.targets.cluster import Cluster
     from jvarlen.targets.links import measure_cluster
     from jvarlen.targets.model_file import ModelFile
-    from jvarlen.training.float32_master import with_float32_master
-    from jvarlen.training.learning_rate import planned_schedule, scale_by_batch_size
+    from jvarlen.training.optimizers import planned_schedule, scale_by_batch_size, with_float32_master
     from jvarlen.training.rates import lr_scale, lr_sequence
     from jvarlen.training.step import make_eval_step, make_train_step
     from jvarlen.training.train_state import Metrics, TrainState, init_train_state
@@ -119,8 +118,7 @@ _NAMES_OF = {
     "targets.cluster": ("Cluster",),
     "targets.links": ("measure_cluster",),
     "targets.model_file": ("ModelFile",),
-    "training.float32_master": ("with_float32_master",),
-    "training.learning_rate": ("planned_schedule", "scale_by_batch_size",),
+    "training.optimizers": ("planned_schedule", "scale_by_batch_size", "with_float32_master",),
     "training.rates": ("lr_scale", "lr_sequence",),
     "training.step": ("make_eval_step", "make_train_step",),
     "training.train_state": ("Metrics", "TrainState", "init_train_state",),

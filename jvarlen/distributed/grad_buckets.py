@@ -93,15 +93,10 @@ def assign_grad_buckets(
 
 
 def order_of_grads(traced: ClosedJaxpr, places: Sequence[int]) -> tuple[int, ...]:
-    """The order in which a traced function gives gradients.
+    """Numbers of the gradients at these places of the results of a traced function, in the order in which they come.
 
-    Args:
-      traced: the function, whose arguments and constants include all that gradients depend on.
-      places: of the gradients among its results.
-
-    Returns:
-      Numbers of gradients, from 0, those that come first before others; of several from one operation, the last first.
-      Gradients that depend on nothing, because the loss never uses the parameter, are left out.
+    Of several from one operation the last is first. Gradients that depend on nothing, because the loss never uses the
+    parameter, are left out.
     """
     jaxpr, results = traced.jaxpr, [traced.jaxpr.outvars[place] for place in places]
     if len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name == "jit":  # JAX 0.11 inlines calls when it lowers them
@@ -125,15 +120,10 @@ def reduce_in_buckets(
     axis_name: str | tuple[str, ...],
     dims: Sequence[int | None] = (),
 ) -> Any:
-    """Sums gradients over mesh axes, with one collective a bucket; those in no bucket stay as they are.
+    """Sums gradients over mesh axes, with one collective a bucket of one dtype; those in no bucket stay as they are.
 
-    Args:
-      grads: a pytree of arrays.
-      buckets: places in `jax.tree.leaves(grads)`, those of a bucket of one dtype.
-      axis_name: of the mesh, or several.
-      dims: for each gradient, the dimension along which each device keeps its shard of the sum, padded with zeros if
-        the size of the axis does not divide it; None: all of it. It is given for all of a bucket or for none. Empty:
-        all stay whole.
+    Along its dimension in `dims` each device keeps its shard of the sum, padded with zeros if the size of the axis does
+    not divide it; None, for all of a bucket: the whole sum.
     """
     leaves, structure = jax.tree.flatten(grads)
     for bucket in buckets:
@@ -159,7 +149,13 @@ def _sum_to_shards(
 ) -> list[jax.Array]:
     """This device's shards of the sums of arrays, each along a dimension of its own, by one collective."""
     num_shards = jax.lax.axis_size(axis_name)
-    moved = [_padded(jnp.moveaxis(member, dim, 0), num_shards) for member, dim in zip(members, along, strict=True)]
+
+    def padded(member: jax.Array) -> jax.Array:
+        """With zeros at the end, so that the shards divide its first dimension."""
+        missing = -member.shape[0] % num_shards
+        return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
+
+    moved = [padded(jnp.moveaxis(member, dim, 0)) for member, dim in zip(members, along, strict=True)]
     row = jax.lax.psum_scatter(_concatenate([member.reshape(num_shards, -1) for member in moved]), axis_name)
     parts = _split(row, [member.size // num_shards for member in moved])
     shards = [
@@ -167,12 +163,6 @@ def _sum_to_shards(
         for part, member in zip(parts, moved, strict=True)
     ]
     return [jnp.moveaxis(shard, 0, dim) for shard, dim in zip(shards, along, strict=True)]
-
-
-def _padded(member: jax.Array, num_shards: int) -> jax.Array:
-    """With zeros at the end, so that the shards divide its first dimension."""
-    missing = -member.shape[0] % num_shards
-    return jnp.pad(member, [(0, missing)] + [(0, 0)] * (member.ndim - 1)) if missing else member
 
 
 def _concatenate(rows: Sequence[jax.Array]) -> jax.Array:

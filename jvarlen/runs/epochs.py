@@ -19,7 +19,7 @@ from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
 from jvarlen.training.checkpoint import Place
-from jvarlen.training.learning_rate import scale_by_batch_size, table_schedule
+from jvarlen.training.optimizers import scale_by_batch_size, table_schedule
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
 
 __all__ = ["Course", "Rates"]

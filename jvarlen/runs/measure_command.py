@@ -67,7 +67,8 @@ def measure_costs(
     from jvarlen.compiling.compile import compile_buckets
     from jvarlen.compiling.measure_buckets import measure_buckets
     from jvarlen.models import init_params, make_loss_fn
-    from jvarlen.training.step import init_train_state, make_train_step
+    from jvarlen.training.step import make_train_step
+    from jvarlen.training.train_state import init_train_state
 
     check_at_least_one(max_tokens=max_tokens, microbatches_per_step=microbatches_per_step, repeats=repeats)
     check_bucket_lengths(lengths)

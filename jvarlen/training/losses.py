@@ -39,21 +39,12 @@ def takes_argument(loss_fn: LossFn, name: str) -> bool:
 
 
 def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], tuple[jax.Array, LossOutputs]]:
-    """The loss in one form: `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`.
-
-    Args:
-      loss_fn: as for `make_train_step`.
-      state: holds the `extra` that the loss takes.
-
-    Raises:
-      ValueError: it takes a key or extra state that the state does not hold; when it is called, its result has none of
-        the allowed forms.
-    """
+    """The loss in one form, `loss(params, microbatch, key) -> (loss_sum, LossOutputs)`, with `extra` of the state."""
     parameters = _parameters(loss_fn)
     name = getattr(loss_fn, "__name__", "loss_fn")
-    missing = {"key": "seed=0", "extra": "extra=…"}
-    for argument, how in missing.items():
-        if argument in parameters and getattr(state, argument) is None and parameters[argument].default is _NO_DEFAULT:
+    for argument, how in (("key", "seed=0"), ("extra", "extra=…")):
+        is_needed = argument in parameters and parameters[argument].default is inspect.Parameter.empty
+        if is_needed and getattr(state, argument) is None:
             raise UserError(f"{name} takes {argument}: init_train_state(params, optimizer, {how}) gives the state one")
     takes_key = "key" in parameters and state.key is not None
     takes_extra = "extra" in parameters and state.extra is not None
@@ -81,9 +72,6 @@ def bind_loss(loss_fn: LossFn, state: TrainState) -> Callable[[Any, Any, Any], t
     return loss
 
 
-_NO_DEFAULT = inspect.Parameter.empty
-
-
 def _parameters(loss_fn: LossFn) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(loss_fn).parameters
@@ -105,12 +93,7 @@ def _checked_extra(name: str, returned: Any, given: Any) -> Any:
 
 
 def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
-    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself.
-
-    Args:
-      closed: the traced function; its arguments differ between shards, and what it closes over does not.
-      axis_name: the mesh axis.
-    """
+    """Which outputs of a traced function are the same on all shards because it reduces or gathers them itself."""
     same, reduced, differs = 0, 1, 2  # of several, the largest is what becomes of them
 
     def walk(jaxpr: Jaxpr, kinds: list[int]) -> list[int]:
@@ -147,4 +130,5 @@ def which_are_reduced(closed: ClosedJaxpr, axis_name: str) -> list[bool]:
                 return walk(inner, given)
         return [max(given, default=same)] * len(eqn.outvars)
 
+    # Arguments differ between shards, and what the function closes over does not.
     return [kind == reduced for kind in walk(closed.jaxpr, [differs] * len(closed.jaxpr.invars))]

@@ -145,23 +145,16 @@ def base_rates(base_schedule: BaseSchedule, counts: Int64[np.ndarray, " S"]) -> 
         rates = np.asarray(base_schedule, np.float64)
     else:
         with _in_float64():
-            if _can_trace(base_schedule):
-                rates = np.asarray(_jax().vmap(base_schedule)(counts), np.float64)
-            else:
+            jax = _jax()
+            try:
+                jax.eval_shape(base_schedule, jax.ShapeDtypeStruct((), np.int64))
+            except TypeError:  # it converts the count to a Python number, which JAX cannot trace
                 rates = np.array([float(base_schedule(count)) for count in counts.tolist()])
+            else:
+                rates = np.asarray(jax.vmap(base_schedule)(counts), np.float64)
     if rates.shape not in ((), counts.shape):
         raise UserError(f"base_schedule has shape {rates.shape}, the plan {len(counts)} steps")
     return np.broadcast_to(rates, counts.shape).copy()
-
-
-def _can_trace(function: Callable[[Any], Any]) -> bool:
-    """Whether JAX can trace a function of a count; it cannot trace one that converts the count to a Python number."""
-    jax = _jax()
-    try:
-        jax.eval_shape(function, jax.ShapeDtypeStruct((), np.int64))
-    except TypeError:  # what JAX raises for such conversions
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -17,21 +17,16 @@ import optax
 from jax.sharding import Mesh
 
 from jvarlen._common.checks import UserError
-from jvarlen.training.float32_master import OptimizerOfMaster
 from jvarlen.training.losses import LossFn
-from jvarlen.training.step_sums import StepSums, field_of, microbatches_of, next_extra, sum_step
-from jvarlen.training.train_state import Metrics, TrainState, divide_once, init_train_state
+from jvarlen.training.optimizers import OptimizerOfMaster
+from jvarlen.training.step_sums import StepSums, field_of, next_extra, sum_step
+from jvarlen.training.train_state import Metrics, TrainState, divide_once
 
 __all__ = [
-    "LossFn",
-    "Metrics",
     "StepFn",
-    "TrainState",
-    "init_train_state",
     "make_eval_step",
     "make_train_step",
     "metrics_of",
-    "microbatches_of",
     "step_of_sums",
     "update_state",
     "with_extra_args",
@@ -98,17 +93,7 @@ def step_of_sums(
     *,
     norms: bool = False,
 ) -> StepFn:
-    """A train step from functions that accumulate and reduce: it adds the update.
-
-    Args:
-      sums_of: `sums_of(state, batch)`, the sums of the step with gradients, over all shards.
-      values_of: likewise, without gradients.
-      optimizer: as for `make_train_step`.
-      norms: as for `make_train_step`.
-
-    Returns:
-      `train_step(state, batch) -> (state, Metrics)`.
-    """
+    """A train step from functions that give the sums of a step, with and without gradients: it adds the update."""
     optimizer = with_extra_args(optimizer)
 
     def train_step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
@@ -160,16 +145,7 @@ def update_state(
     value_fn: Callable[[Any], jax.Array] | None = None,
     norms: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The state and the metrics after a step, from the step's sums.
-
-    Args:
-      optimizer: has `update` with extra arguments.
-      state: before the step.
-      batch: the batch of the step; its counts are passed to the optimizer.
-      sums: the sums over all its microbatches.
-      value_fn: the loss of the step for other parameters; None if unknown.
-      norms: whether the metrics include the norms of gradient and updates.
-    """
+    """The state and the metrics after a step, from its sums; the optimizer is told the counts of the batch."""
     metrics = metrics_of(sums, batch)
     if isinstance(optimizer, OptimizerOfMaster):
         grads = jax.tree.map(lambda grad: divide_once(grad, sums.weight), sums.grads)

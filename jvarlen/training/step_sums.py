@@ -70,37 +70,19 @@ def sum_step(
     loss_fn: LossFn,
     *,
     mesh: Mesh | None = None,
-    axis_name: str | tuple[str, ...] = "data",
-    rows_along: str | None = None,
+    axis_name: str | tuple[str, ...] = "data",  # or several axes, over all of which sums are reduced
+    rows_along: str | None = None,  # of these, the axis along which the loss computes on parts of rows
     with_grads: bool = True,
-    param_specs: Any = None,
-    tap: Callable[[Any, Any], Any] | None = None,
-    grad_specs: Any = None,
-    accumulates_shards: bool = False,
+    param_specs: Any = None,  # what of each parameter lies along the axis: the loss gets its shard, and gathers it
+    tap: Callable[[Any, Any], Any] | None = None,  # tap(shards, whole): for a loss with whole gradients
+    grad_specs: Any = None,  # what of each gradient lies along the axis after the reduction
+    accumulates_shards: bool = False,  # so that no more than one microbatch has whole gradients
 ) -> Callable[[TrainState, Any], StepSums]:
     """The sums of a whole step: accumulate over each shard's microbatches, then reduce over the shards.
 
-    Args:
-      loss_fn: as for `make_train_step`.
-      mesh: as for `make_train_step`.
-      axis_name: as for `make_train_step`, or several axes, over all of which sums are reduced.
-      rows_along: of these axes, the one along which the loss computes on parts of rows. Microbatches are spread over
-        the others. None: over all.
-      with_grads: whether gradients are summed as well.
-      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along `axis_name`; the
-        loss gets its shard, gathers it, and so reduces its gradient to the same shard. None: parameters are whole.
-        Dimensions may lie along other axes as well, over which the loss itself reduces what must be.
-      tap: with `param_specs`, `tap(shards, whole)` makes the parameters of a loss that does not reduce: its gradient is
-        that with respect to `whole`, zeros in the shapes of whole parameters. None: the loss reduces.
-      grad_specs: likewise for gradients, the same specs if there are `param_specs`: gradients are reduced to these
-        shards. None: to whole ones.
-      accumulates_shards: whether gradients are reduced to shards in each microbatch, so that no more than one
-        microbatch has whole ones.
-
-    Returns:
-      A function of the state and a batch. What stays whole is reduced together, once, outside of any loop, and so are
-      gradients to shards, unless shards are accumulated. Where it is traced `with_grad_buckets`, gradients are reduced
-      in buckets, during the backward pass of the last microbatch, or of each if shards are accumulated.
+    What stays whole is reduced together, once, outside of any loop, and so are gradients to shards, unless shards are
+    accumulated. Where it is traced `with_grad_buckets`, gradients are reduced in buckets, during the backward pass of
+    the last microbatch, or of each if shards are accumulated.
     """
     mesh = None if mesh is None else auto_axes(mesh)
 
@@ -114,15 +96,22 @@ def sum_step(
         sizes = bucket_bytes_here() if with_grads else None
 
         def on_shard(state: TrainState, microbatches: Any) -> StepSums:
-            if tap is not None and with_grads:
-                leaves, structure = jax.tree.flatten(state.params)
-                dims = sharded_dims(param_specs, state.params, axis_name)
+            loss, at = loss_fn, state
+            if tap is not None and with_grads:  # a function of zeros of the whole parameters
+
+                @functools.wraps(loss_fn)
+                def loss(whole: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+                    return loss_fn(tap(state.params, whole), *args, **kwargs)
+
+                def zeros(shard: jax.Array, dim: int | None) -> jax.Array:
+                    sizes = (size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape))
+                    return jnp.zeros(tuple(sizes), shard.dtype)
+
                 num_shards = num_shards_of(mesh, axis_name)
-                whole_shapes = (_gathered_shape(*each, num_shards) for each in zip(leaves, dims, strict=True))
-                zeros = jax.tree.unflatten(structure, map(jnp.zeros, whole_shapes, (leaf.dtype for leaf in leaves)))
-                of_one = _microbatch_sums(_tapped(loss_fn, tap, state.params), state._replace(params=zeros), with_grads)
-            else:
-                of_one = _microbatch_sums(loss_fn, state, with_grads)
+                leaves, structure = jax.tree.flatten(state.params)
+                whole = map(zeros, leaves, sharded_dims(param_specs, state.params, axis_name))
+                at = state._replace(params=jax.tree.unflatten(structure, whole))
+            of_one = _microbatch_sums(loss, at, with_grads)
 
             def one(microbatch: Any) -> StepSums:
                 return count_once(of_one(microbatch), rows_along)
@@ -151,12 +140,13 @@ def sum_step(
         split, whole = PartitionSpec(over), PartitionSpec()
         state_lies: Any = whole if param_specs is None else TrainState(param_specs, whole, whole, whole, whole)
         grads_lie = whole if grad_specs is None or not with_grads else grad_specs
+        axes_of_params = (axis for spec in jax.tree.leaves(param_specs) for axis in axes_in(spec))
         shards = jax.shard_map(
             on_shard,
             mesh=mesh,
             in_specs=(state_lies, split),
             out_specs=StepSums._make([whole] * 5 + [grads_lie]),
-            axis_names={*axes_in(axis_name), *_axes_of(param_specs)},
+            axis_names={*axes_in(axis_name), *axes_of_params},
             check_vma=False,
         )
         return shards(state._replace(opt_state=None), (microbatches, keys))
@@ -173,16 +163,7 @@ def count_once(sums: StepSums, rows_along: str | None) -> StepSums:
 
 
 def split_step(state: TrainState, batch: Any, *, takes_key: bool) -> tuple[Any, Any]:
-    """The microbatches of a step, and their keys.
-
-    Args:
-      state: its key and step determine the keys.
-      batch: of the step.
-      takes_key: whether the loss takes keys.
-
-    Returns:
-      The batch, with a leading axis M on all its arrays; and key[M], or None without keys.
-    """
+    """The batch, with a leading axis M on all its arrays, and key[M]; None without keys."""
     num_microbatches = microbatches_of(batch)
     microbatches = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.broadcast_to(leaf, (num_microbatches,)), batch)
     key = step_key(state) if takes_key else None
@@ -200,26 +181,6 @@ def step_key(state: TrainState) -> jax.Array | None:
     return jax.random.fold_in(state.key, state.step)
 
 
-def _tapped(loss_fn: LossFn, tap: Callable[[Any, Any], Any], shards: Any) -> LossFn:
-    """The loss as a function of zeros of the whole parameters."""
-
-    @functools.wraps(loss_fn)
-    def loss_of_zeros(whole: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return loss_fn(tap(shards, whole), *args, **kwargs)
-
-    return loss_of_zeros
-
-
-def _gathered_shape(shard: jax.Array, dim: int | None, num_shards: int) -> tuple[int, ...]:
-    """The shape of the array of which this is a shard along a dimension; None: it is whole."""
-    return tuple(size * (num_shards if i == dim else 1) for i, size in enumerate(shard.shape))
-
-
-def _axes_of(specs: Any) -> set[str]:
-    leaves = jax.tree.leaves(specs)
-    return {axis for spec in leaves for axis in axes_in(spec)}
-
-
 def sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tuple[int | None, ...]:
     """Of each gradient, the dimension that lies along the axis; None: it is whole."""
     if specs is None:
@@ -231,17 +192,10 @@ def sharded_dims(specs: Any, grads: Any, axis_name: str | tuple[str, ...]) -> tu
 def _buckets_of(
     traced: ClosedJaxpr, shapes: StepSums, dims: Sequence[int | None], sizes: BucketBytes | None
 ) -> tuple[Sequence[Sequence[int]], Sequence[int]]:
-    """Which gradients are reduced in buckets, and which together with the other sums.
+    """Places of the gradients that are reduced in buckets, and of those that are reduced together with the other sums.
 
-    Args:
-      traced: what gives the sums of a microbatch.
-      shapes: of these sums.
-      dims: as of `sharded_dims`.
-      sizes: of buckets; None: each gradient that becomes a shard is a bucket, and all others are reduced together.
-
-    Returns:
-      Places of gradients, by bucket; and places of others. Gradients of parameters that the loss never uses, and which
-      stay whole, are in neither.
+    Without sizes each gradient that becomes a shard is a bucket. Gradients of parameters that the loss never uses, and
+    which stay whole, are in neither.
     """
     sharded, whole = (
         [place for place, dim in enumerate(dims) if (dim is None) == is_whole] for is_whole in (False, True)
@@ -264,15 +218,7 @@ def _reduce(
     dims: Sequence[int | None],
     axis_name: str | tuple[str, ...],
 ) -> StepSums:
-    """Sums over the shards.
-
-    Args:
-      sums: of a shard.
-      buckets: places of gradients with a collective each.
-      together: places of gradients that are reduced with the other sums.
-      dims: as of `sharded_dims`.
-      axis_name: of the mesh, or several.
-    """
+    """Sums over the shards; `together` are places of gradients that are reduced with the other sums."""
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
     reduced = sums._replace(grads=[leaves[place] for place in together])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.
@@ -315,15 +261,7 @@ def field_of(batch: Any, name: str) -> Any:
 def sum_microbatch(
     loss_fn: LossFn, state: TrainState, microbatch: Any, key: Any = None, *, with_grads: bool = True
 ) -> StepSums:
-    """The sums of one call of the loss.
-
-    Args:
-      loss_fn: as for `make_train_step`.
-      state: parameters and `extra`.
-      microbatch: what the loss takes.
-      key: likewise; None where it takes none.
-      with_grads: whether to compute gradients as well.
-    """
+    """The sums of one call of the loss."""
     loss = bind_loss(loss_fn, state)
     grads = None
     if with_grads:
@@ -370,12 +308,9 @@ def _microbatch_sums(loss_fn: LossFn, state: TrainState, with_grads: bool) -> Ca
 
 
 def accumulate(one: Callable[[Any], StepSums], microbatches: Any, *, last_apart: bool = False) -> StepSums:
-    """The sums over microbatches, one after the other.
+    """The sums over microbatches, which have a leading axis, one after the other.
 
-    Args:
-      one: of `_microbatch_sums`.
-      microbatches: pairs of microbatches and keys, with a leading axis.
-      last_apart: whether the last microbatch comes after the loop, so that gradients can be reduced while it runs.
+    With `last_apart` the last one comes after the loop, so that gradients can be reduced while it runs.
     """
 
     def add(sums: StepSums, microbatch: Any) -> tuple[StepSums, None]:
@@ -411,11 +346,8 @@ def _changes(old: Any, new: Any, weight: jax.Array) -> tuple[jax.Array, ...]:
         return jnp.where(weight == 0, jnp.zeros_like(added), added)
 
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
-    return tuple(change(*pair) for pair in pairs if _is_number(pair[0]))
-
-
-def _is_number(leaf: jax.Array) -> bool:
-    return jnp.issubdtype(leaf.dtype, jnp.floating) or jnp.issubdtype(leaf.dtype, jnp.integer)
+    kinds = (jnp.floating, jnp.integer)
+    return tuple(change(*pair) for pair in pairs if any(jnp.issubdtype(pair[0].dtype, kind) for kind in kinds))
 
 
 def _check_reduced(reduced: StepSums, name: str, axis_name: str) -> None:

@@ -17,7 +17,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import jvarlen
 import torch_ref
-from jvarlen.training.learning_rate import planned_schedule
+from jvarlen.training.optimizers import planned_schedule
 
 BASE, LAST, WARMUP = 0.3, 0.015, 20
 LENGTHS = np.random.default_rng(0).integers(1, 50, 1000)

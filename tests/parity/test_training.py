@@ -20,7 +20,7 @@ import jvarlen
 import torch_ref
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
-from jvarlen.training.learning_rate import planned_schedule
+from jvarlen.training.optimizers import planned_schedule
 from torch_ref.train import to_device
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jvarlen import lr_scale, lr_sequence, make_plan, scale_by_batch_size
-from jvarlen.training.learning_rate import planned_schedule
+from jvarlen.training.optimizers import planned_schedule
 from jvarlen.training.rates import base_rates, before_each, step_sizes
 
 pytestmark = pytest.mark.usefixtures("optimized")
