@@ -34,6 +34,7 @@ from jvarlen.distributed.launch import keep_memory_of_steps
 from jvarlen.models import TransformerConfig, flat_params, init_params, make_loss_fn
 from jvarlen.runs.config import FitConfig, PlanConfig
 from jvarlen.runs.epochs import Course
+from jvarlen.runs.plan_config import shapes_for
 
 TURN_S = 0.5  # of steps of one process: threads wait busily for some time after its last one
 Shape: TypeAlias = tuple[int, int, int]  # microbatches, rows, length
@@ -157,7 +158,7 @@ def main() -> None:
         train, _ = split_held_out(stdlib_functions(progress=False), config.held_out_fraction)
         lengths = jvarlen.measure_lengths(train, progress=False)
     num_microbatches = config.plan.microbatches_per_step
-    shapes = [(num_microbatches, *bucket) for bucket in config.plan.make_buckets(lengths)]
+    shapes = [(num_microbatches, *bucket) for bucket in shapes_for(config.plan, lengths).buckets]
     with process(jax_step, config, lengths) as ours, process(torch_step, config, lengths) as of_torch:
         rows = [measure([ours, of_torch], shape, 2 if quick else 6, 0.01 if quick else TURN_S) for shape in shapes]
     report(

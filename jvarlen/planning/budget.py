@@ -18,6 +18,7 @@ from jvarlen._common.checks import UserError, check_at_least_one, is_number
 
 __all__ = [
     "Budget",
+    "BudgetSettings",
     "CostFn",
     "Strategy",
     "as_budget",
@@ -41,33 +42,48 @@ class _Limit(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Budget:
+class BudgetSettings:
+    """The fields of a `Budget` that are plain values, which the settings of runs have as well."""
+
+    max_tokens: int
+    """Budget of one microbatch in tokens, padding included: rows × length never exceeds it."""
+    max_shapes: int = 16
+    """The most buckets, that is, compiled shapes."""
+    max_length: int | None = None
+    """Longest bucket in tokens; None for the longest sample."""
+    strategy: Strategy | Sequence[int] = "optimal"
+    """How the lengths of the buckets are chosen: the cheapest set (optimal), one (pad_to_max), powers of two whatever
+    max_shapes says, equal ratios from the shortest to the longest (geometric), equally many samples a bucket (quantile)
+    or equally many tokens (equal_tokens). Or the lengths themselves, strictly ascending, of which the last is the
+    longest bucket."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update (M), over all devices and accumulation."""
+    row_multiple: int = 1
+    """Rows of a bucket are a multiple of this where the budget allows it."""
+    length_multiple: int = 1
+    """Lengths of buckets are rounded up to a multiple of this."""
+    max_sequences: int | None = None
+    """The most rows of a microbatch, however short they are; None for any number."""
+    compile_seconds: float | None = None
+    """Seconds of compiling one bucket; with a cost in seconds this decides how many are worth compiling."""
+    max_cost: float | None = None
+    """The most that a microbatch may cost, so that all take about the same time. Costs must not fall as rows grow."""
+    max_bytes: float | None = None
+    """The most bytes of a bucket, by a memory model."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Budget(BudgetSettings):
     """What buckets may be: the limits and the cost of a microbatch, and how many lengths are chosen in which way.
 
     `make_buckets`, `make_plan` and others take its fields as keywords, or a `Budget` itself.
 
     Attributes:
-      max_tokens: budget of one microbatch in tokens, padding included: rows × length never exceeds it.
-      max_shapes: the most buckets.
-      max_length: the longest bucket in tokens. None: the longest sample.
-      strategy: how the lengths of the buckets are chosen. `"optimal"`: the cheapest set, exactly. `"pad_to_max"`: one
-        bucket. `"powers_of_two"`: ignores `max_shapes`. `"geometric"`: equal ratios from the shortest to the longest.
-        `"quantile"`: equally many samples a bucket. `"equal_tokens"`: equally many tokens a bucket. Or the bucket
-        lengths themselves, strictly ascending; the last is then the longest bucket.
-      microbatches_per_step: M, the microbatches of one optimizer update.
-      row_multiple: rows are a multiple of this where the budget allows it.
-      length_multiple: bucket lengths are rounded up to a multiple of this.
-      max_sequences: the most rows of one microbatch, however short; None: any number.
       cost: cost(rows, length) of one microbatch, for example the seconds of a `CostModel`. It takes int64 arrays that
         broadcast and returns float64, finite and at least 0. The choice of lengths minimises its sum over all
         microbatches. None: rows × length tokens, in int64.
-      compile_seconds: with a `cost` in seconds: the seconds that compiling one bucket adds. It then decides how many
-        of the allowed shapes are worth compiling.
-      max_cost: the most that a microbatch may cost, so that all take about the same time. Needs a `cost` that does not
-        fall as rows grow.
       memory: memory(rows, length), the bytes of a step in a bucket, for example from a `CostModel` of bytes. It must
         not fall as rows grow.
-      max_bytes: the most bytes that a bucket may need by `memory`.
 
     Raises:
       ValueError: a limit that is not a positive number, or that lacks its function; a strategy that does not exist.
@@ -78,19 +94,8 @@ class Budget:
       array([8, 2, 1])
     """
 
-    max_tokens: int
-    max_shapes: int = 16
-    max_length: int | None = None
-    strategy: Strategy | Sequence[int] = "optimal"
-    microbatches_per_step: int = 1
-    row_multiple: int = 1
-    length_multiple: int = 1
-    max_sequences: int | None = None
     cost: CostFn | None = None
-    compile_seconds: float | None = None
-    max_cost: float | None = None
     memory: CostFn | None = None
-    max_bytes: float | None = None
 
     def __post_init__(self):
         names = ["max_tokens", "max_shapes", "microbatches_per_step", "row_multiple", "length_multiple"]

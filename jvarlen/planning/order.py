@@ -30,6 +30,7 @@ __all__ = [
     "PACKING_STREAM",
     "Difficulty",
     "Order",
+    "OrderSettings",
     "OrderWord",
     "PackedKeys",
     "as_order",
@@ -56,28 +57,38 @@ BUFFER_STREAM = 2  # of the shuffle buffers of streams
 PACKING_STREAM = 1  # 0 is the plan's; with the same keys for both, rows would follow from the samples in them
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OrderSettings:
+    """The fields of an `Order` that are plain values, which the settings of runs have as well."""
+
+    block_size: int | None = None
+    """Shuffle within blocks of this many places of the order, so that a sorted order gets local disorder.
+    With order shuffle these are blocks of consecutive ids in random order, which keeps reading local."""
+    shuffle_steps: bool = False
+    """Shuffle the steps, whatever the order of the samples."""
+    longest_first: bool = False
+    """Start with a step of the longest bucket, so that running out of memory shows at once."""
+    new_shape_every: int = 0
+    """Shape n comes no earlier than step n times this, unless those before it are used up.
+    0: shapes come as the order has them."""
+    chunks_in_order: bool = False
+    """Train on the chunks of a split sample in their order, none in a step before that of an earlier one."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class Order:
+class Order(OrderSettings):
     """The order of samples, and of the steps that they form.
+
+    With `new_shape_every` k, shapes are numbered 0, 1, … by their first step in the order so far. Step t is then the
+    earliest step left, in that order, among those of shapes whose number c has c·k ≤ t or is the lowest that has steps
+    left. With `chunks_in_order`, rows are taken in order, except that a row with the last, shorter chunk of a sample
+    waits for the rows with the other chunks of it, and follows the last of them. Steps come as with an array, except
+    that a step waits likewise. Chunks of a sample that are equally long change places.
 
     Attributes:
       by: `"dataset"` (by id), `"length"` (ascending difficulty, ties by id), `"length_descending"` (descending
         difficulty, ties by ascending id), `"shuffle"` (random, from `seed` and `epoch` only), or an array of unique
         sample ids, which may be a subset.
-      block_size: shuffles within blocks of this many places of the order, so that a sorted order gets local disorder.
-        With `"shuffle"` the blocks are consecutive ids in random order: samples near each other in storage stay near
-        each other.
-      shuffle_steps: permutes the steps at random, whatever the order of the samples.
-      longest_first: swaps a step of the longest bucket to the front, so that running out of memory shows at once.
-      new_shape_every: k > 0 introduces shapes one by one. Shapes are numbered 0, 1, … by their first step in the order
-        so far. Step t is then the earliest step left, in that order, among those of shapes whose number c has c·k ≤ t
-        or is the lowest that has steps left. So shape n comes no earlier than step n·k unless all before it are used
-        up.
-      chunks_in_order: of a packing that splits samples: no chunk comes in an earlier step than one that is before it
-        in its sample. Rows are taken in order, except that a row with the last, shorter chunk of a sample waits for
-        the rows with the other chunks of it, and follows the last of them. Steps come as with an array, except that a
-        step waits likewise. Chunks of a sample that are equally long change places. Not with `shuffle_steps` or
-        `new_shape_every`.
 
     Raises:
       ValueError: values that are not as described, or exclude each other.
@@ -88,12 +99,6 @@ class Order:
     """
 
     by: OrderWord | npt.ArrayLike = "shuffle"
-    _: dataclasses.KW_ONLY
-    block_size: int | None = None
-    shuffle_steps: bool = False
-    longest_first: bool = False
-    new_shape_every: int = 0
-    chunks_in_order: bool = False
 
     def __post_init__(self):
         if isinstance(self.by, str) and self.by not in get_args(OrderWord):

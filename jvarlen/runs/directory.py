@@ -23,7 +23,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import write_atomically
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import Change, FitConfig, changes_between, is_run_dir, load_config, save_config
-from jvarlen.runs.plan_config import MODEL_FILES, PlanConfig
+from jvarlen.runs.plan_config import MODEL_FILES, SHAPES_FILE, ChosenShapes, PlanConfig
 
 __all__ = ["lock_run_dir", "new_run_dir", "point_latest_to", "resumed_run_dir"]
 
@@ -67,11 +67,14 @@ def lock_run_dir(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack) -> Path:
-    """Creates the directory of a new run, with its settings, content keys and plan.
+def new_run_dir(
+    config: FitConfig, shapes: ChosenShapes, plan: Plan, content_keys: dict[str, str], held: contextlib.ExitStack
+) -> Path:
+    """Creates the directory of a new run, with its settings, shapes, content keys and plan.
 
     Args:
       config: the settings; if they name no directory, its name is made from the time and the plan.
+      shapes: chosen for the lengths of the data.
       plan: of the first epoch.
       content_keys: of the data, by name.
       held: holds the lock of the directory.
@@ -86,6 +89,7 @@ def new_run_dir(config: FitConfig, plan: Plan, content_keys: dict[str, str], hel
     if is_run_dir(run_dir) or any((run_dir / "checkpoints").glob("[0-9]*")):
         raise UserError(f"{run_dir} holds a run already: resume it, or take another directory")
     plan.save(run_dir / "plan.npz")
+    shapes.save(run_dir / SHAPES_FILE)
     with write_atomically(run_dir / "data.json") as file:
         file.write((json.dumps(content_keys, indent=2) + "\n").encode())
     # Last: what has settings is a run, and can be resumed.

@@ -18,6 +18,7 @@ from jvarlen._common.checks import UserError
 from jvarlen.planning.buckets import AnyBucket, Bucket
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, OptimizerConfig
+from jvarlen.runs.plan_config import ChosenShapes, epoch_plan, evaluation_plans, shapes_for
 from jvarlen.training.checkpoint import Place
 from jvarlen.training.optimizers import scale_by_batch_size, table_schedule
 from jvarlen.training.rates import Rule, base_rates, before_each, lr_scale, step_sizes
@@ -46,9 +47,10 @@ class Course:
 
     Args:
       config: the settings.
-      lengths: int64[N] of the samples to train on; the buckets are chosen for them.
+      lengths: int64[N] of the samples to train on.
       eval_lengths: int64[H] of each set of samples to evaluate on, by name; each gets its own plan in the same buckets.
       optimizer: replaces the optimizer of the settings; its rates are not known here.
+      shapes: chosen for these lengths; None: those of the settings.
 
     Attributes:
       buckets: the static shapes.
@@ -72,25 +74,20 @@ class Course:
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
         optimizer: optax.GradientTransformation | None = None,
+        shapes: ChosenShapes | None = None,
     ):
         self._seed = config.seed
-        self.buckets = config.plan.make_buckets(lengths)
-        all_eval_lengths = np.concatenate(list(eval_lengths.values()))
-        eval_buckets = config.plan.make_eval_buckets(all_eval_lengths, self.buckets)
-        self.eval_plans: dict[str, Plan] = {}
-        for name, lengths_of_set in eval_lengths.items():
-            try:
-                self.eval_plans[name] = config.plan.make_eval_plan(lengths_of_set, eval_buckets)
-            except UserError as error:
-                raise UserError(f"samples of the evaluation {name}: {error}") from None
-        used = np.unique(np.concatenate([plan.step_bucket for plan in self.eval_plans.values()]))
-        self.eval_buckets = [eval_buckets[k] for k in used]
+        chosen = shapes_for(config.plan, lengths) if shapes is None else shapes
+        self.eval_plans = evaluation_plans(config.plan, chosen, eval_lengths)
+        used = {bucket: None for plan in self.eval_plans.values() for bucket, n in plan.steps_of_buckets().items() if n}
+        self.eval_buckets = sorted(used, key=lambda bucket: bucket.lengths)
 
         @functools.lru_cache(maxsize=_CACHED_EPOCHS)
         def plan_of_epoch(epoch: int) -> Plan:
-            return config.plan.make_plan(lengths, self.buckets, seed=config.seed, epoch=epoch)
+            return epoch_plan(config.plan, chosen, lengths, seed=config.seed, epoch=epoch)
 
         self.plan_of_epoch = plan_of_epoch
+        self.buckets = plan_of_epoch(0).buckets
         self.steps_per_epoch = plan_of_epoch(0).num_steps  # no shuffle changes how many samples a bucket has
         if config.num_epochs is None and config.max_steps is not None:
             self.num_steps = config.max_steps

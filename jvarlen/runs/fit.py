@@ -40,7 +40,6 @@ from jvarlen.parallel.layers import LayeredModel
 from jvarlen.planning.lengths import Overlong
 from jvarlen.planning.plan import Plan
 from jvarlen.runs.config import FitConfig, is_run_dir, saved_settings
-from jvarlen.runs.data import TrainingData
 from jvarlen.runs.directory import new_run_dir, point_latest_to, resumed_run_dir
 from jvarlen.runs.loop import TrainingLoop
 from jvarlen.runs.prepare import Prepared, mesh_for, prepare, say, show_bills, when_compiled
@@ -200,7 +199,7 @@ def _fit(
     config, task, course, mesh = prepared.config, prepared.task, prepared.course, prepared.mesh
     first_plan = course.plan_of_epoch(0)
     agree("the plan", first_plan.digest)
-    run_dir = _open_run_dir(config, first_plan, prepared.data, held)
+    run_dir = _open_run_dir(prepared, first_plan, held)
 
     state = task.init_state(course.optimizer, config.seed, mesh, config.layout)
     if mesh is not None and config.layout is None:
@@ -400,15 +399,15 @@ def _raise_if_any_interrupted() -> None:
         raise KeyboardInterrupt
 
 
-def _open_run_dir(config: FitConfig, plan: Plan, data: TrainingData, held: contextlib.ExitStack) -> Path:
+def _open_run_dir(prepared: Prepared, plan: Plan, held: contextlib.ExitStack) -> Path:
     """The run directory, which process 0 creates or, to resume a run, updates; `held` holds its lock."""
-    run_dir = Path()
+    config, data, run_dir = prepared.config, prepared.data, Path()
     resume = config.resume
     if config.run_dir is not None and is_run_dir(config.run_dir):
         resume = config.run_dir
     with together("open the run directory"):
         if is_main_process() and resume is None:
-            run_dir = new_run_dir(config, plan, data.content_keys, held)
+            run_dir = new_run_dir(config, prepared.shapes, plan, data.content_keys, held)
         elif is_main_process() and resume is not None:
             run_dir, changed = resumed_run_dir(config, resume, plan, data.content_keys, held)
             say("Resumed", str(run_dir), *(f"changed: {setting}" for setting in changed))

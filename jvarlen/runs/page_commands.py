@@ -17,7 +17,7 @@ from jvarlen.planning.order import OrderWord
 from jvarlen.planning.plan import Plan
 from jvarlen.reports.compare import StrategyFigures, compare_strategies, comparison_table
 from jvarlen.reports.run_page import read_runs
-from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig
+from jvarlen.runs.plan_config import BatchSizeRule, PlanConfig, epoch_plan, shapes_for
 from jvarlen.training.rates import lr_sequence
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class PlanCommand(PlanConfig):
         lengths = load_array(self.lengths, "lengths")
         if on_disk is None:
             lengths = check_lengths(lengths)
-        buckets = self.make_buckets(lengths)
-        plan = self.make_plan(lengths, buckets, seed=self.seed, epoch=self.epoch, out=on_disk, progress=self.progress)
+        shapes = shapes_for(self, lengths)
+        plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch, out=on_disk, progress=self.progress)
         rates = self._learning_rates(plan)
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")

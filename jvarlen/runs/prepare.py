@@ -30,6 +30,7 @@ from jvarlen.reports.histogram import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
 from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course
+from jvarlen.runs.plan_config import ChosenShapes
 from jvarlen.runs.shape_choice import ShapeChooser
 from jvarlen.runs.task import BatchSpec, Task
 from jvarlen.targets.choice import choose_layout
@@ -45,7 +46,8 @@ class Prepared(NamedTuple):
     """What is known of a training before its first step.
 
     Attributes:
-      config: the settings, with the chosen shapes.
+      config: the settings.
+      shapes: the chosen ones.
       task: with its model.
       data: the samples.
       course: all steps.
@@ -56,6 +58,7 @@ class Prepared(NamedTuple):
     """
 
     config: FitConfig
+    shapes: ChosenShapes
     task: Task
     data: TrainingData
     course: Course
@@ -101,9 +104,9 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
         max_steps = _DEMO_STEPS
     num_devices = 1 if mesh is None else mesh.devices.size
     chooser = ShapeChooser(config, task, data, when_compiled(config), num_devices)
-    config = dataclasses.replace(config, plan=chooser.choose(lengths, eval_lengths, max_steps))
+    shapes = chooser.choose(lengths, eval_lengths, max_steps)
     with together("plan the training"):
-        course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer)
+        course = Course(dataclasses.replace(config, max_steps=max_steps), lengths, eval_lengths, task.optimizer, shapes)
         rates = None if course.rates_of_epoch is None else course.rates_of_epoch(0).in_force
         plan, costs = course.plan_of_epoch(0), config.plan
         report = plan.report(rates, cost=costs.cost, compile_seconds=costs.compile_seconds)
@@ -117,7 +120,7 @@ def prepare(config: FitConfig, task: Task, given: Split | None, mesh: Mesh | Non
             for bucket in sorted({*course.buckets, *course.eval_buckets}):
                 check_bucket(config.layout, bucket, config.plan.microbatches_per_step)
         raise_if_interrupted()
-    return Prepared(config, task, data, course, lengths, eval_lengths, chooser, mesh)
+    return Prepared(config, shapes, task, data, course, lengths, eval_lengths, chooser, mesh)
 
 
 def _with_layout(

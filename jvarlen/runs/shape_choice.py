@@ -31,9 +31,9 @@ from jvarlen.compiling.step_costs import (
 )
 from jvarlen.distributed.processes import gather_texts, is_main_process, together
 from jvarlen.planning.buckets import Bucket, make_buckets
-from jvarlen.runs.config import FitConfig, is_run_dir, load_config
+from jvarlen.runs.config import FitConfig, is_run_dir
 from jvarlen.runs.data import TrainingData
-from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, PlanConfig
+from jvarlen.runs.plan_config import DEFAULT_MAX_SHAPES, SHAPES_FILE, ChosenShapes, epoch_plan, shapes_for
 from jvarlen.runs.task import BatchSpec, Task
 
 __all__ = ["SLOWDOWN_ON_CPU", "ShapeChooser"]
@@ -67,8 +67,8 @@ class ShapeChooser:
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
         max_steps: int | None,
-    ) -> PlanConfig:
-        """The planning settings with the chosen shapes; the same on all processes, those of process 0.
+    ) -> ChosenShapes:
+        """The shapes of a run; the same on all processes, those of process 0.
 
         Args:
           lengths: int64[N] of the samples to train on.
@@ -77,25 +77,17 @@ class ShapeChooser:
         """
         config, plan = self._config, self._config.plan
         if plan.max_shapes != "auto":
-            return plan
+            return shapes_for(plan, lengths)
         if plan.pack or plan.strategy != "optimal":  # for which the number is not chosen by seconds
-            return dataclasses.replace(plan, max_shapes=DEFAULT_MAX_SHAPES)
+            return shapes_for(dataclasses.replace(plan, max_shapes=DEFAULT_MAX_SHAPES), lengths)
         for run_dir in (config.resume, config.run_dir):
             if run_dir is not None and is_run_dir(run_dir):
-                saved = load_config(run_dir / "config.json").plan
-                names = ("max_shapes", "buckets", "eval_lengths", "new_shape_every")
-                return dataclasses.replace(plan, **{name: getattr(saved, name) for name in names})
+                return ChosenShapes.load(run_dir / SHAPES_FILE)
         with together("choose the shapes"):
             self._costs = self._known_costs(lengths)
             chosen = self._choose(self._with_given(self._costs), lengths, eval_lengths, max_steps)
-        shared = json.loads(gather_texts("the chosen shapes", json.dumps(chosen))[0])
-        return dataclasses.replace(
-            plan,
-            max_shapes=len(shared["buckets"]),
-            buckets=tuple(map(tuple, shared["buckets"])),
-            eval_lengths=tuple(shared["eval_lengths"]),
-            new_shape_every=shared["new_shape_every"],
-        )
+        shared = json.loads(gather_texts("the chosen shapes", json.dumps(dataclasses.asdict(chosen)))[0])
+        return ChosenShapes(**{name: _as_tuples(value) for name, value in shared.items()})
 
     def remember(self, ledger: Ledger) -> None:
         """Writes what the run measured beside the compiled programs, if it chose its shapes and keeps programs."""
@@ -129,10 +121,11 @@ class ShapeChooser:
         """A step of the model with a usual optimizer, and two shapes that samples have."""
         plan, task = self._config.plan, self._task
         probe = dataclasses.replace(plan, strategy="quantile", max_shapes=2)
-        buckets = probe.make_buckets(lengths)
+        shapes = shapes_for(probe, lengths)
+        buckets = tuple(Bucket(*bucket) for bucket in shapes.buckets)
         batch_spec: BatchSpec = token_batch_spec
         if task.batch_spec is not None or task.collate is not None:
-            made = {"training": probe.make_plan(lengths, buckets, seed=0, epoch=0)}
+            made = {"training": epoch_plan(probe, shapes, lengths, seed=0, epoch=0)}
             batch_spec = task.batch_spec_for(made, {"training": self._data.train}, packed=False)
         optimizer = task.optimizer or optax.adamw(1e-3)
         state = jax.eval_shape(functools.partial(task.init_state, optimizer, self._config.seed))
@@ -146,7 +139,7 @@ class ShapeChooser:
         lengths: Int64[np.ndarray, " N"],
         eval_lengths: Mapping[str, Int64[np.ndarray, " H"]],
         max_steps: int | None,
-    ) -> dict[str, Any]:
+    ) -> ChosenShapes:
         config, plan = self._config, self._config.plan
         budget = dataclasses.replace(plan.budget, cost=costs.seconds, compile_seconds=None)
         by_epochs = config.num_epochs is not None or max_steps is None
@@ -172,12 +165,12 @@ class ShapeChooser:
             dataclasses.replace(budget, compile_seconds=costs.compile_seconds / num_evaluations),
             max_shapes=len(edges),
         )
-        lengths_to_evaluate = [bucket.length for bucket in eval_buckets[:-1]] + [int(edges[-1])]
-        return {
-            "buckets": [list(bucket) for bucket in choice.buckets],
-            "eval_lengths": sorted(set(lengths_to_evaluate)),
-            "new_shape_every": plan.new_shape_every or choice.new_shape_every,
-        }
+        to_evaluate = {*(bucket.length for bucket in eval_buckets[:-1]), int(edges[-1])}
+        return ChosenShapes(
+            buckets=tuple((rows, length) for rows, length in choice.buckets),
+            eval_lengths=tuple(sorted(to_evaluate)),
+            new_shape_every=plan.new_shape_every or choice.new_shape_every,
+        )
 
     def _compiler(self, costs: RunCosts) -> Compiler:
         cores = os.cpu_count() or 1
@@ -208,3 +201,8 @@ class ShapeChooser:
             config.compile.xla_options,
             *(sorted(self._data.content_keys.items()), jax.__version__),
         )
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists of JSON, at any depth, as tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value

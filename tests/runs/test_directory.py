@@ -15,7 +15,7 @@ import pytest
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import FitConfig, is_run_dir, load_config
 from jvarlen.runs.directory import lock_run_dir, new_run_dir, point_latest_to, resumed_run_dir
-from jvarlen.runs.plan_config import PlanConfig
+from jvarlen.runs.plan_config import PlanConfig, epoch_plan, shapes_for
 
 HOLDER = """
 import sys, time
@@ -82,12 +82,12 @@ LENGTHS = np.arange(1, 40)
 
 
 def plan_of(config):
-    return config.plan.make_plan(LENGTHS, config.plan.make_buckets(LENGTHS), seed=config.seed, epoch=0)
+    return epoch_plan(config.plan, shapes_for(config.plan, LENGTHS), LENGTHS, seed=config.seed, epoch=0)
 
 
 def begin(config):
     with contextlib.ExitStack() as held:
-        return new_run_dir(config, plan_of(config), {}, held)
+        return new_run_dir(config, shapes_for(config.plan, LENGTHS), plan_of(config), {}, held)
 
 
 def resume(config, run_dir):

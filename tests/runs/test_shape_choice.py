@@ -18,10 +18,9 @@ from jvarlen.compiling.step_costs import RunCosts, costs_from_ledger, costs_path
 from jvarlen.models import TransformerConfig
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.runs.config import PlanConfig, load_config
+from jvarlen.runs.plan_config import ChosenShapes, shapes_for
 from tests.runs.test_fit_own_model import DATA
 from tests.runs.test_fit_own_model import own as own_with_batches
-
-SETTINGS = ("max_shapes", "buckets", "eval_lengths", "new_shape_every")
 
 
 @pytest.fixture
@@ -53,8 +52,7 @@ def fit_frequencies(config, split):
 
 
 def chosen_by(run_dir):
-    plan = load_config(run_dir / "config.json").plan
-    return {name: getattr(plan, name) for name in SETTINGS}
+    return ChosenShapes.load(run_dir / "shapes.json")
 
 
 def with_plan(config, **changes):
@@ -66,10 +64,10 @@ def test_a_run_keeps_what_it_chose_and_measures_for_the_next(config, split, cach
     told = capsys.readouterr().out
     chosen = chosen_by(first.run_dir)
     plan = Plan.load(first.run_dir / "plan.npz")
-    assert chosen["buckets"] == tuple(map(tuple, plan.buckets))
-    assert chosen["max_shapes"] == len(plan.buckets)
-    assert set(chosen["eval_lengths"]) <= {bucket.length for bucket in plan.buckets}
-    assert max(chosen["eval_lengths"]) == plan.buckets[-1].length
+    assert chosen.buckets == tuple(map(tuple, plan.buckets))
+    assert load_config(first.run_dir / "config.json").plan.max_shapes == "auto", "what was asked for"
+    assert set(chosen.eval_lengths) <= {bucket.length for bucket in plan.buckets}
+    assert max(chosen.eval_lengths) == plan.buckets[-1].length
     assert f"{len(plan.buckets)} shapes" in told
     assert "estimated)" in told
     (path,) = (cache_dir / "costs").iterdir()
@@ -104,7 +102,7 @@ def test_given_costs_decide_and_are_not_remembered(config, split, cache_dir, tmp
     many = fit_frequencies(with_plan(config, cost_model=cost, compile_seconds=1e-6), split)
     (path,) = (cache_dir / "costs").iterdir()
     assert json.loads(path.read_text())["compile_seconds"] > 1e-3
-    assert [chosen_by(run.run_dir)["max_shapes"] for run in (few, many)] == [1, 4]  # all multiples of 8
+    assert [len(chosen_by(run.run_dir).buckets) for run in (few, many)] == [1, 4]  # all multiples of 8
 
 
 def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
@@ -116,20 +114,24 @@ def test_nothing_is_kept_without_a_cache(config, split, cache_dir):
 def test_packed_rows_and_other_strategies_have_the_usual_number(config, split, changes):
     result = fit_frequencies(with_plan(config, **changes), split)
     chosen = chosen_by(result.run_dir)
-    assert chosen == {"max_shapes": 12, "buckets": (), "eval_lengths": (), "new_shape_every": 0}
+    usual = dataclasses.replace(with_plan(config, max_shapes=12, **changes), runs_dir=result.run_dir)
+    assert chosen == chosen_by(fit_frequencies(usual, split).run_dir)
+    assert (chosen.eval_lengths, chosen.new_shape_every) == ((), 0)
 
 
 def test_a_model_of_ones_own_with_batches_of_its_own(config):
     arguments = own_with_batches()
     result = fit(with_plan(config, max_tokens=64, max_length=16, microbatches_per_step=4), DATA, **arguments)
-    assert chosen_by(result.run_dir)["buckets"]
+    assert chosen_by(result.run_dir).buckets
     assert result.summary.num_steps == 8
 
 
-def test_evaluations_in_fewer_shapes_give_the_same_loss(config, split):
+def test_evaluations_in_fewer_shapes_give_the_same_loss(config, split, monkeypatch):
     plain = fit_frequencies(with_plan(config, max_shapes=4), split)
-    buckets = tuple(map(tuple, Plan.load(plain.run_dir / "plan.npz").buckets))
-    few = fit_frequencies(with_plan(config, max_shapes=4, buckets=buckets, eval_lengths=(buckets[-1][1],)), split)
+    shapes = chosen_by(plain.run_dir)
+    few_shapes = dataclasses.replace(shapes, eval_lengths=(shapes.buckets[-1][1],))
+    monkeypatch.setattr("jvarlen.runs.shape_choice.shapes_for", lambda plan, lengths: few_shapes)
+    few = fit_frequencies(with_plan(config, max_shapes=4), split)
     assert few.summary.held_out_before == pytest.approx(plain.summary.held_out_before, rel=1e-6)
     assert few.summary.held_out_after == pytest.approx(plain.summary.held_out_after, rel=1e-5)
 
@@ -140,12 +142,10 @@ def test_buckets_may_be_given(config, split):
     assert Plan.load(result.run_dir / "plan.npz").buckets == (Bucket(8, 16), Bucket(4, 32))
     with pytest.raises(ValueError, match=r"strictly ascend: \[\(\(4, 32\), \(8, 16\)\)\]"):
         with_plan(config, buckets=buckets[::-1])
-    with pytest.raises(ValueError, match=r"eval_lengths \(16,\) are for single samples"):
-        with_plan(config, max_shapes=2, pack=True, eval_lengths=(16,))
     with pytest.raises(ValueError, match=r"max_shapes \(0\)"):
         with_plan(config, max_shapes=0)
     with pytest.raises(ValueError, match="max_shapes 'auto' is chosen by a training run"):
-        config.plan.make_buckets(np.array([3, 4]))
+        shapes_for(config.plan, np.array([3, 4]))
 
 
 def row_of(rows, length, *, compile_s, step_s, cache_hit=False, times_used=5):
