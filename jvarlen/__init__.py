@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from jvarlen.compiling.recompiles import RecompileError, no_recompiles
     from jvarlen.data.measure import measure_difficulty, measure_lengths
     from jvarlen.data.mixtures import Mixture, mixture_counts
-    from jvarlen.data.tokens import WeightedTokens
     from jvarlen.distributed.mesh import data_mesh, replicate
     from jvarlen.distributed.processes import agree, initialize_processes, together
     from jvarlen.loading.collate import (
@@ -52,6 +51,7 @@ if TYPE_CHECKING:
     from jvarlen.planning.packing.row_lengths import choose_row_lengths
     from jvarlen.planning.pair_buckets import make_pair_buckets
     from jvarlen.planning.plan import Plan, make_plan
+    from jvarlen.planning.samples import WeightedTokens
     from jvarlen.planning.streams import StreamBatches, StreamStep, stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import FitResult, fit
@@ -87,7 +87,6 @@ _NAMES_OF = {
     "compiling.recompiles": ("RecompileError", "no_recompiles",),
     "data.measure": ("measure_difficulty", "measure_lengths",),
     "data.mixtures": ("Mixture", "mixture_counts",),
-    "data.tokens": ("WeightedTokens",),
     "distributed.mesh": ("data_mesh", "replicate",),
     "distributed.processes": ("agree", "initialize_processes", "together",),
     "loading.collate": (
@@ -107,6 +106,7 @@ _NAMES_OF = {
     "planning.packing.row_lengths": ("choose_row_lengths",),
     "planning.pair_buckets": ("make_pair_buckets",),
     "planning.plan": ("Plan", "make_plan",),
+    "planning.samples": ("WeightedTokens",),
     "planning.streams": ("StreamBatches", "StreamStep", "stream_batches",),
     "runs.config": ("FitConfig",),
     "runs.fit": ("FitResult", "fit",),

@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import UInt8
 
 from jvarlen._common.checks import UserError
-from jvarlen.data.tokens import WeightedTokens
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import WeightedTokens
 
 __all__ = ["MarkedBytes", "MarkedText"]
 

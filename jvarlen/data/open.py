@@ -26,8 +26,9 @@ from jvarlen.data.marked_text import MarkedBytes
 from jvarlen.data.records import RecordFormat, RecordTexts
 from jvarlen.data.token_files import open_indexed_tokens, open_token_file
 from jvarlen.data.tokenized import TokenizedDataset
-from jvarlen.data.tokens import Joined, TokenDataset, WeightedTokens, check_tokens
+from jvarlen.data.tokens import Joined, TokenDataset, check_tokens
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import WeightedTokens
 
 __all__ = ["StoredDataset", "open_data"]
 

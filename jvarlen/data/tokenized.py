@@ -18,8 +18,8 @@ from jaxtyping import Int32
 from jvarlen._common.checks import UserError
 from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.marked_text import MarkedText
-from jvarlen.data.tokens import WeightedTokens, to_tokens
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import WeightedTokens, to_tokens
 
 __all__ = ["TokenizedDataset", "count_values", "load_tokenizer", "only_value_errors"]
 

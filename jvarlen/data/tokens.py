@@ -1,4 +1,4 @@
-"""Samples of tokens, with loss weights or without; datasets of them in memory, and subsets of datasets."""
+"""Datasets of tokens in memory, and subsets of datasets."""
 
 from __future__ import annotations
 
@@ -8,91 +8,21 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Float32, Int, Int64, Integer
+from jaxtyping import Int, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.samples import WeightedTokens, to_tokens
 
 __all__ = [
     "Joined",
     "Subset",
     "TokenDataset",
     "WeightedSamples",
-    "WeightedTokens",
     "as_data_source",
     "check_tokens",
-    "to_tokens",
 ]
-
-
-class WeightedTokens:
-    """A sample whose tokens have loss weights.
-
-    Datasets return it in place of an array of tokens. It has the length of its tokens; a slice is a part of it.
-
-    Args:
-      tokens: integers[L].
-      weights: numbers[L], finite and at least 0: by how much the prediction of each token counts in the loss.
-
-    Attributes:
-      tokens: integers[L].
-      weights: float32[L].
-
-    Raises:
-      ValueError: other weights, or another number of them than of tokens.
-
-    Example:
-      >>> answer = WeightedTokens(np.array([7, 8, 9]), [0, 0, 1])
-      >>> len(answer), answer[1:]
-      (3, WeightedTokens(tokens=[8, 9], weights=[0.0, 1.0]))
-    """
-
-    __slots__ = ("tokens", "weights")
-
-    def __init__(self, tokens: npt.ArrayLike, weights: npt.ArrayLike):
-        self.tokens: Integer[np.ndarray, " L"] = to_tokens(tokens)
-        self.weights: Float32[np.ndarray, " L"] = np.asarray(weights, np.float32)
-        if self.weights.shape != self.tokens.shape:
-            raise UserError(f"{self.tokens.shape} tokens need as many weights, not {self.weights.shape}")
-        if len(self.weights) and not (0 <= self.weights.min() <= self.weights.max() < np.inf):
-            raise UserError("loss weights must be finite and at least 0")
-
-    @classmethod
-    def from_labels(cls, tokens: npt.ArrayLike, labels: npt.ArrayLike, ignored: int = -100) -> WeightedTokens:
-        """The sample of labels as Hugging Face has them: a copy of the tokens, with `ignored` where none is learned.
-
-        Args:
-          tokens: integers[L].
-          labels: integers[L].
-          ignored: the label of tokens that have weight 0.
-
-        Returns:
-          The sample; all other tokens have weight 1.
-
-        Raises:
-          ValueError: another number of labels than of tokens, or labels that are neither the token nor `ignored`.
-
-        Example:
-          >>> WeightedTokens.from_labels([5, 6], [-100, 6])
-          WeightedTokens(tokens=[5, 6], weights=[0.0, 1.0])
-        """
-        tokens, labels = to_tokens(tokens), to_tokens(labels)
-        if tokens.shape != labels.shape:
-            raise UserError(f"{tokens.shape} tokens need as many labels, not {labels.shape}")
-        is_learned = labels != ignored
-        if wrong := np.flatnonzero(is_learned & (labels != tokens)).tolist():
-            raise UserError(f"labels must be the tokens, or {ignored}; others are at {list_first(wrong)}")
-        return cls(tokens, is_learned)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, part: slice) -> WeightedTokens:
-        return WeightedTokens(self.tokens[part], self.weights[part])
-
-    def __repr__(self) -> str:
-        return f"WeightedTokens(tokens={self.tokens.tolist()}, weights={self.weights.tolist()})"
 
 
 class TokenDataset:
@@ -331,40 +261,6 @@ def as_data_source(dataset: DataSource) -> DataSource:
             "come one after the other are for stream_batches"
         )
     return _Tokens(dataset)
-
-
-def to_tokens(sample: Any) -> Integer[np.ndarray, " L"]:
-    """The tokens of a sample.
-
-    Args:
-      sample: a string, which becomes its UTF-8; bytes; integers as a list, an array, or a tensor in host memory; or
-        `WeightedTokens`.
-
-    Returns:
-      integers[L], L the length of the sample: uint8 for strings and bytes, otherwise of its own dtype. Copied only if
-      needed.
-
-    Raises:
-      ValueError: none of these.
-
-    Example:
-      >>> to_tokens("ö")
-      array([195, 182], dtype=uint8)
-    """
-    if isinstance(sample, WeightedTokens):
-        return sample.tokens
-    if isinstance(sample, str):
-        return np.frombuffer(sample.encode(), np.uint8)
-    if isinstance(sample, bytes | bytearray | memoryview):
-        return np.frombuffer(sample, np.uint8)
-    try:
-        tokens = np.asarray(sample)
-    except Exception as error:  # of any library: a tensor on a device, or a ragged list
-        raise UserError(f"no tokens, but {type(sample).__name__}: {error}") from None
-    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-        kind = f"{type(sample).__name__} ({tokens.ndim}-D {tokens.dtype})"
-        raise UserError(f"a sample must be text, bytes or 1-D integers, not {kind}")
-    return tokens
 
 
 def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:

@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float32, Int32, Int64, Integer
 
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen.batches.batches import Batch, PackedBatch, PackedPairBatch, PairBatch
-from jvarlen.data.tokens import WeightedTokens
 from jvarlen.planning.buckets import AnyBucket
+from jvarlen.planning.samples import WeightedTokens
 
 __all__ = ["StepSamples", "pack_pairs_to_bucket", "pack_to_bucket", "pad_pairs_to_bucket", "pad_to_bucket"]
 

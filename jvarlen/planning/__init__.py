@@ -2,6 +2,7 @@
 
 Lengths, an order and a budget determine a `Plan`, the same on every process. In reading order:
 
+- `samples`: tokens, with loss weights or without.
 - `lengths`, `order`, `pacing`: checked lengths, the order of samples, and curricula.
 - `cost_model`, `budget`: what a microbatch costs, and how large it may be.
 - `edges`, `buckets`, `pair_buckets`: the static shapes, chosen by dynamic programming; they can reuse compiled ones.

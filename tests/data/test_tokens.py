@@ -11,7 +11,8 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.split import split_held_out
 from jvarlen.data.stdlib_corpus import read_functions, stdlib_functions
-from jvarlen.data.tokens import Subset, TokenDataset, as_data_source, to_tokens
+from jvarlen.data.tokens import Subset, TokenDataset, as_data_source
+from jvarlen.planning.samples import to_tokens
 
 
 @pytest.fixture(scope="module")
