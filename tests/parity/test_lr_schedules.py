@@ -133,14 +133,6 @@ def test_tables_rates_in_force_and_applied_rates_are_the_same(name: str, rule: A
     assert planned[:, 0].tolist() == of_jax.astype(np.float32).tolist()
 
 
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_scales_on_the_device_are_those_of_the_batch_sizes(rule: Any) -> None:
-    """Within 2 ulp in float32."""
-    scaled = applied_on_device(optax.chain(optax.sgd(1.0), jvarlen.scale_by_batch_size(6, rule=rule)))[:, 0]
-    scales = jvarlen.lr_scale(NUM_SEQUENCES, 6, rule)
-    assert (np.abs(scaled - scales) <= 2 * np.spacing(scales.astype(np.float32))).all()
-
-
 @pytest.mark.parametrize("counted_in", ["sequences", "tokens"])
 def test_schedules_over_samples_are_the_same(counted_in: str) -> None:
     """Warm-up and cosine over all samples of both epochs; torch follows the table through `LambdaLR`."""
