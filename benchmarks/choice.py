@@ -67,7 +67,7 @@ class Form(NamedTuple):
 
 
 FULL = Form(8, 8, (Bucket(2, 16), Bucket(1, 64)), 20, 12, 3, {})
-QUICK = Form(2, 2, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "sequence": 1, "tensor": 1, "zero": 0})
+QUICK = Form(2, 2, (Bucket(2, 16),), 4, 2, 1, {"stage": 1, "context": 1, "tensor": 1, "zero": 0})
 
 
 class Case(NamedTuple):
@@ -135,7 +135,7 @@ def waiting_model(flops_per_second: float) -> LayeredModel:
 
 def restricted(model: LayeredModel, fixed: dict[str, Any]) -> LayeredModel:
     """What the search need not trace with rows that are spread, where none may be."""
-    return model._replace(by_positions=model.by_positions and fixed.get("sequence") != 1)
+    return model._replace(by_positions=model.by_positions and fixed.get("context") != 1)
 
 
 def waiting(form: Form) -> Case:
@@ -280,7 +280,7 @@ def main() -> None:
     real = form._replace(buckets=(Bucket(4, 64),), num_layouts=min(8, form.num_layouts))
     computes = compare(computing(real, cluster), real)
     searched = (
-        search(1, 128, 1, 1, form.fixed | {"zero": 3, "keeps": "inputs"}) if quick else search(128, 16_384, 16, 3, {})
+        search(1, 128, 1, 1, form.fixed | {"zero": 3, "remat": "full"}) if quick else search(128, 16_384, 16, 3, {})
     )
     loads.append(os.getloadavg()[0])
     lines = [

@@ -38,7 +38,7 @@ NUM_STAGES, NUM_MICROBATCHES = (2, 4) if "--quick" in sys.argv else (4, 8)
 CHUNKS = {"gpipe": 1, "eager_1f1b": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
 OF_TORCH = ("gpipe", "1f1b", "interleaved")  # those that PyTorch has
 BY_TORCH = Path(__file__).parent / "support" / "schedules_torch.py"
-KEEPS = ("residuals", "inputs")
+REMATS = ("none", "full")
 KINDS = "FBW"
 
 
@@ -112,29 +112,29 @@ def waiting_model(waits_s: dict[str, float], happened: list[Wait]) -> LayeredMod
     )
 
 
-def costs_of(form: Form, schedule: Schedule, keeps: str = "residuals") -> dict[str, float]:
+def costs_of(form: Form, schedule: Schedule, remat: str = "none") -> dict[str, float]:
     """Milliseconds of the actions on a chunk. From inputs, B and W each run the layers again, and W all of B."""
     forward, backward = form.forward / schedule.num_chunks, form.backward / schedule.num_chunks
     costs = {"F": forward, "B": backward}
     if schedule.kinds == "FBW":
         costs |= {"B": backward / 2, "W": backward / 2}
-    if keeps == "inputs":
+    if remat == "full":
         for kind, earlier in (("W", forward + costs["B"]), ("B", forward)):
             if kind in costs:
                 costs[kind] += earlier
     return costs
 
 
-def measure(form: Form, name: str, keeps: str) -> Measured:
+def measure(form: Form, name: str, remat: str) -> Measured:
     num_chunks = CHUNKS[name]
-    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, chunks=num_chunks)
+    layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=num_chunks)
     happened: list[Wait] = []
     schedule = make_schedule(name, NUM_STAGES, NUM_MICROBATCHES, num_chunks)
     waits_s = {kind: 1e-3 * ms for kind, ms in costs_of(form, schedule).items()}
     model = waiting_model(waits_s, happened)
     state = TrainState(LayeredParams(jnp.float32(1), jnp.arange(NUM_STAGES * num_chunks, dtype=jnp.float32)), None)
     batch = jnp.ones((NUM_MICROBATCHES, 4))
-    step = sum_scheduled(model, mesh=layout_mesh(layout), schedule=name, num_chunks=num_chunks, keeps=keeps)
+    step = sum_scheduled(model, mesh=layout_mesh(layout), schedule=name, num_chunks=num_chunks, remat=remat)
     program = jax.jit(step).lower(state, batch).compile()
 
     def timed_step() -> tuple[float, float, list[Wait]]:
@@ -179,15 +179,15 @@ def steps(form: Form) -> tuple[list[str], str]:
     """The table of measured steps, and the picture."""
     rows, timelines = [], []
     for name in form.schedules:
-        for keeps in KEEPS:
-            measured = measure(form, name, keeps)
-            costs = costs_of(form, measured.schedule, keeps)
+        for remat in REMATS:
+            measured = measure(form, name, remat)
+            costs = costs_of(form, measured.schedule, remat)
             lockstep, mpmd = (measured.schedule.simulate(costs, mode) for mode in ("lockstep", "mpmd"))
             median, fastest = (1e3 * of(measured.seconds) for of in (statistics.median, min))
             rows.append(
                 [
                     f"`{name}`" + (f", {CHUNKS[name]} chunks" if CHUNKS[name] > 1 else ""),
-                    keeps,
+                    remat,
                     f"{median:.0f}",
                     f"{fastest:.0f}",
                     f"{lockstep.makespan:g}",
@@ -196,7 +196,7 @@ def steps(form: Form) -> tuple[list[str], str]:
                     f"{1e3 * statistics.median(measured.seconds_without):.0f}",
                 ]
             )
-            if keeps == "residuals":
+            if remat == "none":
                 timelines += [lockstep, timeline_of(measured)]
     lines = [
         "## Steps",
@@ -206,7 +206,7 @@ def steps(form: Form) -> tuple[list[str], str]:
         "in B and in W, and B again in W, which the simulations count. Medians of "
         f"{form.num_timed} steps. Waits of 0 ms tell what each wait adds, a call of Python, and what ticks take.",
         "",
-        *table("schedule|keeps|step, ms|fastest, ms|lockstep, ms|step / lockstep|mpmd, ms|waits of 0, ms", rows),
+        *table("schedule|remat|step, ms|fastest, ms|lockstep, ms|step / lockstep|mpmd, ms|waits of 0, ms", rows),
     ]
     return lines, draw_timelines(*timelines)
 
@@ -239,22 +239,22 @@ def memory(form: Form) -> list[str]:
     )
     shape = 1024, 8
 
-    def held(name: str, keeps: Any, num_microbatches: int) -> str:
-        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, chunks=CHUNKS[name])
+    def held(name: str, remat: Any, num_microbatches: int) -> str:
+        layout = Layout(data=1, stage=NUM_STAGES, schedule=name, virtual=CHUNKS[name])
         num_layers = NUM_STAGES * CHUNKS[name]
         layers = jax.ShapeDtypeStruct((num_layers, shape[1], shape[1]), jnp.float32)
         state = TrainState(LayeredParams(jax.ShapeDtypeStruct(shape[1:], jnp.float32), layers), None)
         batch = jax.ShapeDtypeStruct((num_microbatches, *shape), jnp.float32)
         step: Callable[..., Any] = sum_scheduled(
-            model, mesh=layout_mesh(layout), schedule=name, num_chunks=CHUNKS[name], keeps=keeps
+            model, mesh=layout_mesh(layout), schedule=name, num_chunks=CHUNKS[name], remat=remat
         )
         program = jax.jit(step).lower(state, batch).compile()
         return f"{program.memory_analysis().temp_size_in_bytes / (4 * shape[0] * shape[1]):.0f}"
 
     rows = [
-        [f"`{name}`", keeps, *(held(name, keeps, num) for num in form.num_microbatches)]
+        [f"`{name}`", remat, *(held(name, remat, num) for num in form.num_microbatches)]
         for name in form.schedules
-        for keeps in KEEPS
+        for remat in REMATS
     ]
     return [
         "## Temporaries",
@@ -263,7 +263,7 @@ def memory(form: Form) -> list[str]:
         "In activations, of the size that is sent from stage to stage. Residuals of a layer are two: its input and "
         "its tanh.",
         "",
-        *table("schedule|keeps|" + "|".join(f"M = {num}" for num in form.num_microbatches), rows),
+        *table("schedule|remat|" + "|".join(f"M = {num}" for num in form.num_microbatches), rows),
     ]
 
 

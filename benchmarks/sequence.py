@@ -31,14 +31,14 @@ from jvarlen.parallel import (
     LayeredParams,
     Layout,
     attend_over_axis,
+    context_positions,
     layered_loss_fn,
-    sequence_positions,
     shard_positions,
 )
 
 NUM_DEVICES = 2 if "--quick" in sys.argv else 8
 IMPLEMENTATIONS = ("gather", "ring")
-SPREAD = PartitionSpec(None, "sequence")
+SPREAD = PartitionSpec(None, "context")
 
 
 class Form(NamedTuple):
@@ -88,13 +88,13 @@ def params_of(form: Form) -> LayeredParams:
 def compile_step(form: Form, layout: Layout, implementation: str) -> jax.stages.Compiled:
     """Loss and gradients of 8 rows, of which each device takes one at a time."""
     model = transformer(form, implementation)
-    axis = "sequence" if layout.sequence > 1 else None
+    axis = "context" if layout.context > 1 else None
 
     def on_device(params: LayeredParams, rows: jax.Array) -> Any:
         positions = None if axis is None else shard_positions(form.length)
 
         def with_axes(call: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: call(*args[:-1], args[-1]._replace(sequence=axis, positions=positions))
+            return lambda *args: call(*args[:-1], args[-1]._replace(context=axis, positions=positions))
 
         bound = LayeredModel(*map(with_axes, model[:3]))
         value_and_grad = jax.value_and_grad(layered_loss_fn(bound), has_aux=True)
@@ -104,9 +104,9 @@ def compile_step(form: Form, layout: Layout, implementation: str) -> jax.stages.
             return jax.tree.map(jnp.add, grads, more), sums
 
         grads, sums = jax.lax.scan(add_row, jax.tree.map(jnp.zeros_like, params), rows)
-        return jax.lax.psum((grads, jax.tree.map(jnp.sum, sums)), ("data", "sequence"))
+        return jax.lax.psum((grads, jax.tree.map(jnp.sum, sums)), ("data", "context"))
 
-    specs = (PartitionSpec(), PartitionSpec("data", "sequence"))
+    specs = (PartitionSpec(), PartitionSpec("data", "context"))
     step = jax.shard_map(
         on_device, mesh=layout_mesh(layout), in_specs=specs, out_specs=PartitionSpec(), check_vma=False
     )
@@ -130,7 +130,7 @@ def memory(form: Form) -> list[str]:
     whole = compile_step(form, Layout(data=NUM_DEVICES), "gather").memory_analysis().temp_size_in_bytes
     rows = [[f"data{NUM_DEVICES}", "", digits(whole / 2**20), "1", "0", "0"]]
     for num in form.spread_over:
-        layout = Layout(data=NUM_DEVICES // num, sequence=num)
+        layout = Layout(data=NUM_DEVICES // num, context=num)
         for implementation in IMPLEMENTATIONS:
             program = compile_step(form, layout, implementation)
             held = program.memory_analysis().temp_size_in_bytes
@@ -153,7 +153,7 @@ def memory(form: Form) -> list[str]:
 def balance() -> list[str]:
     rows = []
     for num in (2, 4, 8):
-        chunks = sequence_positions(2 * num, num)
+        chunks = context_positions(2 * num, num)
         zigzag = [int((held[:, None] >= np.arange(2 * num)).sum()) for held in chunks]
         contiguous = [int((held[:, None] >= np.arange(2 * num)).sum()) for held in np.arange(2 * num).reshape(num, 2)]
         mean = sum(zigzag) / num
@@ -178,8 +178,8 @@ def seconds(form: Form) -> list[str]:
     qkv = [jax.random.normal(jax.random.key(i), shape) for i in range(3)]
     rows = []
     for num, implementation in [(1, "whole"), *((num, each) for num in form.timed_on for each in IMPLEMENTATIONS)]:
-        mesh = layout_mesh(Layout(data=1, sequence=num))
-        axes, options = (Axes(), {}) if num == 1 else (Axes(sequence="sequence"), {"implementation": implementation})
+        mesh = layout_mesh(Layout(data=1, context=num))
+        axes, options = (Axes(), {}) if num == 1 else (Axes(context="context"), {"implementation": implementation})
 
         def loss(*qkv: jax.Array, axes: Axes = axes, options: dict[str, str] = options) -> jax.Array:
             return jnp.sum(attend_over_axis(*qkv, axes=axes, **options) * qkv[2])

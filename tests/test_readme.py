@@ -169,7 +169,7 @@ def test_the_guide_to_layouts_prints_what_it_shows(capsys):
 
 
 def test_the_guide_to_context_parallelism_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("sequence_parallel.md", capsys)
+    names = assert_prints_what_it_shows("context_parallel.md", capsys)
     assert names["expected"] > 25
 
 

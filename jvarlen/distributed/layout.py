@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
     from jvarlen.distributed.mesh import Placement
 
-__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "MESH_AXES", "BucketBytes", "Keeps", "Layout", "ScheduleName"]
+__all__ = ["BUCKET_BYTES", "FIRST_BUCKET_BYTES", "MESH_AXES", "BucketBytes", "Layout", "Remat", "ScheduleName"]
 
-MESH_AXES = ("data", "stage", "sequence", "tensor")
+MESH_AXES = ("data", "stage", "context", "tensor")
 
 ScheduleName = Literal["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"]
 
-Keeps = Literal["inputs", "residuals"]
+Remat = Literal["none", "full"]
 
-_NUMBERED = (*MESH_AXES, "zero", "chunks", "sequence_from")
-_KEEP_WORDS: dict[str, Keeps] = {"keep_inputs": "inputs", "keep_residuals": "residuals"}
+_NUMBERED = (*MESH_AXES, "zero", "virtual", "context_from")
+_REMAT_WORDS = ("remat_full", "remat_none")
+_NOW = {"sequence_from": "context_from", "sequence": "context", "chunks": "virtual"}  # words before, with a number
+_NOW_WORDS = {"keep_inputs": "remat_full", "keep_residuals": "remat_none"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +38,9 @@ class Layout:
     """How a step spreads over devices.
 
     As text, a layout is its words joined by dots, in any order: `data4.zero2`. Words are `data`, a name and its number
-    (`data4`, `stage2`, `sequence2`, `tensor2`, `zero1`, `chunks2`, `sequence_from4096`), `sequence_parallel`, or a
-    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what is kept (`keep_inputs`,
-    `keep_residuals`). `str` leaves defaults out.
+    (`data4`, `stage2`, `context2`, `tensor2`, `zero1`, `virtual2`, `context_from4096`), `sequence_parallel`, or a
+    schedule (`gpipe`, `1f1b`, `eager_1f1b`, `interleaved`, `zero_bubble`), or what the backward pass
+    computes again (`remat_full`, `remat_none`). `str` leaves defaults out.
 
     Raises:
       ValueError: a size below 1, a number that is not an integer, an unknown schedule, a ZeRO level outside 0 to 3, or
@@ -60,41 +62,41 @@ class Layout:
     and `on` find out."""
     stage: int = 1
     """Pipeline stages: size of the mesh axis `"stage"`."""
-    sequence: int = 1
-    """Parts of a row: size of the mesh axis `"sequence"`."""
+    context: int = 1
+    """Parts of a row: size of the mesh axis `"context"`."""
     tensor: int = 1
     """Parts of a matrix product: size of the mesh axis `"tensor"`."""
     zero: int = 0
-    """ZeRO level: what is sharded over `"data"` and `"sequence"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3
+    """ZeRO level: what is sharded over `"data"` and `"context"`. 0 nothing, 1 the optimizer state, 2 also gradients, 3
     also parameters."""
     schedule: ScheduleName = "eager_1f1b"
     """Schedule of the pipeline."""
-    chunks: int = 1
-    """Model chunks of each stage, for interleaved schedules."""
+    virtual: int = 1
+    """Virtual stages of each stage, for the schedule `interleaved`."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel layers are sharded by position over `"tensor"`."""
-    sequence_from: int = 0
-    """Buckets of at least this length spread their positions over `"sequence"`; shorter ones use that axis as data."""
-    keeps: Keeps | None = None
-    """What layers keep from the forward pass to the backward pass: their `"inputs"`, from which the backward pass
-    recomputes them, or their `"residuals"`. None: inputs with stages, and residuals otherwise."""
+    context_from: int = 0
+    """Buckets of at least this length spread their positions over `"context"`; shorter ones use that axis as data."""
+    remat: Remat | None = None
+    """Rematerialization: layers keep only inputs, from which the backward pass runs them again (`"full"`), or what
+    the backward pass uses (`"none"`). None: `"full"` with stages, and `"none"` otherwise."""
 
     def __post_init__(self):
-        given = {name: getattr(self, name) for name in (*MESH_AXES, "chunks")}
+        given = {name: getattr(self, name) for name in (*MESH_AXES, "virtual")}
         if self.data == -1:
             del given["data"]
         check_at_least_one(**given)
-        check_at_least_zero(zero=self.zero, sequence_from=self.sequence_from)
+        check_at_least_zero(zero=self.zero, context_from=self.context_from)
         check_choices(schedule=(self.schedule, ScheduleName))
-        if self.keeps is not None:
-            check_choices(keeps=(self.keeps, Keeps))
+        if self.remat is not None:
+            check_choices(remat=(self.remat, Remat))
         if not isinstance(self.sequence_parallel, bool):
             raise UserError(f"sequence_parallel must be True or False, not {self.sequence_parallel!r}")
         if self.zero > 3:
             raise UserError(f"zero must be a level from 0 to 3, not {self.zero}")
         if self.zero and self.data != -1 and self.num_shards == 1:
             raise UserError(
-                f"zero{self.zero} shards over 'data' and 'sequence', whose sizes are 1: add a word such as data2"
+                f"zero{self.zero} shards over 'data' and 'context', whose sizes are 1: add a word such as data2"
             )
 
     @classmethod
@@ -124,20 +126,22 @@ class Layout:
                 name, value = "schedule", word
             elif word == "sequence_parallel":
                 name, value = word, True
-            elif word in _KEEP_WORDS:
-                name, value = "keeps", _KEEP_WORDS[word]
+            elif word in _REMAT_WORDS:
+                name, value = "remat", word.removeprefix("remat_")
             else:
                 unknown.append(repr(word))
                 continue
             given.setdefault(name, []).append(word)
             values[name] = value
         if unknown:
+            if now := _words_now(text):
+                raise UserError(f"{list_first(now)} in the layout {text!r}")
             known = [
                 "data",
                 *(f"{name}N" for name in _NUMBERED),
                 "sequence_parallel",
                 *get_args(ScheduleName),
-                *_KEEP_WORDS,
+                *_REMAT_WORDS,
             ]
             raise UserError(f"a layout has no word {list_first(unknown)}; its words are {', '.join(known)}")
         if repeated := [f"{' and '.join(words)}" for words in given.values() if len(words) > 1]:
@@ -152,8 +156,8 @@ class Layout:
                 continue
             if field.name == "schedule":
                 words.append(value)
-            elif field.name == "keeps":
-                words.append(f"keep_{value}")
+            elif field.name == "remat":
+                words.append(f"remat_{value}")
             else:
                 words.append(field.name if value is True else f"{field.name}{value}")
         return ".".join(words) or "data"
@@ -214,19 +218,19 @@ class Layout:
         return {name: getattr(self, name) for name in MESH_AXES}
 
     @property
-    def kept(self) -> Keeps:
-        """What is held of layers, the default for these stages included."""
-        return self.keeps or ("inputs" if self.stage > 1 else "residuals")
+    def remat_in_force(self) -> Remat:
+        """Rematerialization, the default for these stages included."""
+        return self.remat or ("full" if self.stage > 1 else "none")
 
     @property
     def data_axes(self) -> str | tuple[str, str]:
-        """The mesh axes over which a step is reduced and ZeRO shards: `"data"`, and `"sequence"` if it has several."""
-        return "data" if self.sequence == 1 else ("data", "sequence")
+        """The mesh axes over which a step is reduced and ZeRO shards: `"data"`, and `"context"` if it has several."""
+        return "data" if self.context == 1 else ("data", "context")
 
     @property
     def num_shards(self) -> int:
         """How many devices these axes have."""
-        return self.axis_sizes["data"] * self.sequence
+        return self.axis_sizes["data"] * self.context
 
     @property
     def num_devices(self) -> int:
@@ -247,3 +251,14 @@ class BucketBytes(NamedTuple):
 
     cap: int = BUCKET_BYTES
     first_cap: int = FIRST_BUCKET_BYTES
+
+
+def _words_now(text: str) -> list[str]:
+    """What the words of older layouts are called now."""
+    now = []
+    for word in text.split("."):
+        match = re.fullmatch(rf"({'|'.join(_NOW)})([0-9]+)", word)
+        new = f"{_NOW[match[1]]}{match[2]}" if match else _NOW_WORDS.get(word)
+        if new is not None:
+            now.append(f"{word} is now {new}")
+    return now

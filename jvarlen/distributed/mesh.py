@@ -192,7 +192,7 @@ def _place_on_mesh(layout: Layout, mesh: Mesh, axes: Mapping[str, str] | None) -
 
 
 def layout_mesh(layout: Layout, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of a layout, with axes `"data"`, `"stage"`, `"sequence"` and `"tensor"`.
+    """The mesh of a layout, with axes `"data"`, `"stage"`, `"context"` and `"tensor"`.
 
     Args:
       layout: the sizes of the axes.

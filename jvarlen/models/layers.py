@@ -64,7 +64,7 @@ def layered(config: TransformerConfig) -> LayeredModel:
             rows,
             axis_name=axes.tensor,
             sequence_parallel=axes.sequence_parallel,
-            sequence_axis=axes.sequence,
+            context_axis=axes.context,
             num_positions=num_positions,
         )
 

@@ -22,8 +22,8 @@ from jvarlen.attention.attention import attend, attend_within_segments
 from jvarlen.batches.batches import Batch, PackedBatch
 from jvarlen.models.config import TransformerConfig
 from jvarlen.models.mixed_precision import dot_general_in_bfloat16
+from jvarlen.parallel.context import attend_over_axis
 from jvarlen.parallel.layers import Axes
-from jvarlen.parallel.sequence import attend_over_axis
 from jvarlen.parallel.tensor import (
     enter_tensor_parallel,
     leave_tensor_parallel,
@@ -105,7 +105,7 @@ class _Block(nnx.Module):
         self, x_BxTxD: Float[Array, "B T D"], rows: Rows, axes: Axes = _UNSPLIT, num_positions: int | None = None
     ) -> Float[Array, "B T D"]:
         q_BxTxHxK, k_BxTxHxK, v_BxTxHxK = self.project(x_BxTxD, rows.positions, num_positions, axes)
-        if axes.sequence is not None or axes.earlier is not None:
+        if axes.context is not None or axes.earlier is not None:
             attended = attend_over_axis(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, axes=axes, segment_ids=rows.segment_ids)
         elif rows.segment_ids is None:
             attended = attend(q_BxTxHxK, k_BxTxHxK, v_BxTxHxK, rows.lengths, implementation=self.implementation)
@@ -144,7 +144,7 @@ class _Block(nnx.Module):
 
 # All blocks are alike: one of them is traced.
 @functools.partial(
-    jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "sequence_axis", "num_positions")
+    jax.jit, static_argnums=0, static_argnames=("axis_name", "sequence_parallel", "context_axis", "num_positions")
 )
 def run_block(
     graphdef: nnx.GraphDef,
@@ -154,14 +154,14 @@ def run_block(
     *,
     axis_name: str | None = None,
     sequence_parallel: bool = False,
-    sequence_axis: str | None = None,
+    context_axis: str | None = None,
     num_positions: int | None = None,
 ) -> jax.Array:
     """The residual stream after a block with these parameters; `axis_name` and the others as `tensor` of `Axes`.
 
     `num_positions` is the length of whole rows, if these are some of their positions.
     """
-    axes = Axes(tensor=axis_name, sequence=sequence_axis, sequence_parallel=sequence_parallel)
+    axes = Axes(tensor=axis_name, context=context_axis, sequence_parallel=sequence_parallel)
     return nnx.merge(graphdef, params)(x_BxTxD, rows, axes, num_positions)
 
 

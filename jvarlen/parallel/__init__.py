@@ -7,7 +7,7 @@
 - `microbatch`: the arrays of one microbatch, traced. `memory`: the memory of a step on a device.
 - `bill`: what a compiled step communicates.
 - `wire`: what collectives send, and how long it takes. `collectives`: those collectives, in `shard_map`.
-- `sequence`: attention over rows whose positions are spread over a mesh axis.
+- `context`: attention over rows whose positions are spread over a mesh axis.
 - `schedules`: which stage of a pipeline works on what, when, and what it holds, also as tables of ticks for a program.
   `pipeline`: that program, for a model by layers. `passes`: a layer and its derivative, cut into passes.
 
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from jvarlen.distributed.layout import Layout
     from jvarlen.distributed.mesh import layout_mesh
     from jvarlen.parallel.bill import communication_bill
+    from jvarlen.parallel.context import (
+        attend_over_axis,
+        context_positions,
+        shard_positions,
+        spread_rows,
+        unspread_rows,
+    )
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.memory import memory_bill
     from jvarlen.parallel.portable import portable_form
@@ -36,13 +43,6 @@ if TYPE_CHECKING:
         interleaved,
         one_f_one_b,
         zero_bubble,
-    )
-    from jvarlen.parallel.sequence import (
-        attend_over_axis,
-        sequence_positions,
-        shard_positions,
-        spread_rows,
-        unspread_rows,
     )
     from jvarlen.parallel.tensor import (
         TensorSpec,
@@ -75,6 +75,7 @@ __all__ = [
     "check_tensor_divides",
     "column_linear",
     "communication_bill",
+    "context_positions",
     "eager_1f1b",
     "enter_tensor_parallel",
     "gather_params",
@@ -92,7 +93,6 @@ __all__ = [
     "partition_specs",
     "portable_form",
     "row_linear",
-    "sequence_positions",
     "shard_positions",
     "split_params",
     "spread_rows",
@@ -122,9 +122,9 @@ _NAMES_OF = {
         "one_f_one_b",
         "zero_bubble",
     ),
-    "parallel.sequence": (
+    "parallel.context": (
         "attend_over_axis",
-        "sequence_positions",
+        "context_positions",
         "shard_positions",
         "spread_rows",
         "unspread_rows",

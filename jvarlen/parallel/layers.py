@@ -22,9 +22,9 @@ __all__ = [
     "LayeredParams",
     "axes_at",
     "check_layer",
-    "keeping_inputs",
     "layered_loss_fn",
     "num_layers_of",
+    "rematerialized",
 ]
 
 
@@ -33,7 +33,7 @@ class Axes(NamedTuple):
 
     Attributes:
       tensor: the mesh axis that matrix products are split over; None if they are whole.
-      sequence: the mesh axis that positions are split over; None if rows are whole.
+      context: the mesh axis that positions are split over; None if rows are whole.
       sequence_parallel: whether activations between layers are sharded by position over `tensor`.
       positions: int[S], the place in the row of each position of this shard or slice; None if rows are whole.
       key: typed key[], the random key of this call; None if the state has none.
@@ -43,7 +43,7 @@ class Axes(NamedTuple):
     """
 
     tensor: str | None = None
-    sequence: str | None = None
+    context: str | None = None
     sequence_parallel: bool = False
     positions: Any = None
     key: Any = None
@@ -77,7 +77,7 @@ class LayeredModel(NamedTuple):
       by_positions: whether the functions work on some positions of a row at a time, those of `axes.positions`: they get
         whole rows in the microbatch and take their positions, x is `[B, S, …]` for S positions, and a position depends
         on earlier ones only through `attend_over_axis`. The loss sums over these positions, and reduces nothing. Then
-        rows can be spread over `"sequence"`, or go through stages in slices.
+        rows can be spread over `"context"`, or go through stages in slices.
     """
 
     embed: Callable[..., Any]
@@ -141,7 +141,7 @@ def axes_at(key: Any, index: Any, **others: Any) -> Axes:
     return Axes(key=None if key is None else jax.random.fold_in(key, index), **others)
 
 
-def keeping_inputs(model: LayeredModel) -> LayeredModel:
+def rematerialized(model: LayeredModel) -> LayeredModel:
     """The same model, whose layers keep only their inputs, and are recomputed in the backward pass.
 
     References:

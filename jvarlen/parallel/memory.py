@@ -5,7 +5,6 @@ Letters: P parameters, L layers, S stages, V chunks of a stage, M microbatches o
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.layout import Keeps, Layout
+from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
@@ -88,7 +87,6 @@ def memory_bill(
     extra: Any = None,
     batch_spec: Any = token_batch_spec,
     accumulate: Accumulate | None = None,
-    keeps: Keeps | None = None,
     microbatches_per_step: int | None = None,
 ) -> MemoryBill:
     """The memory of a step without token slices on a device, for a layout that need not fit this machine.
@@ -106,7 +104,6 @@ def memory_bill(
       extra: as for `init_state`.
       batch_spec: `batch_spec(bucket, 1)` gives the batch's pytree of `jax.ShapeDtypeStruct`.
       accumulate: as for `make_train_step`.
-      keeps: likewise.
       microbatches_per_step: those of a step over all devices, which stages count with; None: as many as stages for each
         data shard, and at least two.
 
@@ -131,7 +128,6 @@ def memory_bill(
     References:
       Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     """
-    layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
     check_layout(layout, params, model)
     params = shapes_on(layout, params, model)
     state = jax.eval_shape(lambda params: init_train_state(params, optimizer, extra=extra), params)
@@ -148,19 +144,19 @@ def memory_bill(
     if model is None or bucket is None:
         return bill
     has_stages = layout.stage > 1
-    num_layers = num_layers_of(params) // (layout.stage * layout.chunks) if has_stages else None
+    num_layers = num_layers_of(params) // (layout.stage * layout.virtual) if has_stages else None
     one = OneMicrobatch(model, layout, params, extra, bucket, batch_spec, num_layers)
     of_shard = _microbatches_of_shard(layout, microbatches_per_step, is_spread=one.rows_along is not None)
     arrays = one.arrays().num_bytes()
-    slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.chunks)
-    of_chunk = {"keeps_inputs": layout.kept == "inputs", "num_layers": num_layers or 0}
+    slots = buffer_slots(layout.schedule, layout.stage, of_shard, layout.virtual)
+    of_chunk = {"recomputes": layout.remat_in_force == "full", "num_layers": num_layers or 0}
     temporary = temporary_bytes(
         held,
         arrays,
         slots,
         has_stages=has_stages,
         zero=layout.zero,
-        chunks=layout.chunks,
+        chunks=layout.virtual,
         of_shard=of_shard,
         **of_chunk,
     )
@@ -218,7 +214,7 @@ def state_bytes(
     wide = jax.tree.map(_accumulated, params)
     if layout.stage > 1:
         ends, layers = bytes_of(wide.ends, beside.ends, layout), bytes_of(wide.layers, beside.layers, layout)
-        once = ends + layers // layout.chunks
+        once = ends + layers // layout.virtual
     else:
         once = bytes_of(params, beside, layout) if layout.zero < 3 else 0
     return StateBytes(
@@ -236,12 +232,12 @@ def batch_bytes(batch_spec: Any, bucket: tuple[int, ...], of_shard: int) -> int:
     return bytes_of(batch_spec(check_buckets([bucket])[0], of_shard))
 
 
-def buffer_bytes(arrays: ArrayBytes, slots: BufferSlots, *, keeps_inputs: Any, num_layers: Any) -> Any:
+def buffer_bytes(arrays: ArrayBytes, slots: BufferSlots, *, recomputes: Any, num_layers: Any) -> Any:
     """What a stage holds in the buffers of its schedule, and of each what an action takes and returns."""
     kept = (arrays.kept + arrays.handed) * num_layers
     moving = (slots.inputs + 2) * arrays.x + (slots.gradients + 2) * arrays.floats
     residuals = (slots.kept + 4) * kept + (slots.outputs + 4) * arrays.x
-    return moving + np.where(keeps_inputs, slots.kept * arrays.x, residuals)
+    return moving + np.where(recomputes, slots.kept * arrays.x, residuals)
 
 
 def temporary_bytes(
@@ -252,7 +248,7 @@ def temporary_bytes(
     has_stages: Any,
     zero: Any,
     chunks: Any,
-    keeps_inputs: Any,
+    recomputes: Any,
     num_layers: Any,
     of_shard: Any,
 ) -> Any:
@@ -265,20 +261,20 @@ def temporary_bytes(
       has_stages: whether there are several.
       zero: the ZeRO level.
       chunks: V.
-      keeps_inputs: whether stages keep inputs.
+      recomputes: whether stages keep inputs.
       num_layers: of a chunk.
       of_shard: M.
     """
     of_stages = np.where((num_layers == 1) & (chunks == 1), _MARGIN_OF_ONE, _MARGIN)
-    margin = np.where(has_stages, of_stages, np.where(keeps_inputs, _MARGIN_AGAIN, _MARGIN))
+    margin = np.where(has_stages, of_stages, np.where(recomputes, _MARGIN_AGAIN, _MARGIN))
     peak, peak_without_grads = margin * arrays.peak, margin * arrays.peak_without_grads
     sums = np.where(of_shard > 1, held.accumulated, 0)  # of one microbatch, they are its gradients
     below = np.where(zero == 2, held.accumulated, sums) + peak
     sharded = sums + held.grads + peak_without_grads + held.whole
-    buffers = buffer_bytes(arrays, slots, keeps_inputs=keeps_inputs, num_layers=num_layers)
+    buffers = buffer_bytes(arrays, slots, recomputes=recomputes, num_layers=num_layers)
     # Copies that branches make of sums of several chunks, as measured.
     copied = np.where(chunks > 1, 1.6 * held.accumulated + 5 * (arrays.x + arrays.floats), 0)
-    kept = np.where(keeps_inputs, 0, arrays.kept * num_layers)  # which are in the buffers
+    kept = np.where(recomputes, 0, arrays.kept * num_layers)  # which are in the buffers
     staged = held.accumulated + held.whole + copied + buffers + np.maximum(peak - kept, 0)
     return np.where(has_stages, staged, np.where(zero == 3, sharded, below))
 
@@ -291,7 +287,7 @@ def _accumulated(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | None, other_specs: Any) -> int:
     """`StateBytes.whole`."""
     moved = 0
-    if layout.chunks > 1:
+    if layout.virtual > 1:
         moved = bytes_of(params.layers, other_specs.layers, layout)
     if layout.zero < 3:
         return moved

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jvarlen.compiling.lifetimes import Lifetimes, lifetimes_of
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, rematerialized
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.tensor import split_params
 from jvarlen.parallel.train import model_on_axes, other_specs_of
@@ -84,7 +84,7 @@ class OneMicrobatch:
 
     Args:
       model: as for `memory_bill`.
-      layout: binds "tensor" and "sequence", and tells what is kept.
+      layout: binds "tensor" and "context", and tells what is kept.
       params: shapes of the whole parameters, split for "tensor".
       extra: as for `init_state`.
       bucket: of the microbatch.
@@ -109,8 +109,8 @@ class OneMicrobatch:
         self._layout = layout
         other_specs = other_specs_of(params, model, layout)
         self._model, self.rows_along = model_on_axes(model, layout, params, batch)
-        if isinstance(self._model, LayeredModel) and layout.stage == 1 and layout.kept == "inputs":
-            self._model = keeping_inputs(self._model)
+        if isinstance(self._model, LayeredModel) and layout.stage == 1 and layout.remat_in_force == "full":
+            self._model = rematerialized(self._model)
         self._params = params
         if other_specs is not None:
             self._params = jax.tree.map(

@@ -59,7 +59,7 @@ def sum_scheduled(
     mesh: Mesh,
     schedule: layout.ScheduleName = "eager_1f1b",
     num_chunks: int = 1,
-    keeps: layout.Keeps = "inputs",
+    remat: layout.Remat = "full",
     with_grads: bool = True,
     param_specs: LayeredParams | None = None,
     grad_specs: LayeredParams | None = None,
@@ -83,7 +83,7 @@ def sum_scheduled(
       mesh: has axes `"data"` and `"stage"`.
       schedule: a word of `Layout`.
       num_chunks: V.
-      keeps: what a stage holds from a forward pass to its backward pass.
+      remat: what a stage holds from a forward pass to its backward pass.
       with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
         whatever the schedule.
       param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis,
@@ -112,7 +112,7 @@ def sum_scheduled(
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
     num_shards, num_stages = num_shards_of(mesh, batch_axes), num_shards_of(mesh, STAGE_AXIS)
     make_schedule(schedule, num_stages, num_stages, num_chunks)  # raises what can be told by now
-    check_choices(keeps=(keeps, layout.Keeps))
+    check_choices(remat=(remat, layout.Remat))
 
     def sums_of(state: TrainState, batch: Any) -> StepSums:
         num_layers = num_layers_of(state.params)
@@ -122,7 +122,7 @@ def sum_scheduled(
         check_shards_divide(num_microbatches, mesh, batch_axes)
         of_shard = num_microbatches // num_shards
         if with_grads:
-            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), keeps)
+            plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), remat)
         else:
             plan = _forward_only(num_stages, of_shard)
 
@@ -164,7 +164,7 @@ class _Plan(NamedTuple):
 
     Attributes:
       rows: int32[T, S] by name: tables as of `Tables`; `part`, the part of the model; slots that an action writes:
-        `keeps_slot` what a forward pass keeps, `hands_slot` what a backward pass hands on to weight gradients, and
+        `keeps_slot` what a forward pass remat, `hands_slot` what a backward pass hands on to weight gradients, and
         `puts_slot` the output of the last part; and `output_slot`, from which that is read. Actions that the program
         does not need are −1 in `kind`.
       num_parts: S · V.
@@ -172,7 +172,7 @@ class _Plan(NamedTuple):
       num_slots: by buffer.
       with_grads: whether there are backward passes.
       splits_backward: whether weight gradients are actions of their own.
-      keeps: as for `sum_scheduled`.
+      remat: as for `sum_scheduled`.
     """
 
     rows: dict[str, np.ndarray]
@@ -181,7 +181,7 @@ class _Plan(NamedTuple):
     num_slots: dict[str, int]
     with_grads: bool
     splits_backward: bool
-    keeps: layout.Keeps
+    remat: layout.Remat
 
 
 _ROWS = (
@@ -196,7 +196,7 @@ _ROWS = (
 )
 
 
-def _plan_of(schedule: Schedule, keeps: layout.Keeps) -> _Plan:
+def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
     tables = schedule.tables()
     rows = {name: getattr(tables, name) for name in _ROWS}
     kind, slot = tables.kind, tables.activation_slot
@@ -208,7 +208,7 @@ def _plan_of(schedule: Schedule, keeps: layout.Keeps) -> _Plan:
     last_slots, rows["output_slot"] = np.unique(np.where(is_last, slot, slot.max() + 1), return_inverse=True)
     rows["output_slot"] = np.where(is_last, rows["output_slot"].reshape(slot.shape), -1)
     rows["puts_slot"] = np.where(kind == FORWARD, rows["output_slot"], -1)
-    if keeps == "inputs":  # the backward pass of the last part computes all of its forward pass
+    if remat == "full":  # the backward pass of the last part computes all of its forward pass
         rows["kind"] = np.where((kind == FORWARD) & is_last, -1, kind)
     return _Plan(
         rows=rows,
@@ -223,14 +223,14 @@ def _plan_of(schedule: Schedule, keeps: layout.Keeps) -> _Plan:
         },
         with_grads=True,
         splits_backward="W" in schedule.kinds,
-        keeps=keeps,
+        remat=remat,
     )
 
 
 def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
     """The forward passes of GPipe, with one chunk a stage."""
     schedule = gpipe(num_stages, num_microbatches)
-    plan = _plan_of(schedule, "residuals")
+    plan = _plan_of(schedule, "none")
     rows = {name: row[: num_microbatches + num_stages - 1] for name, row in plan.rows.items()}
     return plan._replace(rows=rows, with_grads=False)
 
@@ -374,7 +374,7 @@ class _Device:
         if not self.plan.with_grads:
             return _Buffers(x), sums
         sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.chunks)))
-        if self.plan.keeps == "inputs":
+        if self.plan.remat == "full":
             return _Buffers(x, gradients=floats_of(x)), sums
         y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, *first, 0))
         handed: Any = ()
@@ -391,7 +391,7 @@ class _Device:
         part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
         x = self.input_of(action, received.inputs, microbatch_and_key)
         layers = _chunk_at(self.chunks, action["chunk"])
-        if self.plan.with_grads and self.plan.keeps == "residuals":
+        if self.plan.with_grads and self.plan.remat == "none":
             y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
             return self.nothing[0]._replace(inputs=y, kept=kept, outputs=y), sums
         y = self.run_layers(layers, x, *microbatch_and_key, part)
@@ -417,7 +417,7 @@ class _Device:
         part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
         layers = _chunk_at(self.chunks, action["chunk"])
         kept, y = received.kept, received.outputs
-        if self.plan.keeps == "inputs":
+        if self.plan.remat == "full":
             x = self.input_of(action, received.kept, microbatch_and_key)
             y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
         others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
@@ -433,7 +433,7 @@ class _Device:
             return add_trees(of_ends, pull(of_x)[0])
 
         of_x, rest = self.nothing[0].gradients, received.handed
-        if not is_weights or self.plan.keeps == "inputs":
+        if not is_weights or self.plan.remat == "full":
             is_last = part == self.plan.num_parts - 1
             found = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received.gradients))
             of_x, rest = self.run_backward(layers, kept, found[2], *microbatch_and_key, part)
@@ -447,7 +447,7 @@ class _Device:
             done = done._replace(gradients=of_x)
         if is_weights or not self.plan.splits_backward:
             totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, rest)
-        elif self.plan.keeps == "residuals":
+        elif self.plan.remat == "none":
             done = done._replace(handed=rest)
         return done, others._replace(grads=LayeredParams(of_ends, totals))
 
@@ -468,14 +468,14 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
     stage = jax.lax.axis_index(STAGE_AXIS)
     to_next = [(s, (s + 1) % num_stages) for s in range(num_stages if plan.num_chunks > 1 else num_stages - 1)]
     to_previous = [(target, source) for source, target in to_next]
-    keeps_inputs = plan.with_grads and plan.keeps == "inputs"
+    recomputes = plan.with_grads and plan.remat == "full"
 
     def tick(carry: tuple[_Buffers, StepSums], row: dict[str, jax.Array]) -> tuple[tuple[_Buffers, StepSums], None]:
         held, sums = carry
         action = {name: values[stage] for name, values in row.items()}
         # Read here: buffers that branches read are copied in every tick.
         x = read_slot(held.inputs, action["input_slot"])
-        if keeps_inputs:
+        if recomputes:
             held = held._replace(kept=write_slot(held.kept, action["keeps_slot"], x))
         received = _Buffers(
             inputs=x,
@@ -486,7 +486,7 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
         )
         done, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
         held = held._replace(
-            kept=held.kept if keeps_inputs else write_slot(held.kept, action["keeps_slot"], done.kept),
+            kept=held.kept if recomputes else write_slot(held.kept, action["keeps_slot"], done.kept),
             handed=write_slot(held.handed, action["hands_slot"], done.handed),
             outputs=write_slot(held.outputs, action["puts_slot"], done.outputs),
         )
@@ -499,7 +499,7 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
             held = held._replace(gradients=write_slot(held.gradients, action["arriving_gradient_slot"], arriving))
         return (held, sums), None
 
-    of_one = none._replace(kept=none.inputs) if keeps_inputs else none
+    of_one = none._replace(kept=none.inputs) if recomputes else none
     held = _Buffers._make(map(buffer_of, of_one, (plan.num_slots[name] for name in _Buffers._fields)))
     (_, sums), _ = jax.lax.scan(tick, (held, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
     return sums

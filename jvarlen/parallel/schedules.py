@@ -441,7 +441,7 @@ def check_chunks(schedule: ScheduleName, num_chunks: int) -> None:
     check_at_least_one(num_chunks=num_chunks)
     if num_chunks > 1 and schedule != "interleaved":
         others = ", ".join(name for name in get_args(ScheduleName) if name != "interleaved")
-        raise UserError(f"chunks{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
+        raise UserError(f"virtual{num_chunks} needs the schedule interleaved, not {schedule}: {others} have one chunk")
 
 
 def schedule_of(

@@ -8,7 +8,6 @@ of whole arrays, which the compiler splits, so any Optax optimizer gives what it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,12 +18,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jvarlen._common.checks import UserError, check_choices
-from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
+from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, auto_axes, axes_in, mesh_of, num_shards_of, replicate
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, keeping_inputs, layered_loss_fn, num_layers_of
+from jvarlen.parallel.context import CONTEXT_AXIS, context_model, context_positions, row_length
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn, num_layers_of, rematerialized
 from jvarlen.parallel.pipeline import check_layers_divide, sum_scheduled
 from jvarlen.parallel.schedules import check_chunks, make_schedule
-from jvarlen.parallel.sequence import SEQUENCE_AXIS, row_length, sequence_model, sequence_positions
 from jvarlen.parallel.tensor import (
     TENSOR_AXIS,
     crop_vocabularies,
@@ -136,7 +135,6 @@ def make_train_step(
     layout: Layout,
     norms: bool = False,
     accumulate: Accumulate | None = None,
-    keeps: Keeps | None = None,
 ) -> StepFn:
     """A train step that spreads over devices as a layout says, with the result of the unsplit step.
 
@@ -150,8 +148,6 @@ def make_train_step(
       accumulate: what ZeRO-2 and ZeRO-3 sum over the microbatches of a shard: `"shards"` of gradients, reduced in
         each, or `"whole"` gradients, reduced once, which sends less and holds more. None: whole ones with stages, where
         ZeRO-3 also gathers parameters once a step, and shards otherwise.
-      keeps: what layers keep from the forward pass to the backward pass, in place of what the layout says: their
-        `"inputs"`, from which the backward pass recomputes them, or their `"residuals"`, with which they run once.
 
     Returns:
       `train_step(state, batch) -> (state, Metrics)`: a plain function, to be compiled by `compile_buckets` with the
@@ -166,11 +162,10 @@ def make_train_step(
       "Automatic Cross-Replica Sharding of Weight Update in Data-Parallel Training".
     """
     mesh = checked_mesh(mesh, layout)
-    layout = dataclasses.replace(layout, keeps=keeps or layout.keeps)
     check_model(model, layout)
-    if layout.stage == 1 and layout.zero < 3 and layout.kept == "inputs" and isinstance(model, LayeredModel):
-        model = keeping_inputs(model)  # at ZeRO-3 the model that gathers does it
-    if layout.zero == 0 and layout.stage == layout.tensor == layout.sequence == 1:
+    if layout.stage == 1 and layout.zero < 3 and layout.remat_in_force == "full" and isinstance(model, LayeredModel):
+        model = rematerialized(model)  # at ZeRO-3 the model that gathers does it
+    if layout.zero == 0 and layout.stage == layout.tensor == layout.context == 1:
         return training_step.make_train_step(_loss_fn(model), optimizer, mesh=mesh, axis_name=DATA_AXIS, norms=norms)
     if accumulate is not None:
         check_choices(accumulate=(accumulate, Accumulate))
@@ -221,7 +216,7 @@ def make_eval_step(model: LayeredModel | LossFn, *, mesh: Mesh, layout: Layout) 
     """
     mesh = checked_mesh(mesh, layout)
     check_model(model, layout)
-    if layout.zero < 3 and layout.stage == layout.tensor == layout.sequence == 1:
+    if layout.zero < 3 and layout.stage == layout.tensor == layout.context == 1:
         loss_fn = layered_loss_fn(model, takes_key=False) if isinstance(model, LayeredModel) else model
         return training_step.make_eval_step(loss_fn, mesh=mesh, axis_name=DATA_AXIS)
     sums_of = _sums_of(model, mesh, layout, with_grads=False)
@@ -277,15 +272,15 @@ def check_layout(layout: Layout, params: Any, model: LayeredModel | LossFn | Non
     if layout.stage > 1:
         if not isinstance(params, LayeredParams):
             raise UserError(f"stage{layout.stage} takes LayeredParams, not a {type(params).__name__}")
-        check_layers_divide(num_layers_of(params), layout.stage, layout.chunks)
+        check_layers_divide(num_layers_of(params), layout.stage, layout.virtual)
 
 
 def _check_axes(layout: Layout) -> None:
-    check_chunks(layout.schedule, layout.chunks)
+    check_chunks(layout.schedule, layout.virtual)
     without = {
         "sequence_parallel": (layout.sequence_parallel, "tensor"),
-        f"sequence_from{layout.sequence_from}": (layout.sequence_from > 0, "sequence"),
-        f"chunks{layout.chunks}": (layout.chunks > 1, "stage"),
+        f"context_from{layout.context_from}": (layout.context_from > 0, "context"),
+        f"virtual{layout.virtual}": (layout.virtual > 1, "stage"),
     }
     for word, (is_there, axis) in without.items():
         if is_there and getattr(layout, axis) == 1:
@@ -297,7 +292,7 @@ def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step:
     if len(bucket) != 2:
         return
     length = bucket[1]
-    is_spread = layout.sequence > 1 and length >= layout.sequence_from
+    is_spread = layout.context > 1 and length >= layout.context_from
     num_shards = layout.data if is_spread else layout.num_shards
     if microbatches_per_step % num_shards:
         raise UserError(
@@ -305,11 +300,11 @@ def check_bucket(layout: Layout, bucket: tuple[int, ...], microbatches_per_step:
             f"for rows of {length}"
         )
     if is_spread:
-        length = sequence_positions(length, layout.sequence).shape[1]
+        length = context_positions(length, layout.context).shape[1]
     if layout.sequence_parallel and length % layout.tensor:
         raise UserError(f"sequence_parallel of {layout} takes a multiple of {layout.tensor} positions, not {length}")
     if layout.stage > 1:
-        _check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.chunks)
+        _check_schedule(layout.schedule, layout.stage, microbatches_per_step // num_shards, layout.virtual)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -342,13 +337,13 @@ def check_model(model: LayeredModel | LossFn, layout: Layout) -> None:
     if layout.zero == 3 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"zero3 takes a LayeredModel, and {name} is a loss function: zero2 takes any")
-    if layout.sequence > 1 and not (isinstance(model, LayeredModel) and model.by_positions):
+    if layout.context > 1 and not (isinstance(model, LayeredModel) and model.by_positions):
         raise UserError(
-            f"sequence{layout.sequence} takes a LayeredModel with by_positions=True, whose functions take the "
+            f"context{layout.context} takes a LayeredModel with by_positions=True, whose functions take the "
             "positions of axes.positions and attend by attend_over_axis"
         )
-    if layout.kept == "inputs" and not isinstance(model, LayeredModel) and layout.stage == 1:
-        raise UserError("keep_inputs takes a LayeredModel, whose layers can be run again")
+    if layout.remat_in_force == "full" and not isinstance(model, LayeredModel) and layout.stage == 1:
+        raise UserError("remat_full takes a LayeredModel, whose layers can be run again")
     if layout.stage > 1 and not isinstance(model, LayeredModel):
         name = getattr(model, "__name__", type(model).__name__)
         raise UserError(f"stage{layout.stage} takes a LayeredModel, and {name} is a loss function")
@@ -389,7 +384,7 @@ def _sums_of(
         specs = specs_of(state.params) if layout.zero else other_specs
         if layout.stage > 1 and isinstance(model, LayeredModel):
             sum_of = functools.partial(
-                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.chunks, keeps=layout.kept
+                sum_scheduled, model, schedule=layout.schedule, num_chunks=layout.virtual, remat=layout.remat_in_force
             )
             options["param_specs"] = other_specs
             if layout.zero == 3:
@@ -402,11 +397,11 @@ def _sums_of(
                 stacked = state.params
             else:
                 stacked = jax.eval_shape(model.stack, state.params)
-            in_shards, keeps_inputs = specs_of(stacked, padded=False), layout.kept == "inputs"
+            in_shards, recomputes = specs_of(stacked, padded=False), layout.remat_in_force == "full"
             if accumulate == "whole" and with_grads:
-                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards, keeps_inputs=keeps_inputs), Tapped
+                loss_fn, options["tap"] = tapped_loss_fn(model, in_shards, recomputes=recomputes), Tapped
             else:
-                loss_fn = layered_loss_fn(gathering_model(model, in_shards, keeps_inputs=keeps_inputs))
+                loss_fn = layered_loss_fn(gathering_model(model, in_shards, recomputes=recomputes))
             specs = options["param_specs"] = specs_of(state.params, padded=False)
             sum_of = functools.partial(sum_step, loss_fn)
         else:
@@ -434,7 +429,7 @@ def model_on_axes(
 
     Args:
       model: of the whole.
-      layout: binds `"tensor"`, and `"sequence"` for rows that are long enough.
+      layout: binds `"tensor"`, and `"context"` for rows that are long enough.
       params: of the whole model; arrays or shapes.
       batch: of a step; likewise.
 
@@ -444,11 +439,11 @@ def model_on_axes(
     if not isinstance(model, LayeredModel):
         return model, None
     rows_along = None
-    if layout.sequence > 1:
+    if layout.context > 1:
         stacked = params if model.stack is None else jax.eval_shape(model.stack, params)
         seq_length = row_length(model, stacked.ends, batch)
-        if seq_length >= layout.sequence_from:
-            model, rows_along = sequence_model(model, seq_length), SEQUENCE_AXIS
+        if seq_length >= layout.context_from:
+            model, rows_along = context_model(model, seq_length), CONTEXT_AXIS
     if layout.tensor > 1:
         axes = Axes(tensor=TENSOR_AXIS, sequence_parallel=layout.sequence_parallel)
         model = tensor_parallel_model(model, axes)

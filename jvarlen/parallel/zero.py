@@ -219,7 +219,7 @@ class Tapped(NamedTuple):
     taps: Any
 
 
-def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: bool = False) -> LayeredModel:
+def gathering_model(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LayeredModel:
     """A model whose functions take shards of their parameters, inside `shard_map` over the data axes.
 
     Each gathers its parameters, a layer again in the backward pass, so that only those of the layer that runs are
@@ -228,7 +228,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: 
     Args:
       model: its functions take whole parameters.
       specs: how the parameters lie, as of `shard_specs`, of `LayeredParams`.
-      keeps_inputs: whether layers hold only their inputs for the backward pass, and are run again in it.
+      recomputes: whether layers hold only their inputs for the backward pass, and are run again in it.
 
     Returns:
       A model for `layered_loss_fn`.
@@ -247,7 +247,7 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: 
                 return call(params, *arrays, axes)
 
             if again:  # forward and backward of a loop are different loops, and have no common subexpressions
-                policy = None if in_loop and keeps_inputs else _is_saved
+                policy = None if in_loop and recomputes else _is_saved
                 on_shards = jax.checkpoint(on_shards, policy=policy, prevent_cse=not in_loop)
             return on_shards(params, *arrays)
 
@@ -260,13 +260,13 @@ def gathering_model(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: 
     )
 
 
-def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: bool = False) -> LossFn:
+def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, recomputes: bool = False) -> LossFn:
     """The loss of a model that gathers, as a function of `Tapped` parameters.
 
     Args:
       model: as for `gathering_model`.
       specs: likewise.
-      keeps_inputs: likewise.
+      recomputes: likewise.
     """
     stack = model.stack or (lambda params: params)
 
@@ -274,7 +274,7 @@ def tapped_loss_fn(model: LayeredModel, specs: LayeredParams, *, keeps_inputs: b
         shards, taps = map(stack, params)
         return LayeredParams(Tapped(shards.ends, taps.ends), Tapped(shards.layers, taps.layers))
 
-    return layered_loss_fn(gathering_model(model, specs, keeps_inputs=keeps_inputs)._replace(stack=stack_both))
+    return layered_loss_fn(gathering_model(model, specs, recomputes=recomputes)._replace(stack=stack_both))
 
 
 def gather_shards(params: Any, specs: Any) -> Any:

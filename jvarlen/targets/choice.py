@@ -109,9 +109,9 @@ def choose_layout(
 ) -> LayoutChoice:
     """Chooses the layout on which an epoch of a plan takes the least predicted time, among those that fit.
 
-    All layouts of all devices of the cluster are considered: data, stages, sequence (and from which bucket on), tensor
-    and sequence parallelism, ZeRO levels, schedules and chunks, and what layers keep. The choice is optimal under these
-    predictions. Ties go to the simpler layout.
+    All layouts of all devices of the cluster are considered: data, stages, context (and from which bucket on), tensor
+    and sequence parallelism, ZeRO levels, schedules and virtual stages, and rematerialization. The choice is optimal
+    under these predictions. Ties go to the simpler layout.
 
     Args:
       plan: its buckets, steps of each, and microbatches of a step.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 from jaxtyping import Bool, Int64
 
-from jvarlen.distributed.layout import Keeps, Layout, ScheduleName
+from jvarlen.distributed.layout import Layout, Remat, ScheduleName
 from jvarlen.planning.buckets import Bucket
 
 __all__ = ["SCHEDULES", "LayoutTable", "layout_table"]
@@ -25,36 +25,36 @@ class LayoutTable(NamedTuple):
     Attributes:
       data: int64[C], as of `Layout`.
       stage: likewise.
-      sequence: likewise.
+      context: likewise.
       tensor: likewise.
       zero: likewise.
       schedule: int64[C], the index in `SCHEDULES`; 0 without stages.
-      chunks: int64[C], as of `Layout`.
+      virtual: int64[C], as of `Layout`.
       sequence_parallel: bool[C], likewise.
-      sequence_from: int64[C], likewise.
-      keeps_inputs: bool[C], whether `Layout.kept` is inputs.
+      context_from: int64[C], likewise.
+      recomputes: bool[C], whether layers run again in the backward pass.
     """
 
     data: Int64[np.ndarray, " C"]
     stage: Int64[np.ndarray, " C"]
-    sequence: Int64[np.ndarray, " C"]
+    context: Int64[np.ndarray, " C"]
     tensor: Int64[np.ndarray, " C"]
     zero: Int64[np.ndarray, " C"]
     schedule: Int64[np.ndarray, " C"]
-    chunks: Int64[np.ndarray, " C"]
+    virtual: Int64[np.ndarray, " C"]
     sequence_parallel: Bool[np.ndarray, " C"]
-    sequence_from: Int64[np.ndarray, " C"]
-    keeps_inputs: Bool[np.ndarray, " C"]
+    context_from: Int64[np.ndarray, " C"]
+    recomputes: Bool[np.ndarray, " C"]
 
     @property
     def num_shards(self) -> Int64[np.ndarray, " C"]:
-        """Devices along "data" and "sequence"."""
-        return self.data * self.sequence
+        """Devices along "data" and "context"."""
+        return self.data * self.context
 
     @property
     def num_devices(self) -> Int64[np.ndarray, " C"]:
         """The product of the sizes of the axes."""
-        return self.data * self.stage * self.sequence * self.tensor
+        return self.data * self.stage * self.context * self.tensor
 
     def take(self, rows: Any) -> LayoutTable:
         """Some of the layouts.
@@ -77,13 +77,13 @@ class LayoutTable(NamedTuple):
           The layout.
         """
         values = {name: column[row].item() for name, column in self._asdict().items()}
-        keeps_inputs, schedule = values.pop("keeps_inputs"), SCHEDULES[values.pop("schedule")]
+        recomputes, schedule = values.pop("recomputes"), SCHEDULES[values.pop("schedule")]
         has_stages = values["stage"] > 1
-        kept: Keeps | None = None if keeps_inputs == has_stages else "inputs" if keeps_inputs else "residuals"
-        return Layout(**values, keeps=kept, **({"schedule": schedule} if has_stages else {}))
+        remat: Remat | None = None if recomputes == has_stages else "full" if recomputes else "none"
+        return Layout(**values, remat=remat, **({"schedule": schedule} if has_stages else {}))
 
     def is_spread(self, buckets: Sequence[Bucket]) -> Bool[np.ndarray, "C K"]:
-        """Whether the positions of a bucket's rows are spread over "sequence".
+        """Whether the positions of a bucket's rows are spread over "context".
 
         Args:
           buckets: K buckets.
@@ -92,7 +92,7 @@ class LayoutTable(NamedTuple):
           bool[C, K].
         """
         lengths = np.array([bucket.length for bucket in buckets])
-        return (self.sequence > 1)[:, None] & (lengths >= self.sequence_from[:, None])
+        return (self.context > 1)[:, None] & (lengths >= self.context_from[:, None])
 
     def of_shard(self, buckets: Sequence[Bucket], microbatches_per_step: int) -> Int64[np.ndarray, "C K"]:
         """Microbatches of a data shard.
@@ -124,14 +124,14 @@ def layout_table(layouts: Sequence[Layout]) -> LayoutTable:
     return LayoutTable(
         data=column("data"),
         stage=column("stage"),
-        sequence=column("sequence"),
+        context=column("context"),
         tensor=column("tensor"),
         zero=column("zero"),
         schedule=np.array(
             [SCHEDULES.index(layout.schedule) if layout.stage > 1 else 0 for layout in layouts], np.int64
         ),
-        chunks=column("chunks"),
+        virtual=column("virtual"),
         sequence_parallel=column("sequence_parallel", np.bool_),
-        sequence_from=column("sequence_from"),
-        keeps_inputs=np.array([layout.kept == "inputs" for layout in layouts], np.bool_),
+        context_from=column("context_from"),
+        recomputes=np.array([layout.remat_in_force == "full" for layout in layouts], np.bool_),
     )

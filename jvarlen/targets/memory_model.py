@@ -42,7 +42,7 @@ class _Kind(NamedTuple):
       length: of rows.
       tensor: devices along "tensor".
       sequence_parallel: as of the layout.
-      sequence: parts of a row.
+      context: parts of a row.
       has_one_layer: whether a part of the model is one layer, which is no loop.
       what: `"plain"`; or `"runs_again"`: layers hold inputs; or of stages, `"staged"` or with `"splits"`, where weight
         gradients are actions of their own.
@@ -51,7 +51,7 @@ class _Kind(NamedTuple):
     length: int
     tensor: int
     sequence_parallel: bool
-    sequence: int
+    context: int
     has_one_layer: bool
     what: str
 
@@ -136,8 +136,8 @@ class MemoryModel:
             self._slots_of(table, of_shard),
             has_stages=has_stages,
             zero=table.zero[:, None],
-            chunks=table.chunks[:, None],
-            keeps_inputs=table.keeps_inputs[:, None],
+            chunks=table.virtual[:, None],
+            recomputes=table.recomputes[:, None],
             num_layers=self._layers_of(table)[:, None],
             of_shard=of_shard,
         )
@@ -149,13 +149,13 @@ class MemoryModel:
 
     def _layers_of(self, table: LayoutTable) -> np.ndarray:
         """Layers of a chunk."""
-        return np.maximum(1, self._num_layers // (table.stage * table.chunks))
+        return np.maximum(1, self._num_layers // (table.stage * table.virtual))
 
     def _slots_of(self, table: LayoutTable, of_shard: np.ndarray) -> BufferSlots:
         slots = BufferSlots(*np.ones((4, *of_shard.shape)))
         for index in np.unique(table.schedule[table.stage > 1]).tolist():
             rows = np.flatnonzero((table.schedule == index) & (table.stage > 1))
-            found = buffer_slots(SCHEDULES[index], table.stage[rows, None], of_shard[rows], table.chunks[rows, None])
+            found = buffer_slots(SCHEDULES[index], table.stage[rows, None], of_shard[rows], table.virtual[rows, None])
             for part, own in zip(slots, found, strict=True):
                 part[rows] = own
         return slots
@@ -203,7 +203,7 @@ class MemoryModel:
         parts = np.array([[[*each] for each in self._state_parts(*key)] for key in different.tolist()], np.float64)
         one, more, moved = np.moveaxis(parts[place.ravel()], (1, 2), (0, 1))
         per_stage = np.maximum(1, self._num_layers // table.stage)
-        return StateBytes(*(one + (per_stage - 1) * more + np.where(table.chunks > 1, per_stage, 0) * moved))
+        return StateBytes(*(one + (per_stage - 1) * more + np.where(table.virtual > 1, per_stage, 0) * moved))
 
     def _state_parts(self, tensor: int, zero: int, num_shards: int, has_stages: int) -> list[StateBytes]:
         key = tensor, zero, num_shards, has_stages
@@ -214,7 +214,7 @@ class MemoryModel:
                 self._states[key] = [self._state_bytes(layout), nothing, nothing]
             else:
                 staged = Layout(data=num_shards, tensor=tensor, zero=zero, stage=2)
-                moving = Layout(data=num_shards, tensor=tensor, zero=zero, stage=2, chunks=2, schedule="interleaved")
+                moving = Layout(data=num_shards, tensor=tensor, zero=zero, stage=2, virtual=2, schedule="interleaved")
                 one, two, moved = (
                     self._state_bytes(layout, num) for layout, num in ((staged, 2), (staged, 4), (moving, 4))
                 )
@@ -238,36 +238,36 @@ class MemoryModel:
         what = np.where(
             has_stages,
             np.where(splits, 3, 2),
-            np.where(table.keeps_inputs & isinstance(self._model, LayeredModel), 0, 1),
+            np.where(table.recomputes & isinstance(self._model, LayeredModel), 0, 1),
         )
-        keys = np.stack([what, table.tensor, table.sequence_parallel, table.sequence, self._layers_of(table)], axis=1)
+        keys = np.stack([what, table.tensor, table.sequence_parallel, table.context, self._layers_of(table)], axis=1)
         different, place = np.unique(keys, axis=0, return_inverse=True)
         is_spread = table.is_spread(self._buckets)
         found = np.zeros((6, *is_spread.shape))
-        for number, (kind, tensor, parallel, sequence, layers) in enumerate(different.tolist()):
+        for number, (kind, tensor, parallel, context, layers) in enumerate(different.tolist()):
             mine = np.flatnonzero(place.ravel() == number)
-            for parts in {1, sequence}:
+            for parts in {1, context}:
                 chosen = is_spread[mine] == (parts > 1)
                 if chosen.any():
                     at = self._at(_WHAT[kind], tensor, bool(parallel), parts, layers)
                     found[:, mine] = np.where(chosen, at[:, None], found[:, mine])
         return ArrayBytes(*found)
 
-    def _count_at(self, what: str, tensor: int, sequence_parallel: bool, sequence: int, layers: int) -> np.ndarray:
+    def _count_at(self, what: str, tensor: int, sequence_parallel: bool, context: int, layers: int) -> np.ndarray:
         """float64[6, K], of every bucket.
 
         Programs are traced for few devices along one axis. More devices hold what follows from two of their divisors:
         a constant, and a part that they share. Of two axes, each holds its share of what the other leaves.
         """
-        if tensor > 1 and sequence > 1:
+        if tensor > 1 and context > 1:
             whole = self._at(what, 1, False, 1, layers)
             split = self._at(what, tensor, sequence_parallel, 1, layers)
-            spread = self._at(what, 1, False, sequence, layers)
+            spread = self._at(what, 1, False, context, layers)
             return np.divide(split, whole, out=np.ones_like(whole), where=whole > 0) * spread
-        size = max(tensor, sequence)
+        size = max(tensor, context)
         fewer = [each for each in range(2, size) if size % each == 0][:2]
         if len(fewer) < 2:
-            return self._traced_at(_Kind(0, tensor, sequence_parallel, sequence, layers == 1, what), layers)
+            return self._traced_at(_Kind(0, tensor, sequence_parallel, context, layers == 1, what), layers)
         few, more = (
             self._at(what, *((each, sequence_parallel, 1) if tensor > 1 else (1, False, each)), layers)
             for each in fewer
@@ -280,7 +280,7 @@ class MemoryModel:
         rows, lengths = np.array(self._buckets, np.float64).T
         if self._num_layers > _FEW_LAYERS:  # that one layer is no loop makes little of a difference
             kind = kind._replace(has_one_layer=False)
-        multiple = (2 * kind.sequence if kind.sequence > 1 else 1) * (kind.tensor if kind.sequence_parallel else 1)
+        multiple = (2 * kind.context if kind.context > 1 else 1) * (kind.tensor if kind.sequence_parallel else 1)
         known = np.unique([-(-length // multiple) * multiple for length in self._lengths])
         kinds = [kind._replace(length=length) for length in known.tolist()]
         values = np.stack([self._arrays_of_kind(each).at(rows, layers) for each in kinds])  # [lengths, 6, K]
@@ -325,14 +325,14 @@ class MemoryModel:
         axes: dict[str, Any] = {
             "data": 1,
             "tensor": kind.tensor,
-            "sequence": kind.sequence,
+            "context": kind.context,
             "sequence_parallel": kind.sequence_parallel,
         }
         if kind.what in ("staged", "splits"):
             schedule: ScheduleName = "zero_bubble" if kind.what == "splits" else "1f1b"
             layout = Layout(**axes, stage=2, schedule=schedule)
         else:
-            layout = Layout(**axes, keeps="inputs" if kind.what == "runs_again" else None)
+            layout = Layout(**axes, remat="full" if kind.what == "runs_again" else None)
         one = OneMicrobatch(
             self._model,
             layout,

@@ -21,9 +21,9 @@ from jvarlen._common.jaxprs import OperationCounts, count_operations
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import axes_in
+from jvarlen.parallel.context import CONTEXT_AXIS
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import OneMicrobatch, shapes_on, stacked_shapes
-from jvarlen.parallel.sequence import SEQUENCE_AXIS
 from jvarlen.parallel.tensor import TENSOR_AXIS, partition_specs
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.cluster import Kind
@@ -34,7 +34,7 @@ __all__ = ["AxisTraffic", "ModelCosts", "PerPass", "count_costs"]
 _MOST_LENGTHS = 3  # that are traced; operations a position grow evenly between them, and beyond
 _LONGEST_TRACED = 1024
 
-Axis = Literal["tensor", "sequence_parallel", "sequence"]
+Axis = Literal["tensor", "sequence_parallel", "context"]
 
 
 class PerPass(NamedTuple):
@@ -83,7 +83,7 @@ class ModelCosts:
       ends_params: likewise of the ends.
       param_bytes: of a parameter. Gradients have 4 bytes at least.
       tensor_sizes: sizes of the axis "tensor" that divide the model, of those that were asked for.
-      by_positions: whether rows can be spread over "sequence".
+      by_positions: whether rows can be spread over "context".
     """
 
     buckets: tuple[Bucket, ...]
@@ -169,7 +169,7 @@ def count_costs(
         ends_params=ends_params,
         param_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / sum(leaf.size for leaf in leaves),
         tensor_sizes=tensor_sizes,
-        by_positions="sequence" in on_axes,
+        by_positions="context" in on_axes,
     )
 
 
@@ -230,9 +230,9 @@ class _Traced:
             forward, both = (self._count(layout, bucket, None, with_grads=with_grads) for with_grads in (False, True))
             nothing: OperationCounts = OperationCounts()
             return PerPass(nothing, nothing, nothing), PerPass(forward, _minus(both, forward), nothing)
-        again = dataclasses.replace(layout, keeps="inputs")
+        again = dataclasses.replace(layout, remat="full")
         found: dict[str, tuple[OperationCounts, OperationCounts]] = {}
-        for name, on, with_grads in (("forward", layout, False), ("both", layout, True), ("inputs", again, True)):
+        for name, on, with_grads in (("forward", layout, False), ("both", layout, True), ("again", again, True)):
             one, two = (self._count(on, bucket, num_layers, with_grads=with_grads) for num_layers in (1, 2))
             of_layer = _minus(two, one)
             found[name] = of_layer, _minus(one, of_layer)
@@ -240,14 +240,14 @@ class _Traced:
             PerPass(
                 found["forward"][part],
                 _minus(found["both"][part], found["forward"][part]),
-                _minus(found["inputs"][part], found["both"][part]),
+                _minus(found["again"][part], found["both"][part]),
             )
             for part in (0, 1)
         )
         return layer, ends
 
     def on_axes(self, bucket: Bucket, split_size: int) -> dict[Axis, tuple[PerPass, PerPass]]:
-        """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "sequence"."""
+        """The same on each axis that takes the model: on `split_size` devices of "tensor", and 2 of "context"."""
         texts: dict[Axis, str] = {}
         if split_size > 1:
             texts = {
@@ -255,7 +255,7 @@ class _Traced:
                 "sequence_parallel": f"data1.tensor{split_size}.sequence_parallel",
             }
         if isinstance(self._model, LayeredModel) and self._model.by_positions:
-            texts["sequence"] = "data1.sequence2"
+            texts["context"] = "data1.context2"
         found: dict[Axis, tuple[PerPass, PerPass]] = {}
         for axis, text in texts.items():
             with contextlib.suppress(ValueError):  # also of JAX, such as for layers that cannot be split by positions
@@ -288,7 +288,7 @@ class _Traced:
 
     def _count(self, layout: Layout, bucket: Bucket, num_layers: int | None, *, with_grads: bool) -> OperationCounts:
         jaxpr = self._one(layout, bucket, num_layers).jaxpr(with_grads=with_grads)
-        return count_operations(jaxpr, (TENSOR_AXIS, SEQUENCE_AXIS))
+        return count_operations(jaxpr, (TENSOR_AXIS, CONTEXT_AXIS))
 
 
 def _minus(counts: OperationCounts, others: OperationCounts) -> OperationCounts:

@@ -1,6 +1,6 @@
 """Every layout of the devices of a cluster, and what the steps of a plan take on each.
 
-Letters: C candidates, K buckets, L layers, M microbatches of a step, S stages, V chunks.
+Letters: C candidates, K buckets, L layers, M microbatches of a step, S stages, V virtual stages of a stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jvarlen.targets.step_seconds import StepSeconds, step_seconds
 
 __all__ = ["Candidates", "Search", "divisors"]
 
-_NEVER = np.iinfo(np.int64).max  # as sequence_from: no row is spread
+_NEVER = np.iinfo(np.int64).max  # as context_from: no row is spread
 _TOO_LARGE, _SHARDS, _POSITIONS, _SPLIT_POSITIONS, _CHUNKS, _SPREADS_NONE = range(1, 7)  # problems of layouts
 _SIMPLEST = (0, 0, 1, False, False)  # one of `_others`
 
@@ -119,7 +119,7 @@ class Search:
         seconds, num_bytes = (np.full(len(cannot), value) for value in (np.inf, np.nan))
         seconds[cannot == ""] = np.where(best.problem > _TOO_LARGE, np.inf, best.seconds)
         num_bytes[cannot == ""] = best.num_bytes
-        everything.sequence_from[cannot == ""] = best.threshold
+        everything.context_from[cannot == ""] = best.threshold
         reasons, is_too_large = cannot.copy(), np.zeros(len(cannot), bool)
         reasons[cannot == ""] = self._reasons(best)
         is_too_large[cannot == ""] = best.problem == _TOO_LARGE
@@ -143,7 +143,7 @@ class Search:
     def _best_thresholds(self, table: LayoutTable) -> _Best:
         """For each layout the bucket j from which its rows are spread, and what that takes."""
         lengths = np.array([bucket.length for bucket in self.costs.buckets])
-        used, fixed = self.num_steps > 0, self.fixed.get("sequence_from")
+        used, fixed = self.num_steps > 0, self.fixed.get("context_from")
         spread, whole = self._evaluated(table, True), self._evaluated(table, False)
         shape = table.data.shape
         best = _Best(
@@ -161,7 +161,7 @@ class Search:
             if fixed is not None and spreads:
                 spreads = np.array_equal((lengths >= fixed)[used], is_spread[used])
                 threshold = fixed
-            allowed = np.where(table.sequence > 1, spreads, j == len(lengths))
+            allowed = np.where(table.context > 1, spreads, j == len(lengths))
             best = best.or_better(_Best(in_all, largest, problem, threshold), allowed)
         return best
 
@@ -177,14 +177,14 @@ class Search:
     def _evaluated(self, table: LayoutTable, is_spread: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Seconds, bytes and problem of every bucket, [C, K] each, with rows that are spread or whole."""
         buckets, num_microbatches = self.costs.buckets, self.microbatches_per_step
-        table = table._replace(sequence_from=np.full_like(table.data, 0 if is_spread else _NEVER))
+        table = table._replace(context_from=np.full_like(table.data, 0 if is_spread else _NEVER))
         seconds = self.step_seconds(table).total
         num_bytes = self.memory.memory_bytes(table, num_microbatches)
         wide = LayoutTable(*(column[:, None] for column in table))
         lengths = np.array([bucket.length for bucket in buckets])
-        parts = np.where(table.is_spread(buckets), wide.sequence, 1)
+        parts = np.where(table.is_spread(buckets), wide.context, 1)
         of_shard = table.of_shard(buckets, num_microbatches)
-        interleaves = (wide.chunks > 1) & (wide.stage > 1)
+        interleaves = (wide.virtual > 1) & (wide.stage > 1)
         problem = np.select(
             [
                 of_shard == 0,
@@ -201,10 +201,10 @@ class Search:
         texts = {
             0: "",
             _SHARDS: f"its data shards do not divide {self.microbatches_per_step} microbatches",
-            _POSITIONS: "rows do not divide into twice the parts of sequence",
+            _POSITIONS: "rows do not divide into twice the parts of context",
             _SPLIT_POSITIONS: "sequence_parallel does not divide the positions of rows",
             _CHUNKS: "its microbatches are no multiple of its stages, which chunks need",
-            _SPREADS_NONE: f"sequence_from{self.fixed.get('sequence_from')} spreads no rows",
+            _SPREADS_NONE: f"context_from{self.fixed.get('context_from')} spreads no rows",
         }
         found = zip(best.problem.tolist(), best.num_bytes.tolist(), strict=True)
         return [self._too_large(num) if problem == _TOO_LARGE else texts[problem] for problem, num in found]
@@ -231,29 +231,29 @@ class _Best(NamedTuple):
 
 
 def _enumerate(costs: ModelCosts, num_devices: int, fixed: Mapping[str, Any]) -> tuple[LayoutTable, np.ndarray]:
-    """All layouts but for `sequence_from`, simple ones first, and why some cannot be those of the model."""
+    """All layouts but for `context_from`, simple ones first, and why some cannot be those of the model."""
     rows: list[tuple[Any, ...]] = []
     cannot: list[str] = []
     for tensor in divisors(num_devices):
         for stage in divisors(num_devices // tensor):
-            for sequence in divisors(num_devices // tensor // stage):
-                data = num_devices // tensor // stage // sequence
-                sizes = {"data": data, "stage": stage, "sequence": sequence, "tensor": tensor}
+            for context in divisors(num_devices // tensor // stage):
+                data = num_devices // tensor // stage // context
+                sizes = {"data": data, "stage": stage, "context": context, "tensor": tensor}
                 if any(fixed.get(name, size) != size for name, size in sizes.items()):
                     continue
                 reason = _why_not(costs, sizes)
                 others = _others(costs, sizes) if not reason else iter([_SIMPLEST])
-                for zero, schedule, chunks, sequence_parallel, keeps_inputs in others:
-                    kept = "inputs" if keeps_inputs else "residuals"
+                for zero, schedule, virtual, sequence_parallel, recomputes in others:
+                    remat = "full" if recomputes else "none"
                     values = {
                         "zero": zero,
                         "schedule": SCHEDULES[schedule],
-                        "chunks": chunks,
+                        "virtual": virtual,
                         "sequence_parallel": sequence_parallel,
-                        "keeps": kept,
+                        "remat": remat,
                     }
                     if all(fixed.get(name, value) in (value, None) for name, value in values.items()):
-                        rows.append((*sizes.values(), zero, schedule, chunks, sequence_parallel, 0, keeps_inputs))
+                        rows.append((*sizes.values(), zero, schedule, virtual, sequence_parallel, 0, recomputes))
                         cannot.append(reason)
     if not rows:
         raise UserError(f"no layout of {num_devices} devices has {dict(fixed)}")
@@ -266,25 +266,25 @@ def _why_not(costs: ModelCosts, sizes: Mapping[str, int]) -> str:
         return f"stage{sizes['stage']} does not divide {costs.num_layers} layers"
     if sizes["tensor"] not in (1, *costs.tensor_sizes):
         return f"tensor{sizes['tensor']} does not divide the model"
-    if sizes["sequence"] > 1 and not costs.by_positions:
-        return "sequence needs a model by positions"
+    if sizes["context"] > 1 and not costs.by_positions:
+        return "context needs a model by positions"
     return ""
 
 
 def _others(costs: ModelCosts, sizes: Mapping[str, int]) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """ZeRO level, schedule, chunks, sequence parallelism, and whether inputs are kept."""
+    """ZeRO level, schedule, virtual stages, sequence parallelism, and whether layers run again."""
     by_layers = costs.num_layers > 0
-    zeros = range(1) if sizes["data"] * sizes["sequence"] == 1 else range(4 if by_layers else 3)
+    zeros = range(1) if sizes["data"] * sizes["context"] == 1 else range(4 if by_layers else 3)
     orders = [(0, 1)]
     if sizes["stage"] > 1:
         interleaved = SCHEDULES.index("interleaved")
         plain = [i for i in (SCHEDULES.index("eager_1f1b"), *range(len(SCHEDULES))) if i != interleaved]
         orders = [(i, 1) for i in dict.fromkeys(plain)]
-        orders += [(interleaved, chunks) for chunks in divisors(costs.num_layers // sizes["stage"])[1:]]
+        orders += [(interleaved, virtual) for virtual in divisors(costs.num_layers // sizes["stage"])[1:]]
     split = (False, True) if sizes["tensor"] > 1 and "sequence_parallel" in costs.layer_traffic else (False,)
-    keeps = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
-    for zero, (schedule, chunks), sequence_parallel, keeps_inputs in itertools.product(zeros, orders, split, keeps):
-        yield zero, schedule, chunks, sequence_parallel, keeps_inputs
+    again = ((True, False) if sizes["stage"] > 1 else (False, True)) if by_layers else (False,)
+    for zero, (schedule, virtual), sequence_parallel, recomputes in itertools.product(zeros, orders, split, again):
+        yield zero, schedule, virtual, sequence_parallel, recomputes
 
 
 def divisors(number: int) -> list[int]:

@@ -28,16 +28,16 @@ class StepSeconds(NamedTuple):
       compute: forward and backward passes of the microbatches of a device, with what is computed again.
       bubble: waiting for other stages.
       tensor: communication over "tensor".
-      sequence: communication over "sequence" for rows that are spread.
+      context: communication over "context" for rows that are spread.
       stage: sending from stage to stage.
-      data: communication of gradients and parameters over "data" and "sequence" that no pass hides.
+      data: communication of gradients and parameters over "data" and "context" that no pass hides.
       update: of the optimizer.
     """
 
     compute: Float64[np.ndarray, ...]
     bubble: Float64[np.ndarray, ...]
     tensor: Float64[np.ndarray, ...]
-    sequence: Float64[np.ndarray, ...]
+    context: Float64[np.ndarray, ...]
     stage: Float64[np.ndarray, ...]
     data: Float64[np.ndarray, ...]
     update: Float64[np.ndarray, ...]
@@ -92,7 +92,7 @@ def step_seconds(
     is_spread = table.is_spread(costs.buckets)
     wide = LayoutTable(*(column[:, None] for column in table))
     num_microbatches = microbatches_per_step // np.where(is_spread, wide.data, wide.num_shards)
-    parts = np.where(is_spread, wide.sequence, 1)
+    parts = np.where(is_spread, wide.context, 1)
     seconds_per_flop = _seconds_per_flop(costs, cluster, cost)
 
     def of_passes(flops: PerPass, is_split: PerPass) -> PerPass:
@@ -107,12 +107,12 @@ def step_seconds(
     layer, ends = of_passes(costs.layer_flops, costs.layer_split), of_passes(costs.ends_flops, costs.ends_split)
     traffic = _AxisSeconds(wide, is_spread, costs, cluster)
     layer_tensor, ends_tensor = traffic.over_tensor(costs.layer_traffic), traffic.over_tensor(costs.ends_traffic)
-    layer_sequence, ends_sequence = (
-        traffic.over_sequence(costs.layer_traffic),
-        traffic.over_sequence(costs.ends_traffic),
+    layer_context, ends_context = (
+        traffic.over_context(costs.layer_traffic),
+        traffic.over_context(costs.ends_traffic),
     )
-    layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.chunks), 1) if costs.num_layers else 0
-    runs_again = wide.keeps_inputs
+    layers_of_part = np.maximum(costs.num_layers // (wide.stage * wide.virtual), 1) if costs.num_layers else 0
+    runs_again = wide.recomputes
     ticks = _tick_counts(wide, num_microbatches)
 
     def of_step(layer: PerPass, ends: PerPass) -> tuple[Any, Any]:
@@ -121,9 +121,9 @@ def step_seconds(
 
     compute, bubble = of_step(layer, ends)
     tensor, waits_for_tensor = of_step(layer_tensor, ends_tensor)
-    sequence, waits_for_sequence = of_step(layer_sequence, ends_sequence)
-    stride = wide.tensor * wide.sequence
-    sent = costs.x_bytes / np.where(is_spread, wide.sequence, 1) / np.where(wide.sequence_parallel, wide.tensor, 1)
+    context, waits_for_context = of_step(layer_context, ends_context)
+    stride = wide.tensor * wide.context
+    sent = costs.x_bytes / np.where(is_spread, wide.context, 1) / np.where(wide.sequence_parallel, wide.tensor, 1)
     # Every tick waits for the slowest pair of stages.
     in_host = np.where(cluster.members_in_host(wide.stage, stride) == wide.stage, 2, 1)
     one_send = cluster.collective_seconds("send", sent, 2, in_host)
@@ -133,8 +133,8 @@ def step_seconds(
     data = _data_seconds(wide, costs, cluster, num_microbatches, forward, backward)
     state = np.zeros(len(table.data)) if state_bytes is None else state_bytes
     update = np.broadcast_to(2 * state[:, None] / cluster.memory_bytes_per_second, compute.shape)
-    waiting = bubble + waits_for_tensor + waits_for_sequence
-    return StepSeconds(compute, waiting, tensor, sequence, stage, data, update)
+    waiting = bubble + waits_for_tensor + waits_for_context
+    return StepSeconds(compute, waiting, tensor, context, stage, data, update)
 
 
 def _seconds_per_flop(costs: ModelCosts, cluster: Cluster, cost: CostFn | None) -> Float64[np.ndarray, " K"]:
@@ -160,7 +160,7 @@ class _AxisSeconds:
 
     def over_tensor(self, traffic: dict[Any, PerPass]) -> PerPass:
         wide, cluster = self._wide, self._cluster
-        x_bytes = self._costs.x_bytes / np.where(self._is_spread, wide.sequence, 1)
+        x_bytes = self._costs.x_bytes / np.where(self._is_spread, wide.context, 1)
         in_host = cluster.members_in_host(wide.tensor, 1)
 
         def seconds(each: AxisTraffic) -> np.ndarray:
@@ -176,16 +176,16 @@ class _AxisSeconds:
             )
         )
 
-    def over_sequence(self, traffic: dict[Any, PerPass]) -> PerPass:
+    def over_context(self, traffic: dict[Any, PerPass]) -> PerPass:
         wide, cluster = self._wide, self._cluster
-        size = np.where(self._is_spread, wide.sequence, 1)
-        in_host = np.where(self._is_spread, cluster.members_in_host(wide.sequence, wide.tensor), 1)
+        size = np.where(self._is_spread, wide.context, 1)
+        in_host = np.where(self._is_spread, cluster.members_in_host(wide.context, wide.tensor), 1)
         zero = np.zeros(self._is_spread.shape)
         x_bytes = self._costs.x_bytes / wide.tensor  # keys and values of a device's own heads
         return PerPass(
             *(
                 sum((self._seconds(each, x_bytes, size, in_host) for each in of_pass), zero)
-                for of_pass in traffic.get("sequence", PerPass((), (), ()))
+                for of_pass in traffic.get("context", PerPass((), (), ()))
             )
         )
 
@@ -223,14 +223,14 @@ def _of_schedule(
         makespan = makespan + ticks[..., present] * slowest
     # The last stage computes the loss, its forward pass too, in the ticks of its backward passes.
     of_ends = num_microbatches * (ends.forward + ends.backward)
-    work = num_microbatches * wide.chunks * sum(of_part) + of_ends / wide.stage
+    work = num_microbatches * wide.virtual * sum(of_part) + of_ends / wide.stage
     return work, np.where(wide.stage > 1, np.maximum(makespan + of_ends - work, 0.0), 0.0)
 
 
 def _tick_counts(wide: LayoutTable, num_microbatches: Int64[np.ndarray, "C K"]) -> Int64[np.ndarray, "C K 8"]:
     """How many ticks hold which kinds: at index 1 for F, plus 2 for B, plus 4 for W."""
-    sizes = tuple(int(each.max()) + 1 for each in (wide.schedule, wide.stage, wide.chunks, num_microbatches))
-    keys = np.ravel_multi_index(np.broadcast_arrays(wide.schedule, wide.stage, wide.chunks, num_microbatches), sizes)
+    sizes = tuple(int(each.max()) + 1 for each in (wide.schedule, wide.stage, wide.virtual, num_microbatches))
+    keys = np.ravel_multi_index(np.broadcast_arrays(wide.schedule, wide.stage, wide.virtual, num_microbatches), sizes)
     unique, inverse = np.unique(keys, return_inverse=True)
     counts = [_ticks_of(*map(int, key)) for key in zip(*np.unravel_index(unique, sizes), strict=True)]
     return np.array(counts)[inverse.reshape(keys.shape)]
@@ -272,8 +272,8 @@ def _data_seconds(
     on_stage = costs.num_layers / wide.stage * of_layer
     grad_bytes = max(costs.param_bytes, 4.0)
     size = wide.num_shards
-    stride_of_data = wide.tensor * wide.sequence * wide.stage
-    in_host = cluster.members_in_host(wide.sequence, wide.tensor) * cluster.members_in_host(wide.data, stride_of_data)
+    stride_of_data = wide.tensor * wide.context * wide.stage
+    in_host = cluster.members_in_host(wide.context, wide.tensor) * cluster.members_in_host(wide.data, stride_of_data)
     in_host = np.minimum(in_host, size)
 
     def seconds(kind: Any, num_bytes: Any) -> np.ndarray:
@@ -296,7 +296,7 @@ def _data_seconds(
         "all_reduce",
         of_ends * grad_bytes,
         wide.stage,
-        cluster.members_in_host(wide.stage, wide.tensor * wide.sequence),
+        cluster.members_in_host(wide.stage, wide.tensor * wide.context),
     )
     after = np.where((wide.zero > 0) & (wide.zero < 3), gathers, 0.0)  # parameters, after the update
     last = np.where(wide.zero == 2, num_microbatches, 1) * backward

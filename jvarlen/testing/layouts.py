@@ -47,7 +47,7 @@ def assert_layout_invariant(
       params: as for `parallel.init_state`; floats are cast to float64.
       batch: pytree of arrays that begin with axis M, or are scalars, such as a `jvarlen.Batch`; floats are cast to
         float64.
-      layouts: layouts, or their texts. The data shards of each must divide M, and so must data · sequence for rows that
+      layouts: layouts, or their texts. The data shards of each must divide M, and so must data · context for rows that
         are not spread.
       optimizer: any Optax optimizer; None for AdamW, clipped by the norm of the whole gradient. Its eps of 1e-5 keeps
         the rounding of gradients that should be 0 from becoming updates.
@@ -55,7 +55,7 @@ def assert_layout_invariant(
       seed: for a model that takes keys.
       rtol: the largest difference allowed, relative to the loss, to the norm, and for any parameter to the largest of
         its array.
-      **options: of `parallel.make_train_step`, such as `keeps` or `slices`.
+      **options: of `parallel.make_train_step`, such as `accumulate`.
 
     Returns:
       The layouts, which all agree.
@@ -69,7 +69,7 @@ def assert_layout_invariant(
       >>> def loss_fn(params, microbatch):
       ...     return jnp.sum((microbatch @ params) ** 2), jnp.float32(len(microbatch))
       >>> assert_layout_invariant(loss_fn, np.ones((8, 8)), np.ones((2, 3, 8)), ["data1"])
-      [Layout(data=1, stage=1, sequence=1, tensor=1, zero=0, schedule='eager_1f1b', chunks=1, ...)]
+      [Layout(data=1, stage=1, context=1, tensor=1, zero=0, schedule='eager_1f1b', virtual=1, ...)]
     """
     if optimizer is None:
         optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-5))

@@ -25,14 +25,14 @@ LAYOUTS = st.builds(
     dict,
     data=st.sampled_from([-1, *range(2, 65)]),
     stage=SIZES,
-    sequence=SIZES,
+    context=SIZES,
     tensor=SIZES,
     zero=st.integers(0, 3),
     schedule=st.sampled_from(SCHEDULES),
-    chunks=SIZES,
+    virtual=SIZES,
     sequence_parallel=st.booleans(),
-    sequence_from=st.integers(0, 10**6),
-    keeps=st.sampled_from([None, "inputs", "residuals"]),
+    context_from=st.integers(0, 10**6),
+    remat=st.sampled_from([None, "full", "none"]),
 ).map(lambda fields: Layout(**fields))
 
 
@@ -49,23 +49,23 @@ def test_text_leaves_defaults_out():
     assert Layout.parse("data") == Layout()
     assert str(Layout(data=1, tensor=2)) == "data1.tensor2"
     assert Layout.parse("tensor2") == Layout(tensor=2) == Layout.parse("data.tensor2")
-    assert str(Layout.parse("eager_1f1b.zero2.chunks1.data4.stage1.sequence_from0")) == "data4.zero2"
-    full = "data2.stage2.sequence2.tensor2.zero3.interleaved.chunks2.sequence_parallel.sequence_from512.keep_residuals"
+    assert str(Layout.parse("eager_1f1b.zero2.virtual1.data4.stage1.context_from0")) == "data4.zero2"
+    full = "data2.stage2.context2.tensor2.zero3.interleaved.virtual2.sequence_parallel.context_from512.remat_none"
     assert str(Layout.parse(full)) == full
     assert Layout.parse(full) == Layout(
         data=2,
         stage=2,
-        sequence=2,
+        context=2,
         tensor=2,
         zero=3,
         schedule="interleaved",
-        chunks=2,
+        virtual=2,
         sequence_parallel=True,
-        sequence_from=512,
-        keeps="residuals",
+        context_from=512,
+        remat="none",
     )
-    assert [Layout.parse(text).kept for text in ("data2", "stage2", "data2.keep_inputs")] == [
-        "residuals", "inputs", "inputs"
+    assert [Layout.parse(text).remat_in_force for text in ("data2", "stage2", "data2.remat_full")] == [
+        "none", "full", "full"
     ]  # fmt: skip
 
 
@@ -89,12 +89,17 @@ def test_devices_are_the_product_of_the_axes(words):
         ("data2.", "no word ''"),
         ("data-2", "no word 'data-2'"),
         ("data.data2", "data and data2"),
+        ("data2.keep_inputs.sequence2", "keep_inputs is now remat_full, sequence2 is now context2 in the layout"),
+        ("data2.chunks2.nothing", "chunks2 is now virtual2"),
+        ("data2.sequence_from64", "sequence_from64 is now context_from64"),
+        ("stage2.keep_residuals", "keep_residuals is now remat_none"),
+        ("data2.remat_selective", "no word 'remat_selective'"),
         ("data٢", "no word"),
         ("data0.tensor0", r"at least 1 .*data \(0\), tensor \(0\)"),
-        ("chunks0", r"chunks \(0\)"),
+        ("virtual0", r"virtual \(0\)"),
         ("data2.zero4", "zero must be a level from 0 to 3, not 4"),
-        ("zero2.data1", "zero2 shards over 'data' and 'sequence', whose sizes are 1"),
-        ("tensor2.zero1.data1", "zero1 shards over 'data' and 'sequence', whose sizes are 1"),
+        ("zero2.data1", "zero2 shards over 'data' and 'context', whose sizes are 1"),
+        ("tensor2.zero1.data1", "zero1 shards over 'data' and 'context', whose sizes are 1"),
     ],
 )
 def test_what_is_no_layout_is_refused_by_its_words(text, message):
@@ -104,7 +109,7 @@ def test_what_is_no_layout_is_refused_by_its_words(text, message):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"zero": -1}, r"zero \(-1\)"), ({"sequence_from": -1}, r"sequence_from \(-1\)"), ({"data": 0}, r"data \(0\)")],
+    [({"zero": -1}, r"zero \(-1\)"), ({"context_from": -1}, r"context_from \(-1\)"), ({"data": 0}, r"data \(0\)")],
 )
 def test_fields_are_checked(fields, message):
     with pytest.raises(ValueError, match=message):
@@ -126,15 +131,15 @@ def test_data_shards_are_what_the_devices_leave():
         ("tensor3", 8, "layout tensor3 takes a multiple of 3 devices, not 8"),
         ("tensor3", 0, "a multiple of 3 devices, not 0"),
         ("data2", 8, "data2 takes 2 devices, not the 8 given ones"),
-        ("zero1", 1, "zero1 shards over 'data' and 'sequence', whose sizes are 1"),
+        ("zero1", 1, "zero1 shards over 'data' and 'context', whose sizes are 1"),
     ):
         with pytest.raises(ValueError, match=message):
             Layout.parse(layout).for_devices(num_devices)
 
 
 def test_a_placement_has_the_axes_of_its_layout():
-    mesh = Layout.parse("data2.stage1.sequence1.tensor3").on().mesh
-    assert dict(mesh.shape) == {"data": 2, "stage": 1, "sequence": 1, "tensor": 3}
+    mesh = Layout.parse("data2.stage1.context1.tensor3").on().mesh
+    assert dict(mesh.shape) == {"data": 2, "stage": 1, "context": 1, "tensor": 3}
     assert mesh.axis_names == MESH_AXES
     assert set(mesh.axis_types) == {AxisType.Auto}
     assert mesh.devices.flatten().tolist() == jax.devices()[:6]

@@ -23,22 +23,22 @@ NUM_STEPS = int(os.environ.get("COMPOSITION_STEPS", "3"))
 def random_layout(draw):
     """On at most eight devices, and the number of layers and of microbatches a shard that it takes."""
     while True:
-        data, stage, sequence, tensor = (draw.choice([1, 1, 2, 2, 2, 3, 4, 5, 7]) for _ in range(4))
-        if 2 <= data * stage * sequence * tensor <= 8:
+        data, stage, context, tensor = (draw.choice([1, 1, 2, 2, 2, 3, 4, 5, 7]) for _ in range(4))
+        if 2 <= data * stage * context * tensor <= 8:
             break
-    zero = draw.randrange(4) if data * sequence > 1 else 0
+    zero = draw.randrange(4) if data * context > 1 else 0
     schedule = "eager_1f1b"
     if stage > 1:
         schedule = draw.choice(["gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble"])
-    chunks = draw.choice([2, 3]) if schedule == "interleaved" else 1
+    virtual = draw.choice([2, 3]) if schedule == "interleaved" else 1
     layout = Layout(
-        data=data, stage=stage, sequence=sequence, tensor=tensor, zero=zero, schedule=schedule, chunks=chunks,
+        data=data, stage=stage, context=context, tensor=tensor, zero=zero, schedule=schedule, virtual=virtual,
         sequence_parallel=tensor > 1 and draw.random() < 0.5,
-        sequence_from=LONG if sequence > 1 and draw.random() < 0.3 else 0,
+        context_from=LONG if context > 1 and draw.random() < 0.3 else 0,
     )  # fmt: skip
-    layout = dataclasses.replace(layout, keeps=random.Random(str(layout)).choice([None, None, "inputs", "residuals"]))
+    layout = dataclasses.replace(layout, remat=random.Random(str(layout)).choice([None, None, "full", "none"]))
     of_shard = stage * draw.choice([1, 2]) if schedule == "interleaved" else draw.choice([1, 2, 3, 5])
-    return layout, stage * chunks * draw.choice([1, 2]), of_shard
+    return layout, stage * virtual * draw.choice([1, 2]), of_shard
 
 
 def random_batch(draw, num_microbatches, length, vocab_size, *, packed):
@@ -104,8 +104,8 @@ def composition(number):
     """A layout, and a model, parameters and a batch for it."""
     draw = random.Random(number)
     layout, num_layers, of_shard = random_layout(draw)
-    vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.sequence * layout.tensor
-    num_microbatches = of_shard * (layout.num_shards if layout.sequence_from else layout.data)
+    vocab_size, length = draw.choice([53, 64, 131]), 8 * layout.context * layout.tensor
+    num_microbatches = of_shard * (layout.num_shards if layout.context_from else layout.data)
     batch = random_batch(draw, num_microbatches, length, vocab_size, packed=draw.random() < 0.4)
     if layout.tensor == 1 and draw.random() < 0.5:
         rng = np.random.default_rng(number)

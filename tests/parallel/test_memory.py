@@ -43,10 +43,10 @@ def test_the_papers_table(n):
 @pytest.mark.parametrize(
     ("text", "bucket", "num_microbatches"),
     [
-        ("data3.sequence2.zero2", (2, 32), 2),
-        ("data2.tensor2.zero3.keep_inputs", (8, 32), 2),
-        ("data2.stage2.zero3.chunks2.interleaved", (2, 32), 4),
-        ("data1.stage4.keep_residuals", (2, 64), 4),
+        ("data3.context2.zero2", (2, 32), 2),
+        ("data2.tensor2.zero3.remat_full", (8, 32), 2),
+        ("data2.stage2.zero3.virtual2.interleaved", (2, 32), 4),
+        ("data1.stage4.remat_none", (2, 64), 4),
     ],
 )
 def test_the_bill_is_that_of_the_compiled_program(text, bucket, num_microbatches):
@@ -113,13 +113,13 @@ def test_what_a_layout_cannot_train_is_refused():
 def test_kept_residuals_are_counted_for_each_slot():
     params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
 
-    def activations(num_microbatches, keeps, schedule="eager_1f1b"):
-        layout = Layout(data=1, stage=4, schedule=schedule)
-        counts = {"microbatches_per_step": num_microbatches, "keeps": keeps}
-        return memory_bill(layout, params, optimizer, (2, 32), model=model, **counts).activations
+    def activations(num_microbatches, remat, schedule="eager_1f1b"):
+        layout = Layout(data=1, stage=4, schedule=schedule, remat=remat)
+        of_step = {"microbatches_per_step": num_microbatches}
+        return memory_bill(layout, params, optimizer, (2, 32), model=model, **of_step).activations
 
-    assert activations(8, "inputs") == activations(32, "inputs") < activations(8, "residuals")
-    more = activations(32, "residuals", "gpipe") - activations(8, "residuals", "gpipe")
+    assert activations(8, "full") == activations(32, "full") < activations(8, "none")
+    more = activations(32, "none", "gpipe") - activations(8, "none", "gpipe")
     per_layer = memory_bill(Layout(data=1), params, optimizer, (2, 32), model=model).activations / 4
     assert 0.5 < more / (24 * per_layer) < 1.5
 
@@ -127,7 +127,7 @@ def test_kept_residuals_are_counted_for_each_slot():
 def test_layers_that_are_run_again_hold_their_inputs():
     params, optimizer, model = stack_layers(init_params(MODEL, seed=0)), optax.sgd(1e-3), layered(MODEL)
     temp_bytes = {}
-    for text in ("data2", "data2.keep_inputs"):
+    for text in ("data2", "data2.remat_full"):
         layout = Layout.parse(text)
         mesh = layout_mesh(layout)
         state = init_state(params, optimizer, mesh=mesh, layout=layout, model=model)
@@ -138,7 +138,7 @@ def test_layers_that_are_run_again_hold_their_inputs():
         memory_bill(Layout.parse(text), params, optimizer, (8, 32), model=model).activations for text in temp_bytes
     ]
     assert bills[1] < bills[0] / 3
-    assert temp_bytes["data2.keep_inputs"] < temp_bytes["data2"] - (bills[0] - bills[1]) / 2
+    assert temp_bytes["data2.remat_full"] < temp_bytes["data2"] - (bills[0] - bills[1]) / 2
 
 
 def test_masks_of_dropout_are_counted():

@@ -85,7 +85,9 @@ def on_layout(text):
 
 def sums_on(model, text, **options):
     layout = Layout.parse(text)
-    return sum_scheduled(model, mesh=layout_mesh(layout), schedule=layout.schedule, num_chunks=layout.chunks, **options)
+    return sum_scheduled(
+        model, mesh=layout_mesh(layout), schedule=layout.schedule, num_chunks=layout.virtual, **options
+    )
 
 
 def assert_equal_trees(found, expected, rtol):
@@ -103,28 +105,28 @@ def sums_without_stages(num_layers, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("text", "num_layers", "num_microbatches", "keeps"),
+    ("text", "num_layers", "num_microbatches", "remat"),
     [
-        ("data2.stage2.gpipe", 8, 8, "residuals"),
-        ("data2.stage2.1f1b", 8, 8, "inputs"),
-        ("data2.stage4", 12, 4, "inputs"),  # fewer microbatches a shard than stages
-        ("data4.stage2", 8, 8, "residuals"),
-        ("data1.stage4.zero_bubble", 8, 8, "inputs"),
-        ("data1.stage4.zero_bubble", 8, 8, "residuals"),
-        ("data2.stage2.interleaved.chunks2", 8, 8, "inputs"),
-        ("data1.stage4.interleaved.chunks3", 12, 4, "residuals"),
+        ("data2.stage2.gpipe", 8, 8, "none"),
+        ("data2.stage2.1f1b", 8, 8, "full"),
+        ("data2.stage4", 12, 4, "full"),  # fewer microbatches a shard than stages
+        ("data4.stage2", 8, 8, "none"),
+        ("data1.stage4.zero_bubble", 8, 8, "full"),
+        ("data1.stage4.zero_bubble", 8, 8, "none"),
+        ("data2.stage2.interleaved.virtual2", 8, 8, "full"),
+        ("data1.stage4.interleaved.virtual3", 12, 4, "none"),
     ],
 )
-def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches, keeps):
+def test_sums_and_gradients_are_those_of_the_unsplit_model(text, num_layers, num_microbatches, remat):
     expected = sums_without_stages(num_layers, num_microbatches)
     with jax.enable_x64(True):
         state = init_train_state(noisy_params(num_layers), optax.identity(), seed=3)
-        found = jax.jit(sums_on(NOISY, text, keeps=keeps))(state, noisy_batch(num_microbatches))
+        found = jax.jit(sums_on(NOISY, text, remat=remat))(state, noisy_batch(num_microbatches))
         assert_equal_trees(found, expected, 1e-12)
         assert np.abs(np.asarray(found.grads.layers["k"])).max(axis=(1, 2)).min() > 1e-3
 
 
-@pytest.mark.parametrize("text", ["data2.stage2", "data1.stage4.interleaved.chunks2"])
+@pytest.mark.parametrize("text", ["data2.stage2", "data1.stage4.interleaved.virtual2"])
 def test_sums_without_gradients_are_the_same(text):
     expected = sums_without_stages(8, 8)
     with jax.enable_x64(True):
@@ -167,22 +169,22 @@ def trained_whole(packed):
 
 
 @pytest.mark.parametrize(
-    ("text", "packed", "keeps"),
+    ("text", "packed"),
     [
-        ("data2.stage4.zero1", True, "inputs"),
-        ("data2.stage2.tensor2.zero1.interleaved.chunks2", True, "residuals"),
-        ("data2.stage2.sequence2.zero3", False, "residuals"),
-        ("data2.tensor2.zero3.keep_inputs", False, None),
+        ("data2.stage4.zero1.remat_full", True),
+        ("data2.stage2.tensor2.zero1.interleaved.virtual2.remat_none", True),
+        ("data2.stage2.context2.zero3.remat_none", False),
+        ("data2.tensor2.zero3.remat_full", False),
     ],
 )
-def test_the_transformer_trains_as_one_device(text, packed, keeps):
+def test_the_transformer_trains_as_one_device(text, packed):
     """10 steps of AdamW, clipped by the norm of the whole gradient."""
     expected_losses, expected = trained_whole(packed)
     model, optimizer, on = layered(TRANSFORMER), clipped_adamw(), on_layout(text)
     with jax.enable_x64(True):
         state = init_state(jax.tree.map(np.float64, initial_params()), optimizer, model=model, **on)
         placed = jax.tree.map(lambda leaf: leaf.sharding, state)
-        step = jax.jit(make_layout_step(model, optimizer, keeps=keeps, **on), donate_argnums=0)
+        step = jax.jit(make_layout_step(model, optimizer, **on), donate_argnums=0)
         state, losses = take_steps(step, state, packed)
         assert jax.tree.map(lambda leaf: leaf.sharding, state) == placed
         assert step._cache_size() == 1
@@ -222,7 +224,7 @@ def test_a_plan_is_trained_on_and_nothing_is_compiled_again():
 
 
 def test_evaluations_drop_nothing_out():
-    on, keys = on_layout("data2.stage2.interleaved.chunks2"), []
+    on, keys = on_layout("data2.stage2.interleaved.virtual2"), []
     model = SIMPLE._replace(layer=lambda *args: keys.append(args[-1].key) or SIMPLE.layer(*args))
     batch = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     params = simple_state(4).params
@@ -246,10 +248,10 @@ SIMPLE = LayeredModel(
 
 
 @functools.cache
-def held(text, num_microbatches, keeps="inputs"):
+def held(text, num_microbatches, remat="full"):
     """The temporary memory of a step, in activations, as they are sent from stage to stage."""
     batch = jax.ShapeDtypeStruct((num_microbatches, 1024, 8), np.float32)
-    executable = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(simple_state(4), batch).compile()
+    executable = jax.jit(sums_on(SIMPLE, text, remat=remat)).lower(simple_state(4), batch).compile()
     return executable.memory_analysis().temp_size_in_bytes / (1024 * 8 * 4)
 
 
@@ -264,35 +266,35 @@ def test_temporaries_do_not_grow_with_microbatches():
 
 def test_residuals_are_held_as_the_schedule_says():
     """A layer keeps two, its input and its tanh."""
-    eager = held("data1.stage4.eager_1f1b", 8, "residuals")
-    assert held("data1.stage4.eager_1f1b", 32, "residuals") == pytest.approx(eager, abs=0.1)
+    eager = held("data1.stage4.eager_1f1b", 8, "none")
+    assert held("data1.stage4.eager_1f1b", 32, "none") == pytest.approx(eager, abs=0.1)
     assert eager - held("data1.stage4.eager_1f1b", 8) < 7 + 6
-    assert held("data1.stage4.1f1b", 8, "residuals") == pytest.approx(eager - 2 * 3, abs=0.1)
-    assert held("data1.stage4.gpipe", 32, "residuals") - held("data1.stage4.gpipe", 8, "residuals") < 24 * 3 + 0.1
+    assert held("data1.stage4.1f1b", 8, "none") == pytest.approx(eager - 2 * 3, abs=0.1)
+    assert held("data1.stage4.gpipe", 32, "none") - held("data1.stage4.gpipe", 8, "none") < 24 * 3 + 0.1
 
 
 @pytest.mark.parametrize(
     ("text", "of_inputs"),
-    [("data1.stage4", 4), ("data1.stage4.interleaved.chunks2", 4), ("data1.stage4.zero_bubble", 6)],
+    [("data1.stage4", 4), ("data1.stage4.interleaved.virtual2", 4), ("data1.stage4.zero_bubble", 6)],
 )
 def test_layers_run_once_with_residuals(text, of_inputs):
     """A layer has one product; its backward pass has two. Counted in the programs of all kinds of actions."""
     batch, state = jax.ShapeDtypeStruct((8, 4, 8), np.float32), simple_state(8)
-    for keeps, expected in (("inputs", of_inputs), ("residuals", 3)):
-        lowered = jax.jit(sums_on(SIMPLE, text, keeps=keeps)).lower(state, batch)
+    for remat, expected in (("full", of_inputs), ("none", 3)):
+        lowered = jax.jit(sums_on(SIMPLE, text, remat=remat)).lower(state, batch)
         assert lowered.as_text().count("stablehlo.dot_general") == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "keeps", "times"),
+    ("text", "remat", "times"),
     [
-        ("data1.stage4.gpipe", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("data1.stage2.interleaved.chunks2", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("data1.stage4.zero_bubble", "residuals", {"F": 1, "B": 1, "W": 1}),
-        ("data1.stage4.zero_bubble", "inputs", {"F": 3, "B": 2, "W": 1}),
+        ("data1.stage4.gpipe", "none", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage2.interleaved.virtual2", "none", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage4.zero_bubble", "none", {"F": 1, "B": 1, "W": 1}),
+        ("data1.stage4.zero_bubble", "full", {"F": 3, "B": 2, "W": 1}),
     ],
 )
-def test_every_layer_works_as_often_as_the_schedule_says(text, keeps, times):
+def test_every_layer_works_as_often_as_the_schedule_says(text, remat, times):
     """Counted while it runs, for each microbatch. From inputs, B and W compute the forward pass, and W all of B."""
     ran = []
 
@@ -314,14 +316,14 @@ def test_every_layer_works_as_often_as_the_schedule_says(text, keeps, times):
     run.defvjp(lambda own, x: (run(own, x), None), back)
     model = SIMPLE._replace(layer=lambda own, x, microbatch, axes: run(own["k"], x))
     params = LayeredParams({"in": np.ones(3, np.float32)}, {"k": np.zeros((4, 3), np.float32)})
-    step = jax.jit(sums_on(model, text, keeps=keeps))
+    step = jax.jit(sums_on(model, text, remat=remat))
     jax.block_until_ready(step(init_train_state(params, optax.identity()), np.ones((4, 3), np.float32)))
     num_of = {kind: ran.count(kind) / 4 for kind in "FBW"}
-    skipped = {"F": 1, "B": 0, "W": 0} if keeps == "inputs" else dict.fromkeys("FBW", 0)  # of the last part
+    skipped = {"F": 1, "B": 0, "W": 0} if remat == "full" else dict.fromkeys("FBW", 0)  # of the last part
     assert num_of == {kind: 4 * number - skipped[kind] for kind, number in times.items()}
 
 
-@pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.chunks2"])
+@pytest.mark.parametrize("text", ["data2.stage2", "data2.stage4.zero_bubble", "data2.stage2.interleaved.virtual2"])
 def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
     batch, layout = jax.ShapeDtypeStruct((16, 4, 8), np.float32), Layout.parse(text)
     executable = jax.jit(sums_on(SIMPLE, text)).lower(simple_state(4), batch).compile()
@@ -330,8 +332,8 @@ def test_a_tick_has_two_transfers_and_reductions_are_outside_the_loop(text):
     assert counts["all-reduce"].per_step >= 1
     assert counts["all-reduce"].in_loops == 0
     assert counts["collective-permute"].in_loops == 2
-    assert counts["collective-permute"].per_step == (2 if layout.chunks == 2 else 0)  # layers to chunks, and back
-    schedule = make_schedule(layout.schedule, layout.stage, 8, layout.chunks)
+    assert counts["collective-permute"].per_step == (2 if layout.virtual == 2 else 0)  # layers to chunks, and back
+    schedule = make_schedule(layout.schedule, layout.stage, 8, layout.virtual)
     sent = [each.times for each in list_collectives(executable) if each.kind == "collective-permute"]
     assert sorted(sent)[-2:] == [schedule.ticks.max() + 1] * 2
 
@@ -346,8 +348,8 @@ def test_idle_ticks_do_not_reach_the_gradient():
     state = init_train_state(LayeredParams(jnp.float32(2), jnp.full(4, 3.0)), optax.identity())
     batch = jnp.arange(1.0, 7).reshape(2, 3)
     expected = jax.jit(sum_step(layered_loss_fn(rooted)))(state, batch)
-    for keeps in ("inputs", "residuals"):
-        found = jax.jit(sums_on(rooted, "data1.stage4.zero_bubble", keeps=keeps))(state, batch)
+    for remat in ("full", "none"):
+        found = jax.jit(sums_on(rooted, "data1.stage4.zero_bubble", remat=remat))(state, batch)
         assert_equal_trees(found, expected, 1e-5)
 
 
@@ -370,8 +372,8 @@ def test_a_layer_may_loop_from_a_constant_and_branch_to_one():
     with jax.enable_x64(True):
         state = init_train_state(noisy_params(4), optax.identity())
         expected = jax.jit(sum_step(layered_loss_fn(looping)))(state, noisy_batch(4))
-        for keeps in ("inputs", "residuals"):
-            found = jax.jit(sums_on(looping, "data2.stage2", keeps=keeps))(state, noisy_batch(4))
+        for remat in ("full", "none"):
+            found = jax.jit(sums_on(looping, "data2.stage2", remat=remat))(state, noisy_batch(4))
             assert_equal_trees(found, expected, 1e-12)
 
 
@@ -383,7 +385,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32():
         lambda ends, x, microbatch, axes: (jnp.sum(x), jnp.float32(1)),
     )
     state = init_train_state(LayeredParams((), jnp.ones(4, jnp.bfloat16)), optax.identity())
-    sums = jax.jit(sums_on(product, "data1.stage2.interleaved.chunks2"))(state, jnp.ones((300, 1), jnp.bfloat16))
+    sums = jax.jit(sums_on(product, "data1.stage2.interleaved.virtual2"))(state, jnp.ones((300, 1), jnp.bfloat16))
     assert sums.grads.layers.dtype == jnp.float32
     assert sums.grads.layers.tolist() == [300] * 4
     assert float(sums.loss) == float(sums.weight) == 300
@@ -400,9 +402,9 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages of equal size.*a multiple of 3$"):
         init("data1.stage3")
     with pytest.raises(ValueError, match=r"4 layers do not divide into 4 stages of 2 chunks .* a multiple of 8$"):
-        init("data1.stage4.interleaved.chunks2")
-    with pytest.raises(ValueError, match=r"^chunks2 needs the schedule interleaved, not eager_1f1b"):
-        init("data1.stage2.chunks2")
+        init("data1.stage4.interleaved.virtual2")
+    with pytest.raises(ValueError, match=r"^virtual2 needs the schedule interleaved, not eager_1f1b"):
+        init("data1.stage2.virtual2")
     by_shards = make_layout_step(model, optimizer, accumulate="shards", **on_layout("data2.stage2.zero3"))
     state = init("data2.stage2.zero3")
     batch = next(iter(load(make_plan([8] * 8, [BUCKET], order="length", microbatches_per_step=4), [np.arange(8)] * 8)))
@@ -412,8 +414,8 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
         "bytes in each of 2 microbatches: leave accumulate out, and this is done once a step",
     ):
         jax.eval_shape(by_shards, state, batch)
-    with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
-        init("data1.stage2.sequence2", model=model._replace(by_positions=False))
+    with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
+        init("data1.stage2.context2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^stage2 takes LayeredParams, not a dict"):
         init("data1.stage2", {"w": np.zeros(3)}, None)
     with pytest.raises(ValueError, match=r"^stage2 takes a LayeredModel, and loss_fn is a loss function"):
@@ -425,7 +427,7 @@ def test_what_does_not_fit_is_refused_by_number_before_it_is_compiled():
     with pytest.raises(ValueError, match=r"^4 layers do not divide into 3 stages"):
         jax.eval_shape(sums_on(SIMPLE, "data1.stage3"), simple_state(4), jnp.ones((3, 2, 8)))
     with pytest.raises(ValueError, match=r"a multiple of num_stages \(2\) microbatches, not num_microbatches \(3\)"):
-        jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.chunks2"), simple_state(4), jnp.ones((6, 2, 8)))
+        jax.eval_shape(sums_on(SIMPLE, "data2.stage2.interleaved.virtual2"), simple_state(4), jnp.ones((6, 2, 8)))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards"):
         jax.eval_shape(sums_on(SIMPLE, "data2.stage2"), simple_state(4), jnp.ones((3, 2, 8)))
     narrow = SIMPLE._replace(layer=lambda own, x, microbatch, axes: x[:, :2])

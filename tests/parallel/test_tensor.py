@@ -150,7 +150,7 @@ def test_bfloat16_is_split_as_well():
             assert np.linalg.norm(leaf - expected_leaf) < 0.02 * np.linalg.norm(expected_leaf)
 
 
-# Of each function: how it is called, its arguments, how they and its result lie, and what lies otherwise with sequence
+# Of each function: how it is called, its arguments, how they and its result lie, and what lies otherwise with context
 # parallelism. There, gradients of whole parameters are a part of the sum.
 FEATURES, POSITIONS = P(None, None, "tensor"), P(None, "tensor")
 SHAPES = {"x": (3, 8, 12), "wide": (3, 8, 24), "w": (12, 24), "v": (24, 12), "b": (24,), "c": (12,), "table": (20, 12)}

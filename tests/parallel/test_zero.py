@@ -302,8 +302,8 @@ def test_shards_lie_along_the_largest_dimension_that_divides():
     assert shard_specs(params, Layout(data=300)) == dict.fromkeys(params, whole)  # nothing has so many elements
     assert shard_specs(params, Layout(data=100))["wide"] == whole
     assert shard_specs(params, Layout(data=90))["wide"] == columns
-    both = PartitionSpec(None, ("data", "sequence"))
-    assert shard_specs(params, Layout(data=2, sequence=2))["wide"] == both
+    both = PartitionSpec(None, ("data", "context"))
+    assert shard_specs(params, Layout(data=2, context=2))["wide"] == both
     stacked = LayeredParams(np.zeros((1024, 3)), {"w": np.zeros((2048, 32, 32)), "scale": np.zeros((64, 1000))})
     specs = LayeredParams(rows, {"w": PartitionSpec(None, "data"), "scale": whole})
     assert shard_specs(stacked, Layout(data=4)) == specs  # never along the layers, and a layer's own size counts

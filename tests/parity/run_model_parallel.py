@@ -33,7 +33,7 @@ class Way(NamedTuple):
     data: int = 1
     stage: int = 1
     tensor: int = 1
-    chunks: int = 1
+    virtual: int = 1
     schedule: str = ""
     sequence_parallel: bool = False
     packed: bool = False
@@ -53,7 +53,7 @@ WAYS = {
     "tensor2.sequence_parallel": Way(tensor=2, sequence_parallel=True),
     "stage2.gpipe": Way(stage=2, schedule="gpipe", packed=True),
     "stage2.1f1b": Way(stage=2, schedule="1f1b", buckets=TWO_BUCKETS),
-    "stage2.chunks2.interleaved": Way(stage=2, chunks=2, schedule="interleaved", packed=True),
+    "stage2.virtual2.interleaved": Way(stage=2, virtual=2, schedule="interleaved", packed=True),
     "stage2.zero_bubble": Way(stage=2, schedule="zero_bubble"),
     "data2.tensor2": Way(data=2, tensor=2),
     "data2.stage2.1f1b": Way(data=2, stage=2, schedule="1f1b"),
@@ -76,7 +76,7 @@ def prepare(way: Way, mesh: DeviceMesh, initial: Results) -> tuple[Any, Any]:
     torch_ref.load_params(model, initial)
     options: dict[str, Any] = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY}
     if way.stage > 1:
-        stages = split_stages(model, mesh, chunks=way.chunks)
+        stages = split_stages(model, mesh, virtual=way.virtual)
         optimizer = AdamW(stages.parameters(), **options)
         return stages, make_pipeline_step(stages, optimizer, schedule=way.schedule, max_norm=MAX_NORM)
     shard_tensors(model, mesh, sequence_parallel=way.sequence_parallel)

@@ -144,7 +144,7 @@ def test_some_microbatches_have_no_weight(trained: Trained, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.chunks2.interleaved"])
+@pytest.mark.parametrize("name", ["tensor2", "tensor2.sequence_parallel", "stage2.1f1b", "stage2.virtual2.interleaved"])
 def test_each_process_holds_its_share(trained: Trained, name: str) -> None:
     """Of parameters: under tensor parallelism all but the norms, of stages all but the ends."""
     num_layers = WAYS[name].num_layers
@@ -232,8 +232,8 @@ def test_arguments_of_pipelines_are_checked() -> None:
     with pytest.raises(ValueError, match="the mesh must have an axis 'stage' and no others but 'data', got"):
         parallel.split_stages(model, mesh_of("data"))
     with pytest.raises(ValueError, match="the 4 blocks must be a multiple of the 3 chunks of 1 stages"):
-        parallel.split_stages(model, mesh, chunks=3)
-    stages = parallel.split_stages(model, mesh, chunks=2)
+        parallel.split_stages(model, mesh, virtual=3)
+    stages = parallel.split_stages(model, mesh, virtual=2)
     optimizer = torch.optim.SGD(stages.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="schedule must be one of gpipe, 1f1b, interleaved, zero_bubble, got 'zbv'"):
         parallel.make_pipeline_step(stages, optimizer, schedule="zbv")
@@ -258,7 +258,7 @@ def test_one_process_has_the_whole_model() -> None:
         if way == "tensor":
             parallel.shard_tensors(model, mesh_of("tensor"))
         elif way != "train_step":
-            model = parallel.split_stages(model, mesh_of("stage"), chunks=1 + (way == "interleaved"))
+            model = parallel.split_stages(model, mesh_of("stage"), virtual=1 + (way == "interleaved"))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if way == "train_step":
             torch_ref.train_step(model, optimizer, batch, max_norm=MAX_NORM)

@@ -22,7 +22,7 @@ def drawn(tmp_path_factory):
     path = tmp_path_factory.mktemp("choice") / "choice.html"
     plan = jvarlen.make_plan(LENGTHS, [Bucket(8, 32), Bucket(4, 64)], order="length", microbatches_per_step=8)
     model, cluster = ModelFile(**MODEL), dataclasses.replace(Cluster.preset("dgx-h100"), devices_per_host=4)
-    fixed = {"stage": 1, "sequence": 1}
+    fixed = {"stage": 1, "context": 1}
     choice = choose_layout(
         plan, model.model, model.make_optimizer(), cluster, params=model.params, memory_bytes=8 * 10**6, fixed=fixed
     )

@@ -68,7 +68,7 @@ def assert_same_training(run, alone):
 def changing(config, alone):
     """A run that goes from one device, as earlier versions saved it, to ZeRO, to stages and tensor parallelism."""
     data, resume = run_fit.make_data(), None
-    stops = ((None, 3), ("data2.sequence2.zero3", 10))
+    stops = ((None, 3), ("data2.context2.zero3", 10))
     for parallel, step in (*stops, (ALL_AXES, None)):
         trackers = {} if step is None else {"stop": StoppingAfter(step)}
         run = fit(dataclasses.replace(config, parallel=parallel, resume=resume), data, trackers=trackers)
@@ -194,7 +194,7 @@ def test_a_dry_run_tells_the_plan_and_what_a_step_holds_and_sends(tmp_path, caps
     [
         ("data1.tensor4", r"tensor4 of the layout data1.tensor4 does not divide the model's num_heads \(2\)"),
         ("data1.stage4", "2 layers do not make 4 stages"),
-        ("data1.stage2.interleaved.chunks2", "2 layers do not divide into 2 stages of 2 chunks"),
+        ("data1.stage2.interleaved.virtual2", "2 layers do not divide into 2 stages of 2 chunks"),
     ],
 )
 def test_layouts_that_do_not_fit_the_model_are_named_before_anything_is_read(config, parallel, message):

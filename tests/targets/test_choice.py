@@ -43,8 +43,8 @@ class AnyMemory:
         return 1e6 * self._weights[0] / table.stage / table.tensor / np.where(table.zero, table.num_shards, 1)
 
     def memory_bytes(self, table, microbatches_per_step):
-        spread = np.where(table.is_spread(self._buckets), table.sequence[:, None], 1)
-        of_row = 1 + table.schedule % 3 + self._weights[1] * table.chunks + self._weights[2] * ~table.keeps_inputs
+        spread = np.where(table.is_spread(self._buckets), table.context[:, None], 1)
+        of_row = 1 + table.schedule % 3 + self._weights[1] * table.virtual + self._weights[2] * ~table.recomputes
         return self.state_bytes(table)[:, None] + self._positions / spread * 1e3 * of_row[:, None]
 
     def exact_bytes(self, layout, bucket, microbatches_per_step):
@@ -68,7 +68,7 @@ def random_case(seed):
     def traffic():
         return PerPass(*((AxisTraffic(kind, 2, rng.uniform(0, 3)),) for kind in ("all_reduce", "all_gather", "send")))
 
-    axes = ("tensor", "sequence_parallel", "sequence")
+    axes = ("tensor", "sequence_parallel", "context")
     costs = ModelCosts(
         buckets=tuple(buckets),
         num_layers=int(rng.choice([0, 3, 4, 6])),
@@ -97,31 +97,31 @@ def random_case(seed):
 
 def all_layouts(costs, num_devices):
     thresholds = [0, *(bucket.length for bucket in costs.buckets[1:])]
-    for data, stage, sequence, tensor in itertools.product(divisors(num_devices), repeat=4):
-        if data * stage * sequence * tensor != num_devices:
+    for data, stage, context, tensor in itertools.product(divisors(num_devices), repeat=4):
+        if data * stage * context * tensor != num_devices:
             continue
         if costs.num_layers == 0 and stage > 1:
             continue
-        if tensor not in costs.tensor_sizes or (sequence > 1 and not costs.by_positions):
+        if tensor not in costs.tensor_sizes or (context > 1 and not costs.by_positions):
             continue
         orders = [("gpipe", 1)]
         if stage > 1:
             orders = [(name, 1) for name in SCHEDULES if name != "interleaved"]
-            orders += [("interleaved", chunks) for chunks in range(2, 7)]
-        for zero, (schedule, chunks), sequence_parallel, keeps, sequence_from in itertools.product(
-            range(4 if data * sequence > 1 else 1),
+            orders += [("interleaved", virtual) for virtual in range(2, 7)]
+        for zero, (schedule, virtual), sequence_parallel, remat, context_from in itertools.product(
+            range(4 if data * context > 1 else 1),
             orders,
             (False, True) if tensor > 1 else (False,),
-            ("inputs", "residuals"),
-            thresholds if sequence > 1 else [0],
+            ("full", "none"),
+            thresholds if context > 1 else [0],
         ):
-            if costs.num_layers == 0 and (zero == 3 or keeps == "inputs"):
+            if costs.num_layers == 0 and (zero == 3 or remat == "full"):
                 continue
-            if stage > 1 and costs.num_layers % (stage * chunks):
+            if stage > 1 and costs.num_layers % (stage * virtual):
                 continue
             yield Layout(
-                data=data, stage=stage, sequence=sequence, tensor=tensor, zero=zero, chunks=chunks, keeps=keeps,
-                sequence_parallel=sequence_parallel, sequence_from=sequence_from, schedule=schedule,
+                data=data, stage=stage, context=context, tensor=tensor, zero=zero, virtual=virtual, remat=remat,
+                sequence_parallel=sequence_parallel, context_from=context_from, schedule=schedule,
             )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def choose(**options):
     return choose_layout(PLAN, layered(MODEL), optax.adamw(1e-3), EIGHT, **known(), **options)
 
 
-ALONG_DATA = {"stage": 1, "sequence": 1, "tensor": 1}  # few programs to trace
+ALONG_DATA = {"stage": 1, "context": 1, "tensor": 1}  # few programs to trace
 
 
 def test_less_memory_takes_a_layout_that_holds_less():
@@ -233,16 +233,16 @@ def test_the_best_layout_is_traced_by_itself(monkeypatch):
 
 def test_fixed_words_hold(monkeypatch):
     monkeypatch.setattr(known()["memory"], "exact_bytes", lambda *_: 1)  # which takes long, and decides nothing here
-    fixed = {"tensor": 2, "sequence": 1, "sequence_parallel": False, "stage": 2, "schedule": "gpipe"}
+    fixed = {"tensor": 2, "context": 1, "sequence_parallel": False, "stage": 2, "schedule": "gpipe"}
     choice = choose(fixed=fixed)
     assert {name: getattr(choice.layout, name) for name in fixed} == fixed
-    spread = {"stage": 1, "tensor": 1, "sequence": 2}
-    assert choose(fixed=spread | {"sequence_from": 40}).layout.sequence_from == 40
+    spread = {"stage": 1, "tensor": 1, "context": 2}
+    assert choose(fixed=spread | {"context_from": 40}).layout.context_from == 40
     for fixed, message in (
         ({"tensors": 2}, "has no field tensors"),
         ({"zero": 7}, "zero must be a level"),
         ({"tensor": 8}, "no layout takes this model: tensor8 does not divide"),
-        (spread | {"sequence_from": 65}, "sequence_from65 spreads no rows"),
+        (spread | {"context_from": 65}, "context_from65 spreads no rows"),
     ):
         with pytest.raises(ValueError, match=message):
             choose(fixed=fixed)

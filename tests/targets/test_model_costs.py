@@ -45,10 +45,10 @@ def test_collectives_are_those_of_the_papers():
     both = [("all_gather", 2), ("reduce_scatter", 2)]
     assert found["sequence_parallel"][0] == both
     assert found["sequence_parallel"][2] == [("all_gather", 2), ("reduce_scatter", 1)]
-    assert found["sequence"] == [
+    assert found["context"] == [
         [("all_gather", 1)], [("all_gather", 1), ("reduce_scatter", 1)], [("all_gather", 1)]
     ]  # fmt: skip
-    assert costs.layer_traffic["sequence"].forward[0].num_bytes == 2  # keys and values
+    assert costs.layer_traffic["context"].forward[0].num_bytes == 2  # keys and values
     assert costs.x_bytes.tolist() == [64 * WIDTH * 4] * 2
 
 

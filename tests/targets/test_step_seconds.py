@@ -62,16 +62,16 @@ def test_stages_take_what_the_simulated_schedule_takes(schedule, num_stages):
     if schedule == "zero_bubble":
         costs = {"F": of_stage, "B": of_stage, "W": of_stage}
     simulated = MAKE[schedule](num_stages, 8).simulate(costs, "lockstep")
-    found = seconds_of(f"data1.stage{num_stages}.{schedule}.keep_residuals", model_costs(), unit_cluster())
+    found = seconds_of(f"data1.stage{num_stages}.{schedule}.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(simulated.makespan)
     assert found.bubble / found.total == pytest.approx(simulated.bubble)
 
 
 def test_kept_inputs_run_layers_again():
-    plain = seconds_of("data1.stage4.keep_residuals", model_costs(), unit_cluster())
+    plain = seconds_of("data1.stage4.remat_none", model_costs(), unit_cluster())
     again = seconds_of("data1.stage4", model_costs(), unit_cluster())
     assert again.total == pytest.approx(plain.total * 4 / 3)
-    whole, kept = (seconds_of(text, model_costs(), unit_cluster()).compute for text in ("data1", "data1.keep_inputs"))
+    whole, kept = (seconds_of(text, model_costs(), unit_cluster()).compute for text in ("data1", "data1.remat_full"))
     assert (whole, kept) == (8 * 8 * 3, 8 * 8 * 4)
     costs = {"F": 2, "B": 4, "W": 6}
     simulated = zero_bubble(4, 8).simulate(costs, "lockstep")
@@ -88,13 +88,13 @@ def test_a_stage_runs_its_layers_whole_again_from_its_input():
         seconds_of("data1.stage4", costs, unit_cluster()).total
         == seconds_of("data1.stage4", model_costs(), unit_cluster()).total
     )
-    assert seconds_of("data1.keep_inputs", costs, unit_cluster()).compute == 8 * 8 * 3.5
+    assert seconds_of("data1.remat_full", costs, unit_cluster()).compute == 8 * 8 * 3.5
 
 
 def test_the_last_stage_computes_the_loss():
     """In each of its backward passes, one a microbatch."""
-    without = seconds_of("data1.stage4.keep_residuals", model_costs(), unit_cluster()).total
-    found = seconds_of("data1.stage4.keep_residuals", model_costs(ends=0.5), unit_cluster()).total
+    without = seconds_of("data1.stage4.remat_none", model_costs(), unit_cluster()).total
+    found = seconds_of("data1.stage4.remat_none", model_costs(ends=0.5), unit_cluster()).total
     assert found == pytest.approx(without + 8 * 1.5)
 
 
@@ -112,7 +112,7 @@ def test_ticks_of_many_microbatches_are_counted_without_making_them(schedule, mo
 
 def test_chunks_make_the_bubble_smaller_only_without_lockstep():
     made = interleaved(4, 8, 2).simulate({"F": 1, "B": 2}, "lockstep")
-    found = seconds_of("data1.stage4.interleaved.chunks2.keep_residuals", model_costs(), unit_cluster())
+    found = seconds_of("data1.stage4.interleaved.virtual2.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(made.makespan)
 
 
@@ -148,16 +148,16 @@ def test_what_a_backward_pass_hides_is_not_waited_for():
 
 def test_axes_inside_a_microbatch_divide_its_products_and_add_their_collectives():
     traffic = PerPass((AxisTraffic("all_reduce", 2, 2.0),), (AxisTraffic("all_reduce", 2, 2.0),), ())
-    costs = model_costs(layer_traffic={"tensor": traffic, "sequence": traffic})
+    costs = model_costs(layer_traffic={"tensor": traffic, "context": traffic})
     cluster = unit_cluster(link=Link(1e6, 1e-3))
     found = seconds_of("data1.tensor2", costs, cluster, 1)
     assert found.compute == pytest.approx(8 * 3 / 2)
     assert found.tensor == pytest.approx(8 * 4 * (2 * 1e-3 + 1))  # a ring of two sends the whole x
-    spread = seconds_of("data1.sequence2.tensor2", costs, cluster, 1)
+    spread = seconds_of("data1.context2.tensor2", costs, cluster, 1)
     assert spread.compute == pytest.approx(8 * 3 / 4)
-    assert spread.tensor == spread.sequence == pytest.approx(8 * 4 * (2 * 1e-3 + 0.5))
-    short = seconds_of("data1.sequence2.sequence_from65", costs, cluster, 2)
-    assert (short.compute, short.sequence) == (8 * 3, 0)
+    assert spread.tensor == spread.context == pytest.approx(8 * 4 * (2 * 1e-3 + 0.5))
+    short = seconds_of("data1.context2.context_from65", costs, cluster, 2)
+    assert (short.compute, short.context) == (8 * 3, 0)
 
 
 def test_what_tensor_does_not_split_every_device_computes():

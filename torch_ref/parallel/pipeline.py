@@ -81,7 +81,7 @@ class Stages(nn.Module):
         self.num_chunks = num_chunks
 
 
-def split_stages(model: Transformer, mesh: DeviceMesh, *, chunks: int = 1) -> Stages:
+def split_stages(model: Transformer, mesh: DeviceMesh, *, virtual: int = 1) -> Stages:
     """Cut a model into the stages of a pipeline.
 
     Stage s of S holds chunks s, s + S and so on, of equally many consecutive blocks. The first chunk has the embedding
@@ -90,19 +90,19 @@ def split_stages(model: Transformer, mesh: DeviceMesh, *, chunks: int = 1) -> St
     Args:
         model: on this process's device, with the same parameters in all processes. It shares them with the stages.
         mesh: with an axis "stage" of size S; `init_device_mesh` makes it.
-        chunks: of each stage, for the schedules "interleaved" and "zero_bubble".
+        virtual: stages of each stage, for the schedules "interleaved" and "zero_bubble".
 
     Returns:
         The chunks of this process.
 
     Raises:
         ValueError: if `torch.distributed` is not initialised, the mesh has no axis "stage" or others than "data" and
-            "stage", or the blocks are not a multiple of S · chunks.
+            "stage", or the blocks are not a multiple of S · virtual.
     """
     check_process_group("split_stages")
     check_mesh(mesh, "stage")
     num_stages = mesh["stage"].size()
-    num_chunks = num_stages * check_integer("chunks", chunks)
+    num_chunks = num_stages * check_integer("virtual", virtual)
     if len(model.blocks) % num_chunks:
         raise ValueError(
             f"the {len(model.blocks)} blocks must be a multiple of the {num_chunks} chunks of {num_stages} stages"

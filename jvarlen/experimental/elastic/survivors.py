@@ -23,8 +23,8 @@ def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> 
       microbatches_per_step: M.
 
     Returns:
-      A layout of at most `alive` devices: the given one if it fits, otherwise the same but for `data`, then `sequence`,
-      and for what means nothing on one shard (`zero`, `sequence_from`).
+      A layout of at most `alive` devices: the given one if it fits, otherwise the same but for `data`, then `context`,
+      and for what means nothing on one shard (`zero`, `context_from`).
 
     Raises:
       ValueError: there are fewer devices than stages and tensor parallelism take, or M suits no number of shards.
@@ -36,16 +36,16 @@ def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> 
     check_at_least_zero(alive=alive)
     check_at_least_one(microbatches_per_step=microbatches_per_step)
     per_shard = layout.stage * layout.tensor
-    for sequence in range(layout.sequence, 0, -1):
-        for data in range(min(layout.data, alive // (per_shard * sequence)), 0, -1):
-            if layout.sequence % sequence or not _takes_microbatches(layout, data, sequence, microbatches_per_step):
+    for context in range(layout.context, 0, -1):
+        for data in range(min(layout.data, alive // (per_shard * context)), 0, -1):
+            if layout.context % context or not _takes_microbatches(layout, data, context, microbatches_per_step):
                 continue
             return dataclasses.replace(
                 layout,
                 data=data,
-                sequence=sequence,
-                zero=layout.zero if data * sequence > 1 else 0,
-                sequence_from=layout.sequence_from if sequence > 1 else 0,
+                context=context,
+                zero=layout.zero if data * context > 1 else 0,
+                context_from=layout.context_from if context > 1 else 0,
             )
     if alive >= per_shard:
         raise UserError(f"{microbatches_per_step} microbatches a step suit no number of shards of the layout {layout}")
@@ -55,8 +55,8 @@ def surviving_layout(layout: Layout, alive: int, microbatches_per_step: int) -> 
     )
 
 
-def _takes_microbatches(layout: Layout, data: int, sequence: int, microbatches_per_step: int) -> bool:
-    """Whether microbatches spread over this many shards; rows that are not spread use the axis "sequence" as data."""
-    shards = {data, data * sequence} if layout.sequence_from and sequence > 1 else {data}
+def _takes_microbatches(layout: Layout, data: int, context: int, microbatches_per_step: int) -> bool:
+    """Whether microbatches spread over this many shards; rows that are not spread use the axis "context" as data."""
+    shards = {data, data * context} if layout.context_from and context > 1 else {data}
     multiple_of = layout.stage if layout.schedule == "interleaved" else 1
     return all(microbatches_per_step % (num_shards * multiple_of) == 0 for num_shards in shards)

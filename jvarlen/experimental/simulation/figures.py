@@ -21,7 +21,7 @@ _LOOKS = {
     "stragglers": (1, 0.8),
     "jitter": (1, 0.4),
     "tensor": (2, 0.9),
-    "sequence": (2, 0.65),
+    "context": (2, 0.65),
     "stage": (2, 0.45),
     "data": (2, 0.25),
     "update": (3, 0.7),

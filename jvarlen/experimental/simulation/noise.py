@@ -97,8 +97,8 @@ def stretches(
 
 
 def _by_replica(is_slow: Bool[np.ndarray, " n"], layout: Layout, spread: bool) -> Bool[np.ndarray, "R n"]:
-    """Devices by replica; mesh axes are data, stage, sequence, tensor."""
-    devices = is_slow.reshape(layout.data, layout.stage, layout.sequence, layout.tensor)
+    """Devices by replica; mesh axes are data, stage, context, tensor."""
+    devices = is_slow.reshape(layout.data, layout.stage, layout.context, layout.tensor)
     if spread:
         return devices.reshape(layout.data, -1)
     return devices.swapaxes(1, 2).reshape(layout.num_shards, -1)

@@ -27,6 +27,7 @@ from jvarlen._common.pytree import describe, leaves_by_name
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, check_shards_divide, num_shards_of
 from jvarlen.experimental.token_slices.cuts import Slices, slices_of
 from jvarlen.experimental.token_slices.schedule import token_slices
+from jvarlen.parallel.context import row_length
 from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
 from jvarlen.parallel.passes import floats_of, split_passes, with_floats
 from jvarlen.parallel.pipeline import (
@@ -41,7 +42,6 @@ from jvarlen.parallel.pipeline import (
     zeros_of_shapes,
 )
 from jvarlen.parallel.schedules import BACKWARD, FORWARD
-from jvarlen.parallel.sequence import row_length
 from jvarlen.training.step_sums import StepSums, check_differentiable, microbatches_of, sum_microbatch
 from jvarlen.training.train_state import TrainState
 

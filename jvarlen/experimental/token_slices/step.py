@@ -79,12 +79,14 @@ def _check_layout(layout: Layout) -> None:
         raise UserError(
             f"slices have an order of their own, token_slices: leave {layout.schedule} out of the layout {layout}"
         )
-    if layout.sequence > 1:
-        raise UserError(f"slices of rows do not go with sequence{layout.sequence}, which spreads them: {layout}")
+    if layout.context > 1:
+        raise UserError(f"slices of rows do not go with context{layout.context}, which spreads them: {layout}")
     if layout.sequence_parallel:
         raise UserError(f"slices of rows do not go with sequence_parallel, which spreads their positions: {layout}")
-    if layout.kept != "inputs":
-        raise UserError(f"slices keep inputs, and keys and values, not {layout.kept}: leave it out of {layout}")
+    if layout.remat_in_force != "full":
+        raise UserError(
+            f"slices keep inputs, and keys and values, and run layers again: leave remat_none out of {layout}"
+        )
 
 
 def _sums_of(

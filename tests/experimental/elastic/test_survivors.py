@@ -15,10 +15,10 @@ SCHEDULES = ("gpipe", "1f1b", "eager_1f1b", "interleaved", "zero_bubble")
 
 @given(
     st.builds(
-        lambda **fields: Layout(**fields | {"chunks": 2 if fields["schedule"] == "interleaved" else 1}),
+        lambda **fields: Layout(**fields | {"virtual": 2 if fields["schedule"] == "interleaved" else 1}),
         data=st.integers(2, 8),
         stage=st.integers(1, 3),
-        sequence=st.integers(1, 4),
+        context=st.integers(1, 4),
         tensor=st.integers(1, 3),
         zero=st.integers(0, 3),
         schedule=st.sampled_from(SCHEDULES),
@@ -30,10 +30,10 @@ def test_survivors_get_the_largest_layout_that_keeps_stages_and_tensor_paralleli
     """Against all layouts with fewer shards: parts of a row count first, then data-parallel shards."""
     multiple = layout.stage if layout.schedule == "interleaved" else 1
     possible = [
-        (sequence, data)
-        for sequence, data in itertools.product(range(1, layout.sequence + 1), range(1, layout.data + 1))
-        if layout.sequence % sequence == 0
-        and sequence * data * layout.stage * layout.tensor <= alive
+        (context, data)
+        for context, data in itertools.product(range(1, layout.context + 1), range(1, layout.data + 1))
+        if layout.context % context == 0
+        and context * data * layout.stage * layout.tensor <= alive
         and num_microbatches % (data * multiple) == 0
     ]
     if not possible:
@@ -41,8 +41,8 @@ def test_survivors_get_the_largest_layout_that_keeps_stages_and_tensor_paralleli
             surviving_layout(layout, alive, num_microbatches)
         return
     found = surviving_layout(layout, alive, num_microbatches)
-    assert (found.sequence, found.data) == max(possible)
-    kept = {"data": found.data, "sequence": found.sequence, "zero": layout.zero if found.num_shards > 1 else 0}
+    assert (found.context, found.data) == max(possible)
+    kept = {"data": found.data, "context": found.context, "zero": layout.zero if found.num_shards > 1 else 0}
     assert found == dataclasses.replace(layout, **kept)
     assert surviving_layout(found, found.num_devices, num_microbatches) == found
 
@@ -54,9 +54,9 @@ def test_survivors_get_the_largest_layout_that_keeps_stages_and_tensor_paralleli
         ("data4", 4, 8, "data4"),
         ("data4.zero3", 1, 8, "data1"),
         ("data2.stage2.tensor2.zero1", 7, 8, "data1.stage2.tensor2"),
-        ("data4.sequence2.sequence_from4096", 7, 8, "data2.sequence2.sequence_from4096"),
-        ("data2.sequence4.sequence_from4096", 3, 8, "data1.sequence2.sequence_from4096"),
-        ("data2.sequence2.sequence_from64.zero2", 1, 8, "data1"),
+        ("data4.context2.context_from4096", 7, 8, "data2.context2.context_from4096"),
+        ("data2.context4.context_from4096", 3, 8, "data1.context2.context_from4096"),
+        ("data2.context2.context_from64.zero2", 1, 8, "data1"),
         ("data6", 5, 12, "data4"),
     ],
 )
@@ -69,4 +69,4 @@ def test_too_few_survivors_are_named_with_the_devices_that_are_needed():
     with pytest.raises(ValueError, match=few):
         surviving_layout(Layout.parse("data2.stage2.tensor2"), 3, 8)
     with pytest.raises(ValueError, match="3 microbatches a step suit no number of shards of the layout"):
-        surviving_layout(Layout.parse("data1.stage2.interleaved.chunks2"), 2, 3)
+        surviving_layout(Layout.parse("data1.stage2.interleaved.virtual2"), 2, 3)

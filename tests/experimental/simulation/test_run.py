@@ -103,7 +103,7 @@ def test_the_slowest_devices_are_as_slow_as_where_each_is_drawn(layout, shape, m
 
 def test_rows_that_are_spread_are_replicas_of_more_devices():
     """Long rows wait for four devices in each of six microbatches, short ones for two in three."""
-    layout, noise = "data2.sequence2.stage2.sequence_from50", Noise(jitter=0.3)
+    layout, noise = "data2.context2.stage2.context_from50", Noise(jitter=0.3)
     done = run(layout, seconds=COMPUTE, num_steps=12_000, noise=noise)
     is_long = np.resize(PLAN.step_bucket, 12_000) == 1
     sigma = math.sqrt(math.log1p(0.3**2))
@@ -114,10 +114,10 @@ def test_rows_that_are_spread_are_replicas_of_more_devices():
 
 
 def test_replicas_are_the_devices_of_a_data_shard():
-    layout = Layout(data=2, stage=3, sequence=2, tensor=2)
+    layout = Layout(data=2, stage=3, context=2, tensor=2)
     devices = np.arange(24)
     assert noise_module._by_replica(devices, layout, True).tolist() == [list(range(12)), list(range(12, 24))]
-    second = [2, 3, 6, 7, 10, 11]  # data 0, sequence 1: two parts of a product in each of three stages
+    second = [2, 3, 6, 7, 10, 11]  # data 0, context 1: two parts of a product in each of three stages
     assert noise_module._by_replica(devices, layout, False)[1].tolist() == second
 
 
@@ -144,7 +144,7 @@ def test_more_noise_takes_longer(layout):
 
 def test_equal_seeds_give_equal_runs_whatever_the_chunks(monkeypatch):
     options = {
-        "layout": "data2.sequence2.stage2.sequence_from50",
+        "layout": "data2.context2.stage2.context_from50",
         "num_steps": 300,
         "noise": Noise(jitter=0.1, straggler_share=0.2, straggler_slowdown=1.3),
         "failures": Failures(mean_seconds_between=900, restart_s=20),

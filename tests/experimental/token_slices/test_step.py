@@ -256,10 +256,10 @@ def test_what_does_not_fit_is_refused_by_name_before_it_is_compiled():
         make("data1.stage2.gpipe")
     with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence_parallel"):
         make("data1.stage2.tensor2.sequence_parallel")
-    with pytest.raises(ValueError, match=r"^slices of rows do not go with sequence2"):
-        make("data1.stage2.sequence2")
-    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave it out of data1.stage2.keep_residuals"):
-        make("data1.stage2.keep_residuals")
+    with pytest.raises(ValueError, match=r"^slices of rows do not go with context2"):
+        make("data1.stage2.context2")
+    with pytest.raises(ValueError, match=r"^slices keep inputs, .*: leave remat_none out of data1.stage2.remat_none"):
+        make("data1.stage2.remat_none")
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions .* by_positions=True"):
         make("data1.stage2", model=model._replace(by_positions=False))
     with pytest.raises(ValueError, match=r"^slices take a LayeredModel that works by positions"):

@@ -29,24 +29,24 @@ from jvarlen.attention.zigzag import attend_zigzag, axis_size, halves
 from jvarlen.parallel.layers import Axes, LayeredModel
 
 __all__ = [
-    "SEQUENCE_AXIS",
+    "CONTEXT_AXIS",
     "OverAxisImplementation",
     "attend_over_axis",
+    "context_model",
+    "context_positions",
     "row_length",
-    "sequence_model",
-    "sequence_positions",
     "shard_positions",
     "spread_rows",
     "unspread_rows",
 ]
 
-SEQUENCE_AXIS = "sequence"
+CONTEXT_AXIS = "context"
 """The mesh axis that positions are spread over."""
 
 OverAxisImplementation = Literal["gather", "ring"]
 
 
-def sequence_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N S"]:
+def context_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N S"]:
     """Which positions of a row each shard holds: chunks i and 2N − 1 − i of 2N.
 
     Args:
@@ -60,7 +60,7 @@ def sequence_positions(seq_length: int, num_shards: int) -> Int32[np.ndarray, "N
       ValueError: a length that is not a multiple of 2N.
 
     Example:
-      >>> sequence_positions(8, 2).tolist()
+      >>> context_positions(8, 2).tolist()
       [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     check_at_least_one(seq_length=seq_length, num_shards=num_shards)
@@ -83,12 +83,12 @@ def shard_positions(seq_length: int) -> Int32[Array, " S"]:
       seq_length: T, of whole rows.
 
     Returns:
-      int32[T / N] for N devices along "sequence", a row of `sequence_positions`.
+      int32[T / N] for N devices along "context", a row of `context_positions`.
 
     Raises:
       ValueError: a length that is not a multiple of 2N, or an axis that is not bound.
     """
-    return jnp.asarray(sequence_positions(seq_length, axis_size(SEQUENCE_AXIS)))[lax.axis_index(SEQUENCE_AXIS)]
+    return jnp.asarray(context_positions(seq_length, axis_size(CONTEXT_AXIS)))[lax.axis_index(CONTEXT_AXIS)]
 
 
 def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
@@ -115,8 +115,8 @@ def row_length(model: LayeredModel, ends: Any, batch: Any) -> int:
     return int(lengths.pop())
 
 
-def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
-    """A model whose functions compute the positions of this device, inside `shard_map` over the sequence axis.
+def context_model(model: LayeredModel, seq_length: int) -> LayeredModel:
+    """A model whose functions compute the positions of this device, inside `shard_map` over the context axis.
 
     Args:
       model: works by positions.
@@ -132,13 +132,13 @@ def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
     def bound(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_with_axes(*args: Any) -> Any:
             *others, given = args
-            return call(*others, given._replace(sequence=SEQUENCE_AXIS, positions=shard_positions(seq_length)))
+            return call(*others, given._replace(context=CONTEXT_AXIS, positions=shard_positions(seq_length)))
 
         return call_with_axes
 
     def embed(ends: Any, microbatch: Any, axes: Axes) -> Any:
         x = bound(model.embed)(ends, microbatch, axes)
-        positions = seq_length // axis_size(SEQUENCE_AXIS)
+        positions = seq_length // axis_size(CONTEXT_AXIS)
         if axes.sequence_parallel and axes.tensor is not None:
             positions //= axis_size(axes.tensor)
         wrong = [name or "x" for name, leaf in leaves_by_name(x).items() if np.shape(leaf)[1:2] != (positions,)]
@@ -153,7 +153,7 @@ def sequence_model(model: LayeredModel, seq_length: int) -> LayeredModel:
 
 
 def spread_rows(arrays: Any, num_shards: int) -> Any:
-    """Reorders positions, so that N equal parts of the last axis are the shards of `sequence_positions`.
+    """Reorders positions, so that N equal parts of the last axis are the shards of `context_positions`.
 
     A `NamedSharding` of the last axis then gives each device its positions. Anything that depends on neighbours, such
     as the target of a position, must be computed before, from whole rows.
@@ -172,7 +172,7 @@ def spread_rows(arrays: Any, num_shards: int) -> Any:
       >>> spread_rows(np.array([[10, 11, 12, 13, 14, 15, 16, 17]]), 2).tolist()
       [[10, 11, 16, 17, 12, 13, 14, 15]]
     """
-    order = sequence_positions(_length_of(arrays), num_shards).reshape(-1)
+    order = context_positions(_length_of(arrays), num_shards).reshape(-1)
     return jax.tree.map(lambda array: array[..., order], arrays)
 
 
@@ -189,7 +189,7 @@ def unspread_rows(arrays: Any, num_shards: int) -> Any:
     Raises:
       ValueError: as `spread_rows`.
     """
-    order = np.argsort(sequence_positions(_length_of(arrays), num_shards).reshape(-1))
+    order = np.argsort(context_positions(_length_of(arrays), num_shards).reshape(-1))
     return jax.tree.map(lambda array: array[..., order], arrays)
 
 
@@ -211,7 +211,7 @@ def attend_over_axis(
       query: float[B, S, H, K], at the positions of `shard_positions`.
       key: float[B, S, J, K]; J divides H, and head h of the queries attends to head h // (H / J).
       value: float[B, S, J, K].
-      axes: `axes.sequence` is the mesh axis. With `axes.earlier`, S positions are a slice of rows. Both None: rows are
+      axes: `axes.context` is the mesh axis. With `axes.earlier`, S positions are a slice of rows. Both None: rows are
         whole, S = T.
       segment_ids: int[B, S] of any integer type, the sample of each position of packed rows, 0 where there is no token.
         None: a row is one sample. Its length is not needed: no token attends to what follows its end.
@@ -236,16 +236,16 @@ def attend_over_axis(
         own = key, value, segment_ids
         whole = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), axes.earlier(own), own)
         return attend_last(query, *whole)
-    if axes.sequence is None:
+    if axes.context is None:
         if segment_ids is not None:
             return attend_within_segments(query, key, value, segment_ids)
         return attend(query, key, value, jnp.full(len(query), query.shape[1]))
-    num_devices = axis_size(axes.sequence)
-    sequence_positions(query.shape[1] * num_devices, num_devices)  # an odd S is refused
+    num_devices = axis_size(axes.context)
+    context_positions(query.shape[1] * num_devices, num_devices)  # an odd S is refused
     segments_Nx2xBxC = None
     if segment_ids is not None:
-        segments_Nx2xBxC = lax.all_gather(halves(segment_ids), axes.sequence)
-    return attend_zigzag(query, key, value, segments_Nx2xBxC, axes.sequence, implementation)
+        segments_Nx2xBxC = lax.all_gather(halves(segment_ids), axes.context)
+    return attend_zigzag(query, key, value, segments_Nx2xBxC, axes.context, implementation)
 
 
 def _length_of(arrays: Any) -> int:

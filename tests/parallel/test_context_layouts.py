@@ -1,4 +1,4 @@
-"""The axis "sequence" of a layout: parts of rows in long buckets, data in short ones, on one state."""
+"""The axis "context" of a layout: parts of rows in long buckets, data in short ones, on one state."""
 
 import functools
 import itertools
@@ -56,7 +56,7 @@ def on_one_device():
 
 
 def test_one_state_serves_buckets_on_either_side():
-    layout = Layout.parse("data2.sequence2.zero3.sequence_from16")
+    layout = Layout.parse("data2.context2.zero3.context_from16")
     mesh, optimizer, model = layout_mesh(layout), optax.adamw(1e-3), layered(MODEL)
     state = init_state(stack_layers(init_params(MODEL, 0)), optimizer, mesh=mesh, layout=layout, model=model)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -90,21 +90,21 @@ def traffic_of(text, bucket):
 
 
 def test_short_buckets_communicate_as_data_parallel_ones_do():
-    both = ("data", "sequence")
-    short, data = traffic_of("data2.sequence2.sequence_from16", SHORT), traffic_of("data4", SHORT)
+    both = ("data", "context")
+    short, data = traffic_of("data2.context2.context_from16", SHORT), traffic_of("data4", SHORT)
     assert short.keys() == {("all-reduce", both)}
     assert short["all-reduce", both][2:] == data["all-reduce", ("data",)][2:]
 
 
 def test_long_buckets_add_the_keys_and_values_of_attention_only():
-    long = traffic_of("data2.sequence2.sequence_from16", LONG)
+    long = traffic_of("data2.context2.context_from16", LONG)
     assert long.keys() == {
-        ("all-reduce", ("data", "sequence")),
-        ("all-gather", ("sequence",)),
-        ("reduce-scatter", ("sequence",)),
+        ("all-reduce", ("data", "context")),
+        ("all-gather", ("context",)),
+        ("reduce-scatter", ("context",)),
     }
     whole = traffic_of("data4", SHORT)["all-reduce", ("data",)]  # of gradients, whatever the rows
-    assert long["all-reduce", ("data", "sequence")][2:] == whole[2:]
+    assert long["all-reduce", ("data", "context")][2:] == whole[2:]
 
 
 def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
@@ -114,11 +114,11 @@ def test_parts_of_rows_go_with_tensor_and_sequence_parallelism():
     plan = make_plan([12, 5, 12], [(1, 12)], order="length", microbatches_per_step=4)
     batch = next(iter(load(plan, [tokens[0], tokens[1], tokens[3]])))
     model = layered(MODEL)
-    text = "data2.sequence2.tensor2.sequence_parallel.zero2"
+    text = "data2.context2.tensor2.sequence_parallel.zero2"
     assert_layout_invariant(model, stack_layers(init_params(MODEL, 0)), batch, [text], num_steps=2)
 
 
-@pytest.mark.parametrize("text", ["data2.sequence2.zero3", "data2.stage2.sequence2"])
+@pytest.mark.parametrize("text", ["data2.context2.zero3", "data2.stage2.context2"])
 def test_evaluation_counts_every_token_once(text):
     layout = Layout.parse(text)
     mesh, optimizer, model = layout_mesh(layout), optax.sgd(1.0), layered(MODEL)
@@ -132,7 +132,7 @@ def test_evaluation_counts_every_token_once(text):
 
 
 def test_what_cannot_be_spread_is_refused():
-    layout = Layout.parse("data2.sequence2")
+    layout = Layout.parse("data2.context2")
     mesh, optimizer = layout_mesh(layout), optax.sgd(1.0)
     params = stack_layers(init_params(MODEL, 0))
 
@@ -153,15 +153,15 @@ def test_what_cannot_be_spread_is_refused():
         step_on(layered(MODEL), (2, 18))
     with pytest.raises(ValueError, match="3 microbatches a step do not spread over 2 shards of mesh axis 'data'"):
         step_on(layered(MODEL), (2, 16), 3)
-    with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
+    with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         step_on(layered(MODEL)._replace(by_positions=False), (2, 16))
-    with pytest.raises(ValueError, match=r"^sequence2 takes a LayeredModel with by_positions=True"):
+    with pytest.raises(ValueError, match=r"^context2 takes a LayeredModel with by_positions=True"):
         make_layout_step(lambda params, microbatch: (0.0, 0.0), optimizer, mesh=mesh, layout=layout)
 
 
 def test_a_model_that_does_not_work_by_positions_is_refused():
     model = layered(MODEL)
-    layout = Layout.parse("data2.sequence2")
+    layout = Layout.parse("data2.context2")
     on = {"mesh": layout_mesh(layout), "layout": layout}
 
     def evaluate(model, batch=None):
@@ -169,16 +169,16 @@ def test_a_model_that_does_not_work_by_positions_is_refused():
         return jax.eval_shape(make_eval_step(model, **on), state, planned()[0] if batch is None else batch)
 
     def whole_rows(ends, microbatch, axes):
-        return model.embed(ends, microbatch, axes._replace(sequence=None, positions=None))
+        return model.embed(ends, microbatch, axes._replace(context=None, positions=None))
 
     with pytest.raises(ValueError, match=r"^embed returned float32\[2,32,32\] for 16 of 32 positions"):
         evaluate(model._replace(embed=whole_rows))
 
     def reducing(ends, x, microbatch, axes):
         loss_sum, weight_sum = model.loss(ends, x, microbatch, axes)
-        return loss_sum, weight_sum if axes.sequence is None else jax.lax.psum(weight_sum, axes.sequence)
+        return loss_sum, weight_sum if axes.context is None else jax.lax.psum(weight_sum, axes.context)
 
-    with pytest.raises(ValueError, match=r"reduces weight_sum over mesh axis 'sequence' itself"):
+    with pytest.raises(ValueError, match=r"reduces weight_sum over mesh axis 'context' itself"):
         evaluate(model._replace(loss=reducing))
 
 
@@ -191,7 +191,7 @@ def test_rows_are_as_long_as_what_embed_returns():
 
     named = TIED._replace(embed=of_batch(TIED.embed), layer=of_batch(TIED.layer), loss=of_batch(TIED.loss))
     params = tied_params(np.random.default_rng(0), num_layers=2, vocab_size=256, width=8)
-    assert_layout_invariant(named, params, wide, ["data2.sequence2.sequence_from32"], num_steps=1)
+    assert_layout_invariant(named, params, wide, ["data2.context2.context_from32"], num_steps=1)
 
 
 def test_a_ring_in_stages_is_refused_by_name():
@@ -203,7 +203,7 @@ def test_a_ring_in_stages_is_refused_by_name():
 
     model = layered(MODEL)._replace(layer=layer)
     params = stack_layers(init_params(MODEL, 0))._replace(layers={"k": jnp.ones(2)})
-    layout = Layout.parse("data1.stage2.sequence2")
+    layout = Layout.parse("data1.stage2.context2")
     on = {"mesh": layout_mesh(layout), "layout": layout}
     state = init_state(params, optax.sgd(1.0), model=model, **on)
     with pytest.raises(ValueError, match=r"cannot send by ppermute.* implementation='gather'"):
@@ -213,10 +213,10 @@ def test_a_ring_in_stages_is_refused_by_name():
 @pytest.mark.parametrize(
     ("text", "bucket", "message"),
     [
-        ("data2.sequence2.sequence_from64", (2, 32), "2 microbatches .* the 4 shards .* rows of 32"),
-        ("data2.sequence4", (2, 36), "36 positions cannot be spread over 4 shards"),
-        ("data1.sequence2.tensor3.sequence_parallel", (2, 32), "takes a multiple of 3 positions, not 16"),
-        ("data1.stage3.interleaved.chunks2", (2, 32), r"a multiple of num_stages \(3\) microbatches"),
+        ("data2.context2.context_from64", (2, 32), "2 microbatches .* the 4 shards .* rows of 32"),
+        ("data2.context4", (2, 36), "36 positions cannot be spread over 4 shards"),
+        ("data1.context2.tensor3.sequence_parallel", (2, 32), "takes a multiple of 3 positions, not 16"),
+        ("data1.stage3.interleaved.virtual2", (2, 32), r"a multiple of num_stages \(3\) microbatches"),
     ],
 )
 def test_buckets_that_a_layout_cannot_take_are_refused(text, bucket, message):
@@ -225,14 +225,14 @@ def test_buckets_that_a_layout_cannot_take_are_refused(text, bucket, message):
     check_bucket(Layout.parse("data2"), bucket, 2)
 
 
-@pytest.mark.parametrize("text", ["data2.sequence_parallel", "data2.sequence_from64", "data2.interleaved.chunks2"])
+@pytest.mark.parametrize("text", ["data2.sequence_parallel", "data2.context_from64", "data2.interleaved.virtual2"])
 def test_words_that_need_another_axis_are_refused(text):
     layout = Layout.parse(text)
-    with pytest.raises(ValueError, match=r"needs (tensor|sequence|stage)N, with several devices"):
+    with pytest.raises(ValueError, match=r"needs (tensor|context|stage)N, with several devices"):
         make_layout_step(layered(MODEL), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)
 
 
 def test_only_layers_are_run_again():
-    layout = Layout(data=2, keeps="inputs")
-    with pytest.raises(ValueError, match="keep_inputs takes a LayeredModel"):
+    layout = Layout(data=2, remat="full")
+    with pytest.raises(ValueError, match="remat_full takes a LayeredModel"):
         make_layout_step(layered_loss_fn(layered(MODEL)), optax.sgd(1.0), mesh=layout_mesh(layout), layout=layout)

@@ -18,23 +18,23 @@ from jvarlen.compiling.hlo import list_collectives
 from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import layout_mesh
 from jvarlen.models import TransformerConfig, init_params, layered, stack_layers
-from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
-from jvarlen.parallel.sequence import (
+from jvarlen.parallel.context import (
     attend_over_axis,
-    sequence_positions,
+    context_positions,
     shard_positions,
     spread_rows,
     unspread_rows,
 )
+from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
 from jvarlen.parallel.tensor import merge_params, partition_specs, split_params, tensor_parallel_model
 from tests.parallel.test_layers import microbatch_of
 
-SPREAD = P(None, "sequence")
+SPREAD = P(None, "context")
 MODEL = TransformerConfig(num_layers=2, width=16, num_heads=2)
 
 
 def on_devices(num_devices, call, in_specs, out_specs):
-    mesh = layout_mesh(Layout(data=1, sequence=num_devices))
+    mesh = layout_mesh(Layout(data=1, context=num_devices))
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
@@ -46,7 +46,7 @@ def assert_equal_trees(found, expected, rtol=1e-12):
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
 def test_every_position_is_in_one_shard_and_shards_have_an_early_and_a_late_chunk(num_shards):
-    positions = sequence_positions(12 * num_shards, num_shards)
+    positions = context_positions(12 * num_shards, num_shards)
     assert positions.dtype == np.int32
     assert sorted(positions.ravel()) == list(range(12 * num_shards))
     for shard, held in enumerate(positions):
@@ -56,11 +56,11 @@ def test_every_position_is_in_one_shard_and_shards_have_an_early_and_a_late_chun
 
 def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
     with pytest.raises(ValueError, match=r"row of 30 positions .* 4 shards in 8 equal chunks: nearest are 24 and 32 p"):
-        sequence_positions(30, 4)
+        context_positions(30, 4)
     with pytest.raises(ValueError, match=r"row of 3 positions .* 2 shards in 4 equal chunks: nearest are 4 positions"):
-        sequence_positions(3, 2)
+        context_positions(3, 2)
     with pytest.raises(ValueError, match=r"num_shards \(0\)"):
-        sequence_positions(8, 0)
+        context_positions(8, 0)
     with pytest.raises(ValueError, match="row of 6 positions"):
         spread_rows(np.zeros(6), 2)
 
@@ -68,9 +68,9 @@ def test_lengths_that_cannot_be_cut_into_equal_chunks_are_refused():
 def test_spread_rows_lie_on_their_devices_and_come_back():
     rows = {"tokens": np.arange(48, dtype=np.int32).reshape(1, 2, 24), "weights": np.arange(24.0)}
     spread = spread_rows(rows, 4)
-    sharding = NamedSharding(layout_mesh(Layout(data=1, sequence=4)), P(None, None, "sequence"))
+    sharding = NamedSharding(layout_mesh(Layout(data=1, context=4)), P(None, None, "context"))
     for shard in jax.device_put(spread["tokens"], sharding).addressable_shards:
-        held = sequence_positions(24, 4)[shard.device.id]
+        held = context_positions(24, 4)[shard.device.id]
         np.testing.assert_array_equal(shard.data, rows["tokens"][..., held])
     back = unspread_rows(spread, 4)
     assert all(back[name].dtype == rows[name].dtype for name in rows)
@@ -88,7 +88,7 @@ def test_arrays_with_other_last_axes_are_not_spread():
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 8])
 def test_pairs_of_chunks_are_those_that_are_causal_and_equally_many_on_each_device(num_devices):
-    chunks = sequence_positions(2 * num_devices, num_devices)
+    chunks = context_positions(2 * num_devices, num_devices)
     seen = collections.Counter()
     for own in range(num_devices):
         visited = [(own, zigzag._own_pairs())]
@@ -132,14 +132,14 @@ def of_whole_rows(arrays, segments, lengths):
 def step_over_axis(num_devices, implementation, *, packed):
     def on_device(query, key, value, grad, segments):
         def loss_of(query, key, value):
-            axes = Axes(sequence="sequence")
+            axes = Axes(context="context")
             attended = attend_over_axis(
                 query, key, value, axes=axes, segment_ids=segments, implementation=implementation
             )
             return jnp.sum(attended * grad), attended
 
         (loss, attended), grads = jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True)(query, key, value)
-        return jax.lax.psum(loss, "sequence"), attended, grads
+        return jax.lax.psum(loss, "context"), attended, grads
 
     specs = (*[SPREAD] * 4, SPREAD if packed else None)
     return on_devices(num_devices, on_device, specs, (P(), SPREAD, (SPREAD,) * 3))
@@ -153,7 +153,7 @@ def test_attention_over_an_axis_is_that_of_whole_rows(num_devices, implementatio
     monkeypatch.setattr(zigzag, "_QUERIES", 2)  # of 3 a chunk: in two parts, of which the last is filled up
     seq_length = 6 * num_devices
     arrays, segments, lengths = arrays_of(seq_length, packed)
-    order = sequence_positions(seq_length, num_devices).ravel()
+    order = context_positions(seq_length, num_devices).ravel()
     with jax.enable_x64(True):
         expected, expected_grads = of_whole_rows(arrays, segments, lengths)
         step = step_over_axis(num_devices, implementation, packed=packed)
@@ -174,7 +174,7 @@ def test_without_an_axis_rows_are_whole():
 def test_in_bfloat16_sums_are_float32():
     arrays, _, lengths = arrays_of(32, False, np.float32)
     arrays = [array.astype(jnp.bfloat16) for array in arrays]
-    order = sequence_positions(32, 2).ravel()
+    order = context_positions(32, 2).ravel()
     _, attended, grads = step_over_axis(2, "ring", packed=False)(*(array[:, order] for array in arrays), None)
     assert {leaf.dtype for leaf in (attended, *grads)} == {jnp.dtype("bfloat16")}
     _, expected_grads = of_whole_rows([array.astype(np.float32) for array in arrays], None, lengths)
@@ -187,7 +187,7 @@ def program_of_layers(num_devices, implementation, shard_length):
 
     def loss_of(x):
         def layer(x, _):
-            axes = Axes(sequence="sequence")
+            axes = Axes(context="context")
             return attend_over_axis(x, x, x, axes=axes, implementation=implementation), None
 
         return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
@@ -222,7 +222,7 @@ def test_a_ring_of_more_devices_holds_no_more():
 def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
     def loss_of(x, segments):
         def layer(x, _):
-            axes = Axes(sequence="sequence")
+            axes = Axes(context="context")
             return attend_over_axis(x, x, x, axes=axes, segment_ids=segments, implementation="ring"), None
 
         return jnp.sum(jax.lax.scan(layer, x, length=2)[0])
@@ -236,7 +236,7 @@ def test_no_mask_of_all_pairs_of_positions_is_kept_for_a_loop_over_layers():
 def test_what_cannot_attend_is_refused():
     def attend_on(num_devices, length, key_heads=2, key_length=None, **options):
         def on_device(query, key):
-            return attend_over_axis(query, key, key, **{"axes": Axes(sequence="sequence"), **options})
+            return attend_over_axis(query, key, key, **{"axes": Axes(context="context"), **options})
 
         shapes = (1, length, 4, 2), (1, key_length or length, key_heads, 2)
         return on_devices(num_devices, on_device, (SPREAD, SPREAD), SPREAD)(*map(np.ones, shapes))
@@ -250,8 +250,8 @@ def test_what_cannot_attend_is_refused():
     with pytest.raises(ValueError, match=r"implementation \('tree'\) must be one of 'gather', 'ring'"):
         attend_on(2, 8, implementation="tree")
     with pytest.raises(ValueError, match="no axis 'rows' is bound"):
-        attend_on(2, 8, axes=Axes(sequence="rows"))
-    with pytest.raises(ValueError, match="no axis 'sequence' is bound"):
+        attend_on(2, 8, axes=Axes(context="rows"))
+    with pytest.raises(ValueError, match="no axis 'context' is bound"):
         shard_positions(8)
 
 
@@ -281,10 +281,10 @@ def with_axes(model, axes_of):
 def summed_step(model, num_devices, seq_length, batch_specs):
     def on_device(params, microbatch):
         def axes_of(axes):
-            return axes._replace(sequence="sequence", positions=shard_positions(seq_length))
+            return axes._replace(context="context", positions=shard_positions(seq_length))
 
         loss_fn = layered_loss_fn(with_axes(model, axes_of))
-        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "sequence")
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
 
     return on_devices(num_devices, on_device, (P(), batch_specs), P())
 
@@ -332,13 +332,13 @@ def test_the_transformer_is_split_over_tensor_and_sequence_at_once():
     specs = partition_specs(model.specs)
 
     def on_device(params, microbatch):
-        axes = Axes(tensor="tensor", sequence="sequence", positions=shard_positions(16))
+        axes = Axes(tensor="tensor", context="context", positions=shard_positions(16))
         loss_fn = layered_loss_fn(tensor_parallel_model(with_axes(model, lambda _: axes), axes))
-        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "sequence")
+        return jax.lax.psum(jax.value_and_grad(loss_fn, has_aux=True)(params, microbatch), "context")
 
     step = jax.shard_map(
         on_device,
-        mesh=layout_mesh(Layout(data=1, sequence=2, tensor=2)),
+        mesh=layout_mesh(Layout(data=1, context=2, tensor=2)),
         in_specs=(specs, P()),
         out_specs=((P(), P()), specs),
         check_vma=False,
