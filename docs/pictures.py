@@ -22,9 +22,8 @@ from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
-from jvarlen.reports.memory_figures import draw_memory
-from jvarlen.reports.plan_figures import draw_plan
-from jvarlen.reports.schedule_figures import draw_timelines
+from jvarlen.reports.layout_figures import draw_memory, draw_timelines
+from jvarlen.reports.plan_page import draw_plan
 
 __all__ = [
     "DARK",

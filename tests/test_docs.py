@@ -30,8 +30,6 @@ PUBLIC_MODULES = [
     "models",
     "parallel",
     "parallel.collectives",
-    "reports.plan_page",
-    "reports.run_page",
     "sorting.balance",
     "testing",
     "training.checkpoint",

@@ -24,7 +24,7 @@ from jvarlen.data import stdlib_corpus
 from jvarlen.data.tokens import TokenDataset
 from jvarlen.planning.budget import Budget
 from jvarlen.planning.order import Order
-from jvarlen.reports.memory_figures import draw_memory
+from jvarlen.reports.layout_figures import draw_memory
 
 README = Path(jvarlen.__file__).parents[1] / "README.md"
 DOCS = README.parent / "docs"

@@ -1,10 +1,9 @@
-"""Pages and pictures of plans and runs, from values and files.
+"""Pages and pictures of plans, layouts and runs, from values and files.
 
-- `histogram`: a histogram of lengths as text.
-- `compare`: the figures of several strategies for the same lengths, as a table.
-- `figures`: how all pictures are drawn, as SVG or PNG.
-- `page`: a self-contained HTML page of pictures and tables, from the template `page.html.jinja`.
-- `plan_figures`, `plan_page`: a plan as a page. `choice_page`: the choice of a layout as a page.
-- `schedule_figures`, `memory_figures`: pictures of simulated pipeline schedules, and of the memory of steps.
-- `run_records`, `run_figures`, `run_page`: run directories, read and overlaid; the pictures that a run leaves behind.
+- `compare`: strategies compared on the same lengths, and histograms of lengths, as text.
+- `figures`: the style of all pictures, SVG or PNG. `page`: one HTML file of pictures and tables, from the template
+  `page.html.jinja`.
+- `plan_page`, `choice_page`: a plan; the choice of a layout.
+- `layout_figures`: simulated pipeline schedules, and the memory of steps.
+- `run_records`, `run_page`: run directories, read and overlaid; the picture that a run leaves behind.
 """

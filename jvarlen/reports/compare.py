@@ -1,4 +1,4 @@
-"""Compares bucketing strategies, and unplanned batching, on the same lengths.
+"""Bucketing strategies and unplanned batching compared on the same lengths, and histograms of lengths, as text.
 
 NumPy only. Letters: N samples, S steps, K buckets, M microbatches a step, b batches.
 """
@@ -24,9 +24,11 @@ from jvarlen.planning.packing.pack import Packing, pack_samples
 from jvarlen.planning.packing.row_lengths import choose_packed_buckets
 from jvarlen.planning.plan import make_plan
 
-__all__ = ["StrategyFigures", "best_of", "compare_strategies", "comparison_table"]
+__all__ = ["StrategyFigures", "compare_strategies", "comparison_cells", "comparison_table", "length_histogram"]
 
 _PROBLEM_WIDTH = 100  # characters
+_MOST_BINS = 14
+_BAR = 40  # characters of the longest bar
 
 
 class StrategyFigures(NamedTuple):
@@ -133,24 +135,6 @@ def compare_strategies(
     return [each if each.problem else each._replace(relative=_spent(each) / least) for each in figures]
 
 
-def best_of(figures: Sequence[StrategyFigures]) -> StrategyFigures:
-    """The plan with the least seconds, or positions; the first of several.
-
-    Args:
-      figures: as from `compare_strategies`.
-
-    Returns:
-      One of the figures.
-
-    Raises:
-      ValueError: none is a plan that can be made.
-    """
-    possible = [each for each in figures if each.is_plan and not each.problem]
-    if not possible:
-        raise UserError("none of the figures is of a plan that can be made")
-    return min(possible, key=_spent)
-
-
 def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     """The figures as aligned text.
 
@@ -164,19 +148,12 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     Raises:
       ValueError: none is a plan that can be made.
     """
-    best = best_of(figures)
-    has_seconds = best.seconds is not None
-    predicted = ["predicted s"] if has_seconds else []
-    rows = [["strategy", "shapes", "steps", "padding", "positions", *predicted, "× best", "uneven"]]
-    for each in figures:
-        if each.problem:
-            rows.append([each.name, f"not possible: {each.problem}"])
-            continue
-        row = [each.name, f"{each.num_shapes:,}", f"{each.num_steps:,}", f"{each.padding:.2%}"]
-        row += [f"{each.num_positions:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
-        rows.append([*row, f"{each.relative:.3f}", f"{each.unevenness:.2f}", *(["← best"] if each is best else [])])
+    header, cells, best = comparison_cells(figures)
+    header = [name[0].lower() + name[1:] for name in header]
+    rows = [[*row, "← best"] if place == best else row for place, row in enumerate(cells)]
+    has_seconds = figures[best].seconds is not None
     widths = (8, 7, 9, 8, 14, *([12] if has_seconds else []), 8, 7)
-    lines = [text_table(rows, least_widths=widths, gap=" ")]
+    lines = [text_table([header, *rows], least_widths=widths, gap=" ")]
     for samples, dropped, cut in dict.fromkeys(
         (each.num_samples, each.num_dropped, each.num_truncated) for each in figures if not each.problem
     ):
@@ -186,23 +163,33 @@ def comparison_table(figures: Sequence[StrategyFigures]) -> str:
     return "\n".join(lines)
 
 
+def comparison_cells(figures: Sequence[StrategyFigures]) -> tuple[list[str], list[list[str]], int]:
+    """A header, cells of each strategy, and the place of the best plan; ValueError if no plan can be made."""
+    possible = [place for place, each in enumerate(figures) if each.is_plan and not each.problem]
+    if not possible:
+        raise UserError("none of the figures is of a plan that can be made")
+    best = min(possible, key=lambda place: _spent(figures[place]))
+    has_seconds = figures[best].seconds is not None
+    predicted = ["Predicted s"] if has_seconds else []
+    rows = []
+    for each in figures:
+        row = [each.name, f"{each.num_shapes:,}", f"{each.num_steps:,}", f"{each.padding:.2%}"]
+        row += [f"{each.num_positions:,}", *([f"{each.seconds:,.1f}"] if has_seconds else [])]
+        row += [f"{each.relative:.3f}", f"{each.unevenness:.2f}"]
+        rows.append([each.name, f"not possible: {each.problem}"] if each.problem else row)
+    return ["Strategy", "Shapes", "Steps", "Padding", "Positions", *predicted, "× best", "Uneven"], rows, best
+
+
 def _spent(figures: StrategyFigures) -> float:
     """The figure that strategies are compared by."""
     return float(figures.num_positions) if figures.seconds is None else figures.seconds
 
 
 class _Epoch(NamedTuple):
-    """The samples and limits of an epoch, and the ways to make steps of them.
+    """The samples and limits of an epoch, and the ways to make steps of them."""
 
-    Attributes:
-      lengths_by_id: int64[N], of all samples, so that errors tell their ids.
-      lengths: int64[n], of those that are planned, cut ones as cut.
-      budget: of a microbatch.
-      overlong: the rule for longer samples.
-    """
-
-    lengths_by_id: Int64[np.ndarray, " N"]
-    lengths: Int64[np.ndarray, " n"]
+    lengths_by_id: Int64[np.ndarray, " N"]  # of all samples, so that errors tell their ids
+    lengths: Int64[np.ndarray, " n"]  # of those that are planned, cut ones as cut
     budget: Budget
     overlong: Overlong
 
@@ -272,4 +259,28 @@ def _figures_of(
         num_samples=len(counted.lengths),
         num_dropped=counted.num_dropped,
         num_truncated=counted.num_truncated,
+    )
+
+
+def length_histogram(lengths: Int64[np.ndarray, " N"]) -> str:
+    """A histogram of lengths as text, with bins that grow by equal ratios.
+
+    Args:
+      lengths: int64[N], each ≥ 1.
+
+    Returns:
+      One line a bin, with its range, number of samples, share of all tokens, and a bar; then a line of figures.
+    """
+    edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, _MOST_BINS + 1).round().astype(np.int64))
+    bin_of_sample = np.searchsorted(edges, lengths, side="right") - 1
+    samples = np.bincount(bin_of_sample, minlength=len(edges) - 1)
+    tokens = np.bincount(bin_of_sample, lengths, len(edges) - 1)
+    rows = [["length", "samples", "of tokens"]]
+    for low, high, count, share in zip(edges, edges[1:] - 1, samples, tokens / tokens.sum(), strict=False):
+        bar = "█" * round(_BAR * count / samples.max())
+        rows.append([f"{low:>6,} – {high:>6,}", f"{count:,}", f"{share:.1%}", bar])
+    table = text_table(rows, align=">", least_widths=(15, 10, 10), gap=" ")
+    return (
+        f"{table}\n{len(lengths):,} samples, {lengths.sum():,} tokens; shortest {lengths.min():,}, "
+        f"median {int(np.median(lengths)):,}, 99 % up to {int(np.percentile(lengths, 99)):,}, longest {lengths.max():,}"
     )

@@ -1,7 +1,7 @@
-"""How the figures of plans and runs are drawn: with Matplotlib, in one style, as SVG for pages or as PNG files.
+"""The style of all figures: Matplotlib, as SVG for pages or as PNG files.
 
-Each line or run has a place in a list, which decides its colour and its dashes. Neighbouring steps of a long run are
-drawn together, so the size of a figure does not depend on their number. Letters: S steps, K buckets.
+A line's place in a list decides its colour and dashes. Neighbouring steps of a long run are drawn together, so the size
+of a figure does not depend on their number. Letters: S steps, K buckets.
 """
 
 from __future__ import annotations
@@ -79,44 +79,26 @@ _LEVEL_CHARACTERS = 24  # of all labels, if they are to stand level
 
 
 class Picture(NamedTuple):
-    """A picture of a page.
+    """A picture of a page."""
 
-    Attributes:
-      name: of letters and hyphens, unlike that of any other.
-      title: what it shows.
-      caption: how to read it.
-      svg: an SVG file, as from `to_svg`; empty if there is nothing to show.
-      runs: places of the runs that are in it.
-    """
-
-    name: str
+    name: str  # of letters and hyphens, unlike that of any other
     title: str
     caption: str
-    svg: str
-    runs: tuple[int, ...] = ()
+    svg: str  # as from `to_svg`; empty if there is nothing to show
+    runs: tuple[int, ...] = ()  # places of the runs that are in it
 
 
 class Look(NamedTuple):
-    """How a line is drawn.
+    """How a line is drawn."""
 
-    Attributes:
-      colour: a name of `COLOURS`.
-      dashes: points drawn and left out in turn; none for a whole line.
-    """
-
-    colour: str
-    dashes: tuple[float, ...]
+    colour: str  # a name of `COLOURS`
+    dashes: tuple[float, ...]  # points drawn and left out in turn; none for a whole line
 
 
 class Detail(NamedTuple):
-    """How finely steps are drawn: the same for all lines of a figure, which are to be compared.
+    """How finely steps are drawn: the same for all lines of a figure, which are to be compared."""
 
-    Attributes:
-      num_steps: of the longest line.
-      num_lines: lines in the figure.
-    """
-
-    num_steps: int
+    num_steps: int  # of the longest line
     num_lines: int = 1
 
     @property
@@ -198,12 +180,7 @@ def to_svg(figure: Any) -> str:
 
 
 def style_of_colours(colours: Mapping[str, str]) -> str:
-    """CSS that declares colours as custom properties.
-
-    Example:
-      >>> style_of_colours({"ink": "#000000", "line": "#ffffff"})
-      '--ink:#000000;--line:#ffffff'
-    """
+    """CSS that declares colours as custom properties: `--ink:#1d232b;--muted:#5a6573`."""
     return ";".join(f"--{name}:{value}" for name, value in colours.items())
 
 
@@ -213,12 +190,7 @@ def save_png(figure: Any, path: Path) -> None:
 
 
 def look_of(place: int) -> Look:
-    """How the line at a place of the list is drawn; there are as many looks as colours times dashes.
-
-    Example:
-      >>> look_of(0), look_of(7)
-      (Look(colour='first', dashes=()), Look(colour='second', dashes=(5.0, 2.0)))
-    """
+    """How the line at a place of the list is drawn; there are as many looks as colours times dashes."""
     dashes, colour = divmod(place, len(_OF_LINES))
     return Look(_OF_LINES[colour], _DASHES[dashes % len(_DASHES)])
 
@@ -243,20 +215,7 @@ def draw_steps(
     weights: Float64[np.ndarray, " S"] | None = None,
     label: str | None = None,
 ) -> bool:
-    """Draws one point a step if steps are few; otherwise, for ranges of steps, their mean, least and most.
-
-    Args:
-      axis: Matplotlib's.
-      x: where the steps are; NaN where unknown.
-      y: their values; NaN where unknown.
-      detail: of the whole figure.
-      place: of the line.
-      weights: by which the steps of a range count in its mean; all the same if left out.
-      label: in a legend.
-
-    Returns:
-      Whether there was anything to draw.
-    """
+    """Draws a point a step, or the weighted mean, least and most of ranges of steps; False if all are NaN."""
     x, y, weights = where_known(x, y, np.ones(len(y)) if weights is None else weights)
     if not len(y):
         return False
@@ -291,22 +250,11 @@ def draw_bars(
     num_slots: int = 1,
     **options: Any,
 ) -> None:
-    """Bars of buckets side by side, none where a height is NaN.
-
-    Args:
-      axis: Matplotlib's.
-      heights: of each bucket.
-      colour: for Matplotlib.
-      bottom: where the bars begin.
-      slot: which of the bars of a bucket.
-      num_slots: bars of each bucket.
-      options: those of `axis.bar`.
-    """
+    """One of `num_slots` bars of each bucket, none where a height is NaN; `options` are those of `axis.bar`."""
     known = np.isfinite(heights)
     width = 0.8 / num_slots
     places = np.arange(len(heights)) + (slot - (num_slots - 1) / 2) * width
-    bottoms = np.broadcast_to(bottom, known.shape)[known]
-    axis.bar(places[known], heights[known], width, bottoms, color=colour, **options)
+    axis.bar(places[known], heights[known], width, np.broadcast_to(bottom, known.shape)[known], color=colour, **options)
 
 
 def finish_bars(axis: Any, labels: Sequence[str], name: str) -> None:

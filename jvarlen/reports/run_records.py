@@ -60,45 +60,28 @@ _MOST_CHARACTERS = 60  # of a setting
 
 
 class Evaluations(NamedTuple):
-    """Evaluations of one name, such as those of the held-out samples.
+    """Evaluations of one name, such as those of the held-out samples."""
 
-    Attributes:
-      step: float64[E], training steps done before.
-      loss: float64[E], in the unit of the run.
-    """
-
-    step: Float64[np.ndarray, " E"]
-    loss: Float64[np.ndarray, " E"]
+    step: Float64[np.ndarray, " E"]  # training steps done before
+    loss: Float64[np.ndarray, " E"]  # in the unit of the run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """The content of a run directory.
-
-    Attributes:
-      path: the directory.
-      steps: float64[S] for each field of `metrics.jsonl` that is read, such as `loss` and `time_s`; NaN where
-        unknown.
-      evaluations: by name.
-      in_bits: whether losses are shown in bits a token: they are in nats a token unless the run has a loss of its own.
-      summary: figures of `summary.json`; None if there is none yet.
-      is_interrupted: whether the summary says that the run was interrupted.
-      ledger: of the buckets that were trained in; None if there is none yet.
-      settings: by dotted name, as JSON.
-    """
+    """The content of a run directory; None for files that are not there yet."""
 
     path: Path
-    steps: Mapping[str, Float64[np.ndarray, " S"]]
-    evaluations: Mapping[str, Evaluations]
-    in_bits: bool
-    summary: Mapping[str, Any] | None
-    is_interrupted: bool
-    ledger: Ledger | None
-    settings: Mapping[str, str]
+    steps: Mapping[str, Float64[np.ndarray, " S"]]  # by field of `metrics.jsonl`; NaN where unknown
+    evaluations: Mapping[str, Evaluations]  # by name
+    in_bits: bool  # whether losses are shown in bits a token: they are in nats unless the run has a loss of its own
+    summary: Mapping[str, Any] | None = None
+    is_interrupted: bool = False
+    ledger: Ledger | None = None
+    settings: Mapping[str, str] = dataclasses.field(default_factory=dict)  # as JSON, by dotted name
 
     @property
     def losses(self) -> Float64[np.ndarray, " S"]:
-        """float64[S], the loss of each step, in bits a token if it is shown so."""
+        """Of each step, in bits a token if it is shown so."""
         return nats_to_bits(self.steps["loss"]) if self.in_bits else self.steps["loss"]
 
     @property
@@ -114,52 +97,30 @@ class Run:
 
     @property
     def tokens_so_far(self) -> Float64[np.ndarray, " S"]:
-        """float64[S], real tokens up to and including each step; NaN from the first unknown one on."""
+        """Real tokens up to and including each step; NaN from the first unknown one on."""
         return np.cumsum(self.steps["num_tokens"])
 
     @property
     def seconds(self) -> Float64[np.ndarray, " S"]:
-        """float64[S], from the end of one step to the end of the next, whatever came between; NaN where unknown."""
+        """From the end of one step to the end of the next, whatever came between; NaN where unknown."""
         seconds = np.diff(self.steps["time_s"], prepend=0.0)
         return np.where(seconds > 0, seconds, np.nan)
 
 
 class BucketUse(NamedTuple):
-    """How a run used a bucket; None for unknown figures.
+    """How a run used a bucket; None for unknown figures."""
 
-    Attributes:
-      shape: rows, and length or lengths.
-      num_steps: steps that were logged.
-      num_tokens: real tokens in these steps.
-      num_positions: positions of these steps.
-      padding: share of these positions that held no token.
-      seconds: of all these steps; if they were not timed one by one, the ledger's median times their number.
-      row: the row of the ledger.
-    """
-
-    shape: tuple[int, ...]
-    num_steps: int
-    num_tokens: float | None
-    num_positions: float | None
-    padding: float | None
-    seconds: float | None
-    row: LedgerRow | None
+    shape: tuple[int, ...]  # rows, and length or lengths
+    num_steps: int = 0  # that were logged, as are the tokens and positions
+    num_tokens: float | None = None
+    num_positions: float | None = None
+    padding: float | None = None  # share of the positions that held no token
+    seconds: float | None = None  # of all these steps; not timed one by one, the ledger's median times their number
+    row: LedgerRow | None = None
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> Run:
-    """Reads the directory of a run, which may still be running.
-
-    Args:
-      run_dir: has `config.json` and `metrics.jsonl`; `summary.json` and `ledger.json` come with the end of a run.
-
-    Returns:
-      `Run`.
-
-    Raises:
-      FileNotFoundError: there is no such directory, or it is not a run directory; the message says what is missing.
-      ValueError: a file is damaged; the message has the file and the line.
-      OSError: a file cannot be read.
-    """
+    """Reads the directory of a run, which may still be running."""
     path = Path(run_dir)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no directory {path} of a run")
@@ -215,23 +176,11 @@ def _iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
 def run_of_records(records: Iterable[Mapping[str, Any]]) -> Run:
     """A run of which nothing is known but its records, as from `read_metrics`."""
     steps, evaluations, in_bits = _columns_of(records)
-    return Run(
-        path=Path(),
-        steps=steps,
-        evaluations=evaluations,
-        in_bits=in_bits,
-        summary=None,
-        is_interrupted=False,
-        ledger=None,
-        settings={},
-    )
+    return Run(path=Path(), steps=steps, evaluations=evaluations, in_bits=in_bits)
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
     """Names of directories; equal names get as much of the path as tells them apart.
-
-    Raises:
-      ValueError: a directory is given twice.
 
     Example:
       >>> run_names([Path("/a/runs/1"), Path("/b/runs/1"), Path("/b/runs/2")])
@@ -270,45 +219,29 @@ def bucket_uses(run: Run) -> list[BucketUse]:
     shapes = np.stack([run.steps["bucket_rows"], run.steps["bucket_length"]], axis=1)
     is_known = np.isfinite(shapes).all(axis=1)
     unique, place = np.unique(shapes[is_known].astype(np.int64), axis=0, return_inverse=True)
-    num_steps = np.bincount(place.ravel(), minlength=len(unique))
+    num_steps = np.bincount(place.ravel(), minlength=len(unique)).tolist()
 
     def sums(name: str) -> list[float | None]:
         totals = np.bincount(place.ravel(), run.steps[name][is_known], len(unique))
         return [float(total) if np.isfinite(total) else None for total in totals]
 
     rows = {tuple(row.bucket): row for row in run.ledger or ()}
-    uses = {}
-    figures = (num_steps.tolist(), sums("num_tokens"), sums("num_positions"), sums("step_s"))
+    uses = {shape: BucketUse(shape, row=row) for shape, row in rows.items()}
+    figures = (num_steps, sums("num_tokens"), sums("num_positions"), sums("step_s"))
     for shape, steps, tokens, positions, seconds in zip(map(tuple, unique.tolist()), *figures, strict=True):
-        uses[shape] = _bucket_use(shape, steps, tokens, positions, seconds, rows.get(shape))
-    for shape, row in rows.items():
-        uses.setdefault(shape, _bucket_use(shape, 0, None, None, None, row))
+        row = rows.get(shape)
+        padding = None if tokens is None or not positions else 1.0 - tokens / positions
+        if seconds is None and row is not None and row.step_s == row.step_s:
+            seconds = steps * row.step_s
+        uses[shape] = BucketUse(shape, steps, tokens, positions, padding, seconds, row)
     return sorted(uses.values(), key=lambda use: (use.shape[1:], use.shape[0]))
-
-
-def _bucket_use(
-    shape: tuple[int, ...],
-    num_steps: int,
-    num_tokens: float | None,
-    num_positions: float | None,
-    seconds: float | None,
-    row: LedgerRow | None,
-) -> BucketUse:
-    padding = None if num_tokens is None or not num_positions else 1.0 - num_tokens / num_positions
-    if seconds is None and row is not None and row.step_s == row.step_s:
-        seconds = num_steps * row.step_s
-    return BucketUse(shape, num_steps, num_tokens, num_positions, padding, seconds, row)
 
 
 def _columns_of(
     records: Iterable[Mapping[str, Any]], of_file: str = ""
 ) -> tuple[dict[str, Float64[np.ndarray, " S"]], dict[str, Evaluations], bool]:
-    """The fields of steps, the evaluations by name, and whether losses are in nats.
-
-    Of a long log, only numbers are held.
-    Errors begin with `of_file`.
-    """
-    steps = {name: array("d") for name in _STEP_FIELDS}
+    """The fields of steps, the evaluations by name, and whether losses are in nats; errors begin with `of_file`."""
+    steps = {name: array("d") for name in _STEP_FIELDS}  # of a long log, only numbers are held
     evaluations: dict[str, dict[str, array]] = {}
     in_bits = True
     for number, record in enumerate(records, start=1):
@@ -341,13 +274,16 @@ def _columns_of(
 
 
 def _read_settings(path: Path) -> dict[str, str]:
-    """Settings as JSON, by name; those of a group by `group.name`."""
+    """Settings as JSON, cut where it is long, by name; those of a group by `group.name`."""
+
+    def shown(value: Any) -> str:
+        text = json.dumps(value, ensure_ascii=False)
+        return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}…"
+
     flat: dict[str, str] = {}
     for name, value in _read_object(path).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{key}": _shown(each) for key, each in value.items()}
-        else:
-            flat[name] = _shown(value)
+        of_group = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= {key: shown(each) for key, each in of_group.items()}
     return flat
 
 
@@ -359,9 +295,3 @@ def _read_object(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise UserError(f"{path} is damaged: it holds no JSON object")
     return document
-
-
-def _shown(value: Any) -> str:
-    """A setting as JSON, cut where it is long."""
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= _MOST_CHARACTERS else f"{shown[:_MOST_CHARACTERS]}…"

@@ -26,7 +26,7 @@ from jvarlen.parallel.memory import memory_bill
 from jvarlen.parallel.portable import check_portable, stack_for
 from jvarlen.parallel.train import check_bucket
 from jvarlen.planning.lengths import DataSource
-from jvarlen.reports.histogram import length_histogram
+from jvarlen.reports.compare import length_histogram
 from jvarlen.runs.config import AUTO, FitConfig, shared_settings
 from jvarlen.runs.data import TrainingData, open_training_data
 from jvarlen.runs.epochs import Course

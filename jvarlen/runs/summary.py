@@ -14,7 +14,7 @@ from jvarlen._common.text_table import text_table
 from jvarlen._common.units import nats_to_bits
 from jvarlen.compiling.ledger import Ledger
 from jvarlen.data.split import HELD_OUT
-from jvarlen.reports.run_figures import plot_curves, plot_ledger
+from jvarlen.reports.run_page import plot_curves
 from jvarlen.reports.run_records import read_metrics
 
 __all__ = ["EvaluatedIn", "Evaluation", "Summary", "write_summary"]
@@ -122,16 +122,13 @@ class Summary:
 
 
 def write_summary(run_dir: Path, summary: Summary, ledger: Ledger) -> None:
-    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json` and `ledger.png`.
+    """Writes `summary.json`, `curves.png`, and, if the run took steps, `ledger.json`.
 
-    After SIGTERM no pictures are drawn: time may be short, and such a run is mostly resumed.
+    After SIGTERM no curves are drawn: time may be short, and such a run is mostly resumed.
     """
-    draws = interrupt_signal() != signal.SIGTERM
     with write_atomically(run_dir / "summary.json") as file:
         file.write((json.dumps(dataclasses.asdict(summary), indent=2) + "\n").encode())
-    if draws:
+    if interrupt_signal() != signal.SIGTERM:
         plot_curves(read_metrics(run_dir / "metrics.jsonl"), run_dir / "curves.png")
     if ledger.times_used or not (run_dir / "ledger.json").exists():
         ledger.save(run_dir / "ledger.json")
-        if draws:
-            plot_ledger(ledger, run_dir / "ledger.png")

@@ -10,7 +10,7 @@ from jvarlen import choose_row_lengths, make_buckets, make_plan, pack_samples
 from jvarlen.planning.budget import Strategy
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.planning.steps import bucket_figures
-from jvarlen.reports.compare import best_of, compare_strategies, comparison_table
+from jvarlen.reports.compare import compare_strategies, comparison_cells, comparison_table, length_histogram
 
 # Of some eighty distinct lengths: choosing row lengths takes time for each.
 LENGTHS = np.random.default_rng(0).lognormal(4, 0.8, 3000).astype(int).clip(1, 900) // 5 * 5 + 3
@@ -115,7 +115,7 @@ def test_what_there_is_without_a_plan_is_counted_batch_by_batch(cost):
 @pytest.mark.parametrize("cost", [None, COST])
 def test_all_is_relative_to_the_best_plan(cost):
     figures = compared(cost=cost)
-    best = best_of(figures)
+    best = figures[comparison_cells(figures)[2]]
     assert best.is_plan
     assert best.relative == 1
     for each in figures:
@@ -151,7 +151,7 @@ def test_a_strategy_that_cannot_be_made_says_why():
     (line,) = [line for line in lines if line.startswith("optimal")]
     assert "not possible: max_bytes 1e+09" in line
     assert len(line) < 150
-    assert best_of(figures).problem == ""
+    assert figures[comparison_cells(figures)[2]].problem == ""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_the_table_is_aligned_and_marks_the_best(cost):
     header, *rows, samples, explained = comparison_table(figures).splitlines()
     assert [row.split("  ")[0] for row in rows] == [each.name for each in figures]
     (best,) = [row for row in rows if row.endswith(" ← best")]
-    assert best.startswith(best_of(figures).name)
+    assert best.startswith(figures[comparison_cells(figures)[2]].name)
     assert {len(row.removesuffix(" ← best")) for row in rows} == {len(header)}
     assert samples == f"3,000 samples; {int((LENGTHS > 400).sum()):,} cut, 0 dropped"
     assert ("seconds" in explained) == (cost is not None) == ("predicted s" in header)
@@ -191,3 +191,10 @@ def test_a_table_needs_a_plan():
     without = [each for each in compared(cost=None) if not each.is_plan]
     with pytest.raises(ValueError, match="none of the figures"):
         comparison_table(without)
+
+
+@pytest.mark.parametrize("lengths", [[5], [1, 1, 1], [1, 2], list(range(1, 500)), [3, 10**9]])
+def test_the_histogram_counts_every_sample_once(lengths):
+    *bins, figures = length_histogram(np.array(lengths)).splitlines()[1:]
+    assert sum(int(line.split()[3].replace(",", "")) for line in bins) == len(lengths)
+    assert f"{len(lengths):,} samples, {sum(lengths):,} tokens" in figures

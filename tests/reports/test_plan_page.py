@@ -13,8 +13,7 @@ import jvarlen
 from jvarlen import choose_row_lengths, lr_sequence, make_buckets, make_pair_buckets, make_plan, pack_samples
 from jvarlen.planning.cost_model import CostModel
 from jvarlen.reports.compare import compare_strategies
-from jvarlen.reports.plan_figures import integer_bins
-from jvarlen.reports.plan_page import write_html_report
+from jvarlen.reports.plan_page import integer_bins, write_html_report
 from tests.browser import measured, num_pixels_of, render
 from tests.html_pages import Page
 
@@ -90,8 +89,8 @@ def test_the_tables_hold_the_figures_of_the_plan(drawn):
         assert rows[f"{bucket.rows:,} × {bucket.length:,}"] == expected
     assert rows["Total"][:2] == ["3,000", f"{plan.num_steps:,}"]
     for each in comparison:
-        assert rows[each.name][:2] == [f"{each.relative:.3f}", f"{each.num_shapes:,}"]
-        assert rows[each.name][-1] == f"{each.seconds:,.1f}"
+        assert rows[each.name][0] == f"{each.num_shapes:,}"
+        assert rows[each.name][-3:-1] == [f"{each.seconds:,.1f}", f"{each.relative:.3f}"]
     assert [attrs for attrs in page.named("tr") if attrs.get("class") == "best"]
 
 
@@ -145,7 +144,7 @@ def test_text_is_escaped(drawn, path):
     assert not page.named("script")
     assert not page.named("b")
     assert 'alert("1")' in page.text
-    assert "Not possible: </td> & <b>" in page.text
+    assert "not possible: </td> & <b>" in page.text
 
 
 def test_the_size_does_not_grow_with_the_plan(path):

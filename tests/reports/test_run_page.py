@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.image import imread
 
 from jvarlen import CompileOptions, FitConfig, fit
 from jvarlen.cli import main
 from jvarlen.models import TransformerConfig
-from jvarlen.reports import run_figures
+from jvarlen.reports import run_page
 from jvarlen.reports.figures import look_of
-from jvarlen.reports.run_figures import draw_runs
-from jvarlen.reports.run_page import read_runs
+from jvarlen.reports.run_page import draw_runs, plot_curves, read_runs
 from jvarlen.reports.run_records import bucket_uses, differing_settings_of, read_run, run_names
 from jvarlen.runs.config import PlanConfig
 from tests.browser import measured, num_pixels_of, render
@@ -258,13 +258,13 @@ def long_run(run, num_steps):
 
 def test_the_size_does_not_grow_with_the_run_and_every_step_counts(tmp_path, page_path, monkeypatch):
     run = long_run(read_run(write_run(tmp_path / "run", 50)), 200_000)
-    lines, to_svg = {}, run_figures.to_svg
+    lines, to_svg = {}, run_page.to_svg
 
     def noting(figure):
         lines[figure.axes[0].get_ylabel()] = list(figure.axes[0].lines)
         return to_svg(figure)
 
-    monkeypatch.setattr(run_figures, "to_svg", noting)
+    monkeypatch.setattr(run_page, "to_svg", noting)
     report = read_runs([run.path])._replace(runs=(run,))
     report.write_html(page_path)
     assert page_path.stat().st_size < 500_000
@@ -380,3 +380,24 @@ def test_the_summary_tells_too_that_a_loss_is_ones_own(tmp_path):
     (run / "summary.json").write_text(json.dumps(summary | {"evaluated_in": "loss"}))
     assert not read_run(run).in_bits
     assert dict(read_runs([run]).figures)["Held out"] == ["8.000, then 3.250"]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 30])
+def test_curves_are_drawn_for_any_number_of_steps(tmp_path, num_steps):
+    rows = [
+        {
+            "step": s,
+            "loss": 3.0,
+            "base_learning_rate": 0.1,
+            "learning_rate": 0.2,
+            "num_sequences": 3,
+            "bucket_length": 8,
+        }
+        for s in range(num_steps)
+    ]
+    plot_curves([{"step": 0, "held_out_bits_per_byte": 8.0}, *rows], tmp_path / "curves.png")
+    pixels = imread(tmp_path / "curves.png")[..., :3]
+    is_blue = pixels[..., 2] - pixels[..., 0] > 0.3
+    lower_half = is_blue[len(is_blue) // 2 :]  # points only
+    assert bool(lower_half.any()) == (num_steps > 0)
+    assert lower_half.mean() < 0.01

@@ -1,4 +1,4 @@
-"""Pictures of schedules: a bar for each action where it is in time, and its microbatch on it."""
+"""Pictures of layouts: a bar for each action of a schedule where it is in time; the memory of each layout."""
 
 import re
 from collections import Counter
@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jvarlen.parallel import gpipe, interleaved, zero_bubble
-from jvarlen.reports.schedule_figures import draw_timelines
+from jvarlen.parallel.memory import MemoryBill
+from jvarlen.reports.layout_figures import draw_memory, draw_timelines
 
 NUMBER = r"[\d.]+"
 
@@ -70,3 +71,18 @@ def test_numbers_are_left_out_where_they_do_not_fit():
 @pytest.mark.parametrize("cost", [0, 1e-6, 1e6])
 def test_any_unit_of_time_can_be_drawn(cost):
     assert len(bars(draw_timelines(gpipe(2, 2).simulate({"F": cost, "B": cost})), "first")) == 4
+
+
+def test_every_layout_is_a_row_with_its_total():
+    estimates = {
+        "data4": MemoryBill(2**20, 2**20, 0, 2**21, 0, None),
+        "zero1": MemoryBill(2**20, 0, 0, 2**19, 0, 2**22),
+    }
+    found = words(draw_memory(estimates))
+    assert {"data4", "zero1", " 4.0", " 5.5"} <= {*found}
+    assert [word for word in found if word in MemoryBill._fields] == ["params", "grads", "opt_state", "activations"]
+
+
+def test_no_estimates_are_refused():
+    with pytest.raises(ValueError, match="no estimates"):
+        draw_memory({})

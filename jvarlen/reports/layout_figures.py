@@ -1,22 +1,25 @@
-"""Pictures of simulated pipeline schedules: a row for each stage, a bar for each action.
-
-Letters: S stages, A actions of a stage.
-"""
+"""Pictures of layouts: simulated pipeline schedules, and what a step holds on a device."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from jvarlen._common.checks import UserError
+from jvarlen.parallel.memory import MemoryBill
 from jvarlen.parallel.schedules import Timeline
-from jvarlen.reports.figures import COLOURS, drawing_settings, format_ticks, new_figure, to_svg
+from jvarlen.reports.figures import COLOURS, colour_of, drawing_settings, format_ticks, new_figure, to_svg
 
-__all__ = ["draw_timelines"]
+__all__ = ["draw_memory", "draw_timelines"]
 
-_WIDTH, _ROW, _MARGIN = 7.2, 0.26, 0.55  # inches
+_WIDTH = 7.2  # inches, as are all sizes here
+_STAGE, _ABOVE_STAGES = 0.26, 0.55
+_LAYOUT, _BESIDE_LAYOUTS = 0.34, 1.1
+_CHARACTER = 0.075
 _COLOURS = {"F": "first", "B": "second", "W": "third"}
-_LABEL_INCHES = 0.075  # of a character
+_MIB = 2**20
 
 
 def draw_timelines(*timelines: Timeline) -> str:
@@ -39,7 +42,7 @@ def draw_timelines(*timelines: Timeline) -> str:
     """
     with drawing_settings():
         figure, axes = new_figure(len(timelines), sharex=True)
-        heights = [_ROW * timeline.schedule.num_stages + _MARGIN for timeline in timelines]
+        heights = [_STAGE * timeline.schedule.num_stages + _ABOVE_STAGES for timeline in timelines]
         figure.set_size_inches(_WIDTH, sum(heights) + 0.2)
         axes[0].get_gridspec().set_height_ratios(heights)
         longest = max(timeline.makespan for timeline in timelines)
@@ -75,6 +78,43 @@ def _draw(axis: Any, timeline: Timeline, inches_per_unit: float) -> None:
             axis.add_patch(PathPatch(bars, **look))
     for (s, a), last in np.ndenumerate(lasts):
         label = f"{schedule.actions[s, a, 1]}"
-        if len(label) * _LABEL_INCHES <= last * inches_per_unit:
+        if len(label) * _CHARACTER <= last * inches_per_unit:
             middle = timeline.starts[s, a] + last / 2
             axis.text(middle, s, label, ha="center", va="center_baseline", fontsize=8)
+
+
+def draw_memory(estimates: Mapping[str, MemoryBill]) -> str:
+    """Bars of the parts of memory estimates, one below the other.
+
+    Args:
+      estimates: by name, such as the texts of layouts; at least one.
+
+    Returns:
+      An SVG file that suits light and dark surroundings.
+
+    Raises:
+      ValueError: there are no estimates.
+
+    Example:
+      >>> draw_memory({"data4": MemoryBill(2**20, 2**20, 0, 2**21, 0, None)})[:4]
+      '<svg'
+    """
+    if not estimates:
+        raise UserError("there are no estimates to draw")
+    with drawing_settings():
+        figure, (axis,) = new_figure()
+        figure.set_size_inches(_WIDTH, _BESIDE_LAYOUTS + _LAYOUT * len(estimates))
+        names = list(estimates)
+        left = [0.0] * len(names)
+        for place, part in enumerate(MemoryBill._fields):
+            sizes = [(getattr(each, part) or 0) / _MIB for each in estimates.values()]
+            if any(sizes):
+                axis.barh(names, sizes, left=left, height=0.62, color=colour_of(place), alpha=0.75, label=part)
+            left = [begin + size for begin, size in zip(left, sizes, strict=True)]
+        for place, total in enumerate(left):
+            axis.text(total, place, f" {total:,.1f}", va="center", fontsize=8)
+        axis.set(xlabel="MiB on a device", xlim=(0, 1.12 * max(left) or 1))
+        axis.invert_yaxis()
+        axis.tick_params(axis="y", length=0)
+        figure.legend(loc="outside upper right", ncols=6)
+        return to_svg(figure)
