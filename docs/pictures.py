@@ -16,10 +16,10 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 import jvarlen
-from jvarlen import parallel
 from jvarlen.data.measure import known_lengths
 from jvarlen.data.stdlib_corpus import stdlib_functions
 from jvarlen.experimental import token_slices
+from jvarlen.parallel import make_schedule
 from jvarlen.reports import figures
 from jvarlen.reports.figures import COLOURS, drawing_settings, new_figure, style_of_colours, to_svg
 from jvarlen.reports.layout_figures import draw_memory, draw_timelines
@@ -77,11 +77,11 @@ def draw_corpus() -> Iterator[tuple[str, str]]:
 def draw_schedules() -> Iterator[tuple[str, str]]:
     """The name and the SVG of each picture of pipeline schedules."""
     costs, split = {"F": 1, "B": 2}, {"F": 1, "B": 1, "W": 1}
-    lockstep = [make(4, 8).simulate(costs) for make in (parallel.gpipe, parallel.one_f_one_b, parallel.eager_1f1b)]
-    yield "schedules-lockstep", draw_timelines(*lockstep, parallel.zero_bubble(4, 8).simulate(split))
+    lockstep = [make_schedule(name, 4, 8).simulate(costs) for name in ("gpipe", "1f1b", "eager_1f1b")]
+    yield "schedules-lockstep", draw_timelines(*lockstep, make_schedule("zero_bubble", 4, 8).simulate(split))
     halves = {kind: cost / 2 for kind, cost in costs.items()}  # a chunk is half of a stage
-    mpmd = [parallel.one_f_one_b(4, 8).simulate(costs, "mpmd"), parallel.interleaved(4, 8, 2).simulate(halves, "mpmd")]
-    yield "schedules-mpmd", draw_timelines(*mpmd)
+    in_chunks = make_schedule("interleaved", 4, 8, 2).simulate(halves, "mpmd")
+    yield "schedules-mpmd", draw_timelines(make_schedule("1f1b", 4, 8).simulate(costs, "mpmd"), in_chunks)
 
     def seconds(num_tokens: np.ndarray, num_earlier: np.ndarray) -> np.ndarray:
         return 1 + num_tokens * (1 + (num_earlier + num_tokens / 2) / 1024) / 128

@@ -35,15 +35,7 @@ if TYPE_CHECKING:
     from jvarlen.parallel.layers import Axes, LayeredModel, LayeredParams, layered_loss_fn
     from jvarlen.parallel.memory import memory_bill
     from jvarlen.parallel.portable import portable_form
-    from jvarlen.parallel.schedules import (
-        Schedule,
-        Timeline,
-        eager_1f1b,
-        gpipe,
-        interleaved,
-        one_f_one_b,
-        zero_bubble,
-    )
+    from jvarlen.parallel.schedules import Schedule, Timeline, make_schedule
     from jvarlen.parallel.tensor import (
         TensorSpec,
         check_tensor_divides,
@@ -76,20 +68,17 @@ __all__ = [
     "column_linear",
     "communication_bill",
     "context_positions",
-    "eager_1f1b",
     "enter_tensor_parallel",
     "gather_params",
-    "gpipe",
     "init_state",
-    "interleaved",
     "layered_loss_fn",
     "layout_mesh",
     "leave_tensor_parallel",
     "make_eval_step",
+    "make_schedule",
     "make_train_step",
     "memory_bill",
     "merge_params",
-    "one_f_one_b",
     "partition_specs",
     "portable_form",
     "row_linear",
@@ -103,7 +92,6 @@ __all__ = [
     "unspread_rows",
     "vocabulary_cross_entropy",
     "vocabulary_embedding",
-    "zero_bubble",
 ]
 
 _NAMES_OF = {
@@ -113,15 +101,7 @@ _NAMES_OF = {
     "parallel.layers": ("Axes", "LayeredModel", "LayeredParams", "layered_loss_fn"),
     "parallel.memory": ("memory_bill",),
     "parallel.portable": ("portable_form",),
-    "parallel.schedules": (
-        "Schedule",
-        "Timeline",
-        "eager_1f1b",
-        "gpipe",
-        "interleaved",
-        "one_f_one_b",
-        "zero_bubble",
-    ),
+    "parallel.schedules": ("Schedule", "Timeline", "make_schedule"),
     "parallel.context": (
         "attend_over_axis",
         "context_positions",

@@ -16,18 +16,20 @@ from jax.sharding import PartitionSpec
 from jvarlen._common.checks import UserError
 from jvarlen._common.text_table import text_table
 from jvarlen.batches.batches import token_batch_spec
-from jvarlen.distributed.layout import Layout
+from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.distributed.mesh import DATA_AXIS, axes_in
 from jvarlen.parallel.layers import LayeredModel, num_layers_of
 from jvarlen.parallel.microbatch import ArrayBytes, OneMicrobatch, bytes_of, shapes_on
-from jvarlen.parallel.schedules import BufferSlots, buffer_slots
 from jvarlen.parallel.train import Accumulate, check_layout, other_specs_of
 from jvarlen.parallel.zero import shard_specs, state_specs
 from jvarlen.planning.buckets import check_buckets
 from jvarlen.training.losses import LossFn
 from jvarlen.training.train_state import TrainState, init_train_state
 
-__all__ = ["MemoryBill", "StateBytes", "batch_bytes", "buffer_bytes", "memory_bill", "state_bytes", "temporary_bytes"]
+__all__ = [
+    "BufferSlots", "MemoryBill", "StateBytes", "batch_bytes", "buffer_bytes", "buffer_slots", "memory_bill",
+    "state_bytes", "temporary_bytes",
+]  # fmt: skip
 
 # A compiler's order of equations is not always the one that holds least, least of all where much is in one loop: layers
 # that are run again, or a single layer and the ends. As measured.
@@ -313,3 +315,32 @@ def _whole_bytes(params: Any, layout: Layout, model: LayeredModel | LossFn | Non
     )
     of_layers = sum(jax.tree.leaves(layers))
     return moved + (ends + of_layers if layout.stage > 1 else max(ends, of_layers))
+
+
+class BufferSlots(NamedTuple):
+    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
+
+    Attributes:
+      inputs: inputs that arrive.
+      kept: what forward passes keep, and what backward passes hand on to weight gradients.
+      outputs: of the last part; only where residuals are kept.
+      gradients: output gradients that arrive.
+    """
+
+    inputs: Any
+    kept: Any
+    outputs: Any
+    gradients: Any
+
+
+def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
+    """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
+    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
+    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
+    if name == "interleaved":
+        kept = np.where(m > s, (v + 1) * s - 1, v * s)
+        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
+    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
+    kept = np.minimum(most, m) * one
+    outputs = kept if name in ("gpipe", "zero_bubble") else one
+    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)

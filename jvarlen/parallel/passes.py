@@ -22,37 +22,25 @@ _VIEWS = {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 
 
 class Passes(NamedTuple):
-    """The passes of a function `y = function(params, x, *others)`.
-
-    Attributes:
-      forward: `forward(params, x, *others) -> (y, residuals)`, a list of arrays.
-      backward: `backward(params, residuals, of_y, *others) -> (of_x, of_params)`: gradients of the floats of x and of
-        all parameters, from those of the floats of y. If weight gradients are a pass of their own, it returns a list of
-        arrays for that pass in place of `of_params`.
-      weights: `weights(params, residuals, handed, *others) -> of_params`, with that list; None if the backward pass
-        does it all.
-    """
+    """The passes of a function `y = function(params, x, *others)`."""
 
     forward: Callable[..., tuple[Any, list[Any]]]
+    """`forward(params, x, *others) -> (y, residuals)`, a list of arrays."""
     backward: Callable[..., tuple[list[Any], Any]]
+    """`backward(params, residuals, of_y, *others) -> (of_x, of_params)`: gradients of the floats of x and of all
+    parameters, from those of the floats of y. If weight gradients are a pass of their own, it returns a list of arrays
+    for that pass in place of `of_params`."""
     weights: Callable[..., Any] | None
+    """`weights(params, residuals, handed, *others) -> of_params`, with that list; None if the backward pass does it."""
 
 
 def split_passes(
     function: Callable[..., Any], params: Any, x: Any, *others: Any, weights_apart: bool = False
 ) -> Passes:
-    """The passes of a function, which is traced here and not called again.
+    """The passes of a function, which is traced here, for arguments of these shapes, and not called again.
 
-    Args:
-      function: `function(params, x, *others)`, a pytree of arrays; it is differentiated by its parameters and by the
-        floats of x.
-      params: pytree of arrays or shapes.
-      x: likewise.
-      others: likewise; they are given to every pass.
-      weights_apart: whether weight gradients are a pass of their own, without any product of the backward pass.
-
-    Returns:
-      The passes, for arguments of these shapes and dtypes.
+    It is differentiated by its parameters and by the floats of x. `others` are given to every pass. `weights_apart`
+    makes weight gradients a pass of their own, without any product of the backward pass.
 
     Example:
       >>> passes = split_passes(lambda w, x: jnp.tanh(w * x), jnp.float32(2), jnp.float32(0))
@@ -113,23 +101,20 @@ def with_floats(x: Any, floats: Sequence[Any]) -> Any:
 
 
 def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> list[Callable[..., list[Any]]]:
-    """The passes of a traced function.
+    """The passes of a traced function: each takes its arguments, then what each earlier pass has handed on.
 
-    Args:
-      closed: the function.
-      given: how many arguments are there in every pass, only in the first, and only in the second, in this order.
-      wanted: how many results each pass has, in this order.
-
-    Returns:
-      For each pass a function of the arguments that are there, and then of what each earlier pass has handed on. It
-      returns its results, and then what it hands on.
+    It returns its results, then what it hands on. `given` says how many arguments are there in every pass, only in the
+    first, and only in the second; `wanted` how many results each pass has; both in this order.
     """
     jaxpr = closed.jaxpr
     num_always, num_first = given[0], given[0] + given[1]
     arguments = [jaxpr.invars[num_always:num_first], jaxpr.invars[num_first:], []]
     given_in = dict.fromkeys([*jaxpr.constvars, *jaxpr.invars[:num_always]], _ALWAYS)
     given_in |= {var: number for number, each in enumerate(arguments) for var in each}
-    possible = _first_possible(jaxpr.eqns, given_in)
+    known, possible = {**given_in}, []  # the first pass in which variables, and all arguments of equations, are known
+    for eqn in jaxpr.eqns:
+        possible.append(max((known[var] for var in eqn.invars if not isinstance(var, Literal)), default=_ALWAYS))
+        known |= dict.fromkeys(eqn.outvars, possible[-1])
     maker = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
     made_in: dict[int, int] = {}
     handed: list[dict[Var, None]] = [{} for _ in wanted]
@@ -170,24 +155,15 @@ def _cut(closed: ClosedJaxpr, given: Sequence[int], wanted: Sequence[int]) -> li
     return [pass_of(number) for number in range(len(wanted))]
 
 
-def _first_possible(eqns: Sequence[JaxprEqn], given_in: dict[Var, int]) -> list[int]:
-    """The first pass in which the arguments of each equation are known."""
-    known, possible = {**given_in}, []
-    for eqn in eqns:
-        possible.append(max((known[var] for var in eqn.invars if not isinstance(var, Literal)), default=_ALWAYS))
-        known |= dict.fromkeys(eqn.outvars, possible[-1])
-    return possible
-
-
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same with the equations of jitted functions in place of their calls, which could not be cut."""
-
-    def is_call(eqn: JaxprEqn) -> bool:
-        return eqn.primitive.name in ("jit", "pjit") and eqn.params["inline"] != always(eqn)
 
     def always(eqn: JaxprEqn) -> Any:
         kind = type(eqn.params["inline"])  # a bool; since JAX 0.11 an enumeration
         return True if kind is bool else kind["JAX_EARLY"]
+
+    def is_call(eqn: JaxprEqn) -> bool:
+        return eqn.primitive.name in ("jit", "pjit") and eqn.params["inline"] != always(eqn)
 
     while any(map(is_call, closed.jaxpr.eqns)):  # what is called may call in turn
         eqns = [

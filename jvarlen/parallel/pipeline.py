@@ -23,17 +23,17 @@ from jax.sharding import Mesh, PartitionSpec
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen._common.jaxprs import primitives_in
 from jvarlen.distributed import layout
-from jvarlen.distributed.grad_buckets import reduce_in_buckets
 from jvarlen.distributed.mesh import DATA_AXIS, STAGE_AXIS, auto_axes, axes_in, check_shards_divide, num_shards_of
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, axes_at, check_layer, num_layers_of
 from jvarlen.parallel.passes import Passes, floats_of, split_passes, with_floats
-from jvarlen.parallel.schedules import BACKWARD, FORWARD, WEIGHT, Schedule, gpipe, make_schedule
+from jvarlen.parallel.schedules import BACKWARD, FORWARD, Schedule, make_schedule
 from jvarlen.parallel.zero import gather_shards, staged_specs
 from jvarlen.training.step_sums import (
     StepSums,
     check_differentiable,
     count_once,
     microbatches_of,
+    reduce_sums,
     sharded_dims,
     split_step,
     sum_microbatch,
@@ -41,16 +41,9 @@ from jvarlen.training.step_sums import (
 from jvarlen.training.train_state import TrainState
 
 __all__ = [
-    "add_trees",
-    "buffer_of",
-    "check_layers_divide",
-    "read_slot",
-    "sum_over_stages",
-    "sum_scheduled",
-    "wide_zeros",
-    "write_slot",
-    "zeros_of_shapes",
-]
+    "add_trees", "buffer_of", "check_layers_divide", "read_slot", "sum_over_stages", "sum_scheduled", "wide_zeros",
+    "write_slot", "zeros_of_shapes",
+]  # fmt: skip
 
 
 def sum_scheduled(
@@ -70,43 +63,16 @@ def sum_scheduled(
 
     Stage s has L / S consecutive layers. `embed` runs on the first stage only and `loss` on the last only; all stages
     hold the ends. With V chunks, chunk c of stage s runs the L / (S · V) layers of part c · S + s. Parameters are still
-    stored as consecutive layers: once per step they move to their chunks' stages, and their gradients move back. Each
-    stage sends and receives no more than its own share.
+    stored as consecutive layers: once per step they move to their chunks' stages, and their gradients move back.
 
     A stage keeps the inputs of forward passes, and recomputes its layers in the backward pass. With `zero_bubble`,
     weight gradients recompute them too. The forward pass of the last part is left to its backward pass. Or a stage
     keeps residuals: what the backward pass of each layer takes from the forward pass. Then layers run once, and the
     backward pass recomputes only what does not depend on their inputs, such as masks of the microbatch and of dropout.
 
-    Args:
-      model: the model.
-      mesh: has axes `"data"` and `"stage"`.
-      schedule: a word of `Layout`.
-      num_chunks: V.
-      remat: what a stage holds from a forward pass to its backward pass.
-      with_grads: whether gradients are summed as well. Without them, there are M + S − 1 ticks of forward passes,
-        whatever the schedule.
-      param_specs: a `PartitionSpec` for every parameter that tells which of its dimensions lies along another axis,
-        such as `"tensor"`, over which the model itself reduces what must be. What lies along the data axes is gathered
-        once, before the loop. None: none does.
-      grad_specs: likewise for gradients, the same but for dimensions along the data axes: they are reduced to these
-        shards, padded as `reduce_in_buckets` does. None: as `param_specs`.
-      axis_name: the data axes, over which sums are reduced.
-      rows_along: as for `sum_step`.
-
-    Returns:
-      A function of the state, whose `params` are `LayeredParams`, and a batch. Layers lie along `"stage"`, and so do
-      their gradients. All sums are reduced once, outside the loop.
-
-    Raises:
-      ValueError: an axis is missing; an unknown word; as `make_schedule`; when it is traced: layers that do not divide
-        into S · V parts, data shards that do not divide the microbatches of a step, or a layer whose output differs
-        from its input in shape or dtype.
-
-    References:
-      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism"; Narayanan et
-      al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"; Qi et al. 2024, "Zero
-      Bubble Pipeline Parallelism".
+    Without gradients, there are M + S − 1 ticks of forward passes, whatever the schedule. `param_specs` and
+    `grad_specs` say how each lies along other axes than `"stage"` (None: not at all, and as parameters). What lies
+    along the data axes is gathered once, before the loop; gradients are reduced to shards after it.
     """
     mesh = auto_axes(mesh)
     batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
@@ -123,86 +89,110 @@ def sum_scheduled(
         of_shard = num_microbatches // num_shards
         if with_grads:
             plan = _plan_of(make_schedule(schedule, num_stages, of_shard, num_chunks), remat)
-        else:
-            plan = _forward_only(num_stages, of_shard)
+        else:  # the forward passes of GPipe, with one chunk a stage
+            plan = _plan_of(make_schedule("gpipe", num_stages, of_shard), "none")
+            rows = {name: row[: of_shard + num_stages - 1] for name, row in plan.rows.items()}
+            plan = plan._replace(rows=rows, with_grads=False)
 
         def arrange(params: Any) -> LayeredParams:
             stacked = params if model.stack is None else model.stack(params)
             return stacked._replace(layers=_to_chunks(stacked.layers, num_stages, plan.num_chunks))
 
-        def sum_on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
+        def sum_on_device(params: LayeredParams, all_given: Any) -> StepSums:
+            ends, chunks = params
             device = _Device(
-                model=model,
-                ends=params.ends,
-                chunks=params.layers,
-                microbatches_and_keys=microbatches_and_keys,
-                plan=plan,
-                num_layers=num_layers,
+                model=model, ends=ends, chunks=chunks, all_given=all_given, plan=plan, num_layers=num_layers
             )
             if rows_along is not None and num_stages > 1:
                 device.check_sends()
             return _run_ticks(device, num_stages)
 
-        return sum_over_stages(
-            sum_on_device,
-            state,
-            batch,
-            arrange=arrange,
-            mesh=mesh,
-            axis_name=axis_name,
-            rows_along=rows_along,
-            with_grads=with_grads,
-            param_specs=param_specs,
-            grad_specs=grad_specs,
-        )
+        lie: dict[str, Any] = {"axis_name": axis_name, "rows_along": rows_along}
+        lie |= {"param_specs": param_specs, "grad_specs": grad_specs}
+        return sum_over_stages(sum_on_device, state, batch, arrange=arrange, mesh=mesh, with_grads=with_grads, **lie)
 
     return sums_of
 
 
-class _Plan(NamedTuple):
-    """A schedule for the program.
+def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
+    """Raises ValueError if L layers do not divide into S stages of V chunks."""
+    if num_stages > num_layers:
+        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
+    if num_layers % (num_stages * num_chunks):
+        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
+        raise UserError(
+            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
+            f"must be a multiple of {num_stages * num_chunks}"
+        )
 
-    Attributes:
-      rows: int32[T, S] by name: tables as of `Tables`; `part`, the part of the model; slots that an action writes:
-        `keeps_slot` what a forward pass remat, `hands_slot` what a backward pass hands on to weight gradients, and
-        `puts_slot` the output of the last part; and `output_slot`, from which that is read. Actions that the program
-        does not need are −1 in `kind`.
-      num_parts: S · V.
-      num_chunks: V.
-      num_slots: by buffer.
-      with_grads: whether there are backward passes.
-      splits_backward: whether weight gradients are actions of their own.
-      remat: as for `sum_scheduled`.
+
+def sum_over_stages(
+    sum_on_device: Callable[[LayeredParams, Any], StepSums],
+    state: TrainState,
+    batch: Any,
+    *,
+    arrange: Callable[[Any], LayeredParams],
+    mesh: Mesh,
+    axis_name: str | tuple[str, ...],
+    rows_along: str | None = None,
+    with_grads: bool = True,
+    param_specs: LayeredParams | None = None,
+    grad_specs: LayeredParams | None = None,
+) -> StepSums:
+    """The sums of a step, from those that each device computes of its stage and its microbatches.
+
+    `arrange` makes what a stage computes with of whole parameters of the stage, and is linear. `sum_on_device` takes
+    that, and microbatches with their keys; its gradients are of the same, in float32 at least, and its sums of the loss
+    are 0 on all but the last stage.
     """
 
+    def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
+        whole = params if param_specs is None else gather_shards(params, param_specs)
+        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
+        if not with_grads:
+            return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
+        (grads,) = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))[1](sums.grads)
+        sums = reduce_sums(sums._replace(grads=grads), axis_name, sharded_dims(grad_specs, grads, axis_name))
+        # Gradients of layers are not summed over the stages, which have different ones.
+        others, ends = jax.lax.psum((sums._replace(grads=None), sums.grads.ends), STAGE_AXIS)
+        return others._replace(grads=sums.grads._replace(ends=ends))
+
+    whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
+    params_lie = staged_specs(whole if param_specs is None else param_specs)
+    grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
+    on_devices = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(params_lie, PartitionSpec(tuple(name for name in axes_in(axis_name) if name != rows_along))),
+        out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
+        axis_names=set(mesh.axis_names),
+        # Unchecked, as in `sum_step`; besides, devices take different branches.
+        check_vma=False,
+    )
+    return on_devices(state.params, split_step(state, batch, takes_key=True))
+
+
+class _Plan(NamedTuple):
+    """A schedule for the program."""
+
+    # int32[T, S] by name: those of `Tables`, with −1 in `kind` for actions that the program does not need; `part`, the
+    # part of the model; slots that an action writes: `keeps_slot` what a forward pass keeps, `hands_slot` what a
+    # backward pass hands on, `puts_slot` the output of the last part; and `output_slot`, from which that is read.
     rows: dict[str, np.ndarray]
-    num_parts: int
+    num_parts: int  # S · V
     num_chunks: int
-    num_slots: dict[str, int]
+    num_slots: tuple[int, ...]  # of each of `_Buffers`
     with_grads: bool
-    splits_backward: bool
+    splits_backward: bool  # weight gradients are actions of their own
     remat: layout.Remat
-
-
-_ROWS = (
-    "kind",
-    "microbatch",
-    "chunk",
-    "activation_slot",
-    "input_slot",
-    "gradient_slot",
-    "arriving_input_slot",
-    "arriving_gradient_slot",
-)
 
 
 def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
     tables = schedule.tables()
-    rows = {name: getattr(tables, name) for name in _ROWS}
+    rows = {name: value for name, value in vars(tables).items() if isinstance(value, np.ndarray)}
     kind, slot = tables.kind, tables.activation_slot
     rows["part"] = tables.chunk * schedule.num_stages + np.arange(schedule.num_stages)
-    num_parts = schedule.num_stages * schedule.num_chunks
-    is_last = rows["part"] == num_parts - 1
+    is_last = rows["part"] == (num_parts := schedule.num_stages * schedule.num_chunks) - 1
     rows["keeps_slot"] = np.where(kind == FORWARD, slot, -1)
     rows["hands_slot"] = np.where(kind == BACKWARD, slot, -1)
     last_slots, rows["output_slot"] = np.unique(np.where(is_last, slot, slot.max() + 1), return_inverse=True)
@@ -210,47 +200,19 @@ def _plan_of(schedule: Schedule, remat: layout.Remat) -> _Plan:
     rows["puts_slot"] = np.where(kind == FORWARD, rows["output_slot"], -1)
     if remat == "full":  # the backward pass of the last part computes all of its forward pass
         rows["kind"] = np.where((kind == FORWARD) & is_last, -1, kind)
-    return _Plan(
-        rows=rows,
-        num_parts=num_parts,
-        num_chunks=schedule.num_chunks,
-        num_slots={
-            "inputs": tables.num_inputs,
-            "kept": tables.num_activations,
-            "handed": tables.num_activations,
-            "outputs": len(last_slots) - (not is_last.all()),
-            "gradients": tables.num_gradients,
-        },
-        with_grads=True,
-        splits_backward="W" in schedule.kinds,
-        remat=remat,
-    )
-
-
-def _forward_only(num_stages: int, num_microbatches: int) -> _Plan:
-    """The forward passes of GPipe, with one chunk a stage."""
-    schedule = gpipe(num_stages, num_microbatches)
-    plan = _plan_of(schedule, "none")
-    rows = {name: row[: num_microbatches + num_stages - 1] for name, row in plan.rows.items()}
-    return plan._replace(rows=rows, with_grads=False)
+    num_kept, num_outputs = tables.num_activations, len(last_slots) - (not is_last.all())
+    num_slots = tables.num_inputs, num_kept, num_kept, num_outputs, tables.num_gradients
+    return _Plan(rows, num_parts, schedule.num_chunks, num_slots, True, "W" in schedule.kinds, remat)
 
 
 class _Buffers(NamedTuple):
-    """What a stage holds, with a leading axis of slots; or one of each, which an action takes or returns.
+    """What a stage holds, with a leading axis of slots; or one of each, which an action takes or returns."""
 
-    Attributes:
-      inputs: inputs that arrive; what an action returns is the input of the next stage.
-      kept: what forward passes keep.
-      handed: what backward passes hand on to weight gradients.
-      outputs: of the last part, for the loss.
-      gradients: output gradients that arrive; what an action returns is the gradient of its input.
-    """
-
-    inputs: Any
-    kept: Any = ()
-    handed: Any = ()
-    outputs: Any = ()
-    gradients: Any = ()
+    inputs: Any  # that arrive; what an action returns is the input of the next stage
+    kept: Any = ()  # by forward passes
+    handed: Any = ()  # from backward passes to weight gradients
+    outputs: Any = ()  # of the last part, for the loss
+    gradients: Any = ()  # that arrive, of outputs; what an action returns is the gradient of its input
 
 
 _Done = tuple[_Buffers, StepSums]
@@ -258,27 +220,18 @@ _Done = tuple[_Buffers, StepSums]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Device:
-    """What one device computes: the actions of its stage.
-
-    Attributes:
-      model: of all layers.
-      ends: its parameters of `embed` and `loss`.
-      chunks: its layers, [V, L / (S · V), …].
-      microbatches_and_keys: of its data shard.
-      plan: what to do.
-      num_layers: L.
-    """
+    """What one device computes: the actions of its stage."""
 
     model: LayeredModel
     ends: Any
-    chunks: Any
-    microbatches_and_keys: Any
+    chunks: Any  # its layers, [V, L / (S · V), …]
+    all_given: Any  # microbatches and their keys
     plan: _Plan
     num_layers: int
 
-    def microbatch_at(self, index: Any) -> tuple[Any, Any]:
+    def given(self, index: Any) -> tuple[Any, Any]:
         """A microbatch and its key."""
-        return jax.tree.map(lambda leaf: leaf[index], self.microbatches_and_keys)
+        return jax.tree.map(lambda leaf: leaf[index], self.all_given)
 
     def embed(self, ends: Any, microbatch: Any, key: Any) -> Any:
         return jax.tree.map(jnp.asarray, self.model.embed(ends, microbatch, axes_at(key, self.num_layers)))
@@ -288,68 +241,54 @@ class _Device:
         check_layer(x, following)
         return following
 
+    def example(self) -> tuple[Any, ...]:
+        """The arguments of `run_layer`, or their shapes."""
+        first = self.given(0)
+        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
+        return own, jax.eval_shape(self.embed, self.ends, *first), *first, jnp.int32(0)
+
     def check_sends(self) -> None:
         """Raises ValueError for layers that would make all devices wait, in branches that only some take."""
-        first = self.microbatch_at(0)
-        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
-        x = jax.eval_shape(self.embed, self.ends, *first)
-        traced = jax.make_jaxpr(lambda own, x: self.run_layer(own, x, *first, 0))(own, x)
+        own, x, *others = self.example()
+        traced = jax.make_jaxpr(lambda own, x: self.run_layer(own, x, *others))(own, x)
         if "ppermute" in primitives_in(traced.jaxpr):
             raise UserError(
                 "layers in stages cannot send by ppermute, for which all devices wait: with stages, "
                 "attend_over_axis takes implementation='gather'"
             )
 
-    def indices(self, part: Any) -> jax.Array:
-        """The layers of a part."""
-        per_part = self.num_layers // self.plan.num_parts
-        return part * per_part + jnp.arange(per_part)
-
-    def run_layers(self, layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> Any:
-        """The output of a part of the model, by a scan over its layers."""
-
-        def run(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, None]:
-            own, index = own_and_index
-            return self.run_layer(own, x, microbatch, key, index), None
-
-        return jax.lax.scan(run, x, (layers, self.indices(part)))[0]
-
     @functools.cached_property
     def passes(self) -> Passes:
         """Those of one layer."""
-        first = self.microbatch_at(0)
-        own = jax.tree.map(lambda leaf: leaf[0, 0], self.chunks)
-        x = jax.eval_shape(self.embed, self.ends, *first)
-        return split_passes(self.run_layer, own, x, *first, jnp.int32(0), weights_apart=self.plan.splits_backward)
+        return split_passes(self.run_layer, *self.example(), weights_apart=self.plan.splits_backward)
 
-    def run_forward(self, layers: Any, x: Any, microbatch: Any, key: Any, part: Any) -> tuple[Any, Any]:
+    def over_layers(
+        self, call: Callable[..., Any], carry: Any, part: Any, *of_layers: Any, reverse: bool = False
+    ) -> Any:
+        """Scans `call(carry, index, *of_layer)` over the layers of a part of the model."""
+        per_part = self.num_layers // self.plan.num_parts
+        each = part * per_part + jnp.arange(per_part), *of_layers
+        return jax.lax.scan(lambda carry, of_layer: call(carry, *of_layer), carry, each, reverse=reverse)
+
+    def run_layers(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> Any:
+        """The output of a part of the model."""
+
+        def run(x: Any, i: Any, own: Any) -> tuple[Any, None]:
+            return self.run_layer(own, x, *given, i), None
+
+        return self.over_layers(run, x, part, layers)[0]
+
+    def run_forward(self, layers: Any, x: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
         """The output of a part, and the residuals of its layers."""
+        return self.over_layers(lambda x, i, own: self.passes.forward(own, x, *given, i), x, part, layers)
 
-        def run(x: Any, own_and_index: tuple[Any, jax.Array]) -> tuple[Any, Any]:
-            own, index = own_and_index
-            return self.passes.forward(own, x, microbatch, key, index)
-
-        return jax.lax.scan(run, x, (layers, self.indices(part)))
-
-    def run_backward(self, layers: Any, kept: Any, of_y: Any, microbatch: Any, key: Any, part: Any) -> tuple[Any, Any]:
+    def run_backward(self, layers: Any, kept: Any, of_y: Any, given: tuple[Any, Any], part: Any) -> tuple[Any, Any]:
         """The gradient of a part's input, and those of its layers, or what their weight gradients take."""
 
-        def run(of_y: Any, of_layer: tuple[Any, Any, jax.Array]) -> tuple[Any, Any]:
-            own, residuals, index = of_layer
-            return self.passes.backward(own, residuals, of_y, microbatch, key, index)
+        def run(of_y: Any, i: Any, own: Any, residuals: Any) -> tuple[Any, Any]:
+            return self.passes.backward(own, residuals, of_y, *given, i)
 
-        return jax.lax.scan(run, of_y, (layers, kept, self.indices(part)), reverse=True)
-
-    def run_weights(self, layers: Any, kept: Any, handed: Any, microbatch: Any, key: Any, part: Any) -> Any:
-        """The gradients of a part's layers."""
-        weights = self.passes.weights
-        assert weights is not None
-
-        def run(_: None, of_layer: tuple[Any, Any, Any, jax.Array]) -> tuple[None, Any]:
-            own, residuals, handed, index = of_layer
-            return None, weights(own, residuals, handed, microbatch, key, index)
-
-        return jax.lax.scan(run, None, (layers, kept, handed, self.indices(part)))[1]
+        return self.over_layers(run, of_y, part, layers, kept, reverse=True)
 
     def sum_loss(self, x: Any, microbatch: Any, key: Any, *, with_grads: bool) -> StepSums:
         """The sums of the loss; its gradients are those of the ends, and of the floats of x."""
@@ -364,22 +303,20 @@ class _Device:
     @functools.cached_property
     def nothing(self) -> _Done:
         """Zeros in the shapes of an action's results."""
-        first = self.microbatch_at(0)
+        plan, first, layers = self.plan, self.given(0), _chunk_at(self.chunks, 0)
         x = zeros_of_shapes(jax.eval_shape(self.embed, self.ends, *first))
-        layers = _chunk_at(self.chunks, 0)
-        y = jax.eval_shape(self.run_layers, layers, x, *first, 0)
-        sums = zeros_of_shapes(
-            jax.eval_shape(functools.partial(self.sum_loss, with_grads=self.plan.with_grads), y, *first)
-        )
-        if not self.plan.with_grads:
+        y = jax.eval_shape(self.run_layers, layers, x, first, 0)
+        sum_loss = functools.partial(self.sum_loss, with_grads=plan.with_grads)
+        sums = zeros_of_shapes(jax.eval_shape(sum_loss, y, *first))
+        if not plan.with_grads:
             return _Buffers(x), sums
         sums = sums._replace(grads=LayeredParams(sums.grads[0], jax.tree.map(wide_zeros, self.chunks)))
-        if self.plan.remat == "full":
+        if plan.remat == "full":
             return _Buffers(x, gradients=floats_of(x)), sums
-        y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, *first, 0))
+        y, kept = zeros_of_shapes(jax.eval_shape(self.run_forward, layers, x, first, 0))
         handed: Any = ()
-        if self.plan.splits_backward:
-            handed = zeros_of_shapes(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), *first, 0)[1])
+        if plan.splits_backward:
+            handed = zeros_of_shapes(jax.eval_shape(self.run_backward, layers, kept, floats_of(y), first, 0)[1])
         return _Buffers(x, kept, handed, y, floats_of(x)), sums
 
     def idle(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
@@ -388,23 +325,19 @@ class _Device:
 
     def forward(self, action: Mapping[str, Any], received: _Buffers, sums: StepSums) -> _Done:
         """The output of a part."""
-        part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
-        x = self.input_of(action, received.inputs, microbatch_and_key)
-        layers = _chunk_at(self.chunks, action["chunk"])
+        part, given, none = action["part"], self.given(action["microbatch"]), self.nothing[0]
+        x, layers = self.input_of(part, received.inputs, given), _chunk_at(self.chunks, action["chunk"])
         if self.plan.with_grads and self.plan.remat == "none":
-            y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
-            return self.nothing[0]._replace(inputs=y, kept=kept, outputs=y), sums
-        y = self.run_layers(layers, x, *microbatch_and_key, part)
+            y, kept = self.run_forward(layers, x, given, part)
+            return none._replace(inputs=y, kept=kept, outputs=y), sums
+        y = self.run_layers(layers, x, given, part)
         if not self.plan.with_grads:
-            sums = jax.lax.cond(
-                part == self.plan.num_parts - 1,
-                lambda: add_trees(sums, self.sum_loss(y, *microbatch_and_key, with_grads=False)),
-                lambda: sums,
-            )
-        return self.nothing[0]._replace(inputs=y), sums
+            of_loss = functools.partial(self.sum_loss, y, *given, with_grads=False)
+            sums = jax.lax.cond(part == self.plan.num_parts - 1, lambda: add_trees(sums, of_loss()), lambda: sums)
+        return none._replace(inputs=y), sums
 
-    def input_of(self, action: Mapping[str, Any], arrived: Any, microbatch_and_key: Any) -> Any:
-        return jax.lax.cond(action["part"] == 0, lambda: self.embed(self.ends, *microbatch_and_key), lambda: arrived)
+    def input_of(self, part: Any, arrived: Any, given: tuple[Any, Any]) -> Any:
+        return jax.lax.cond(part == 0, lambda: self.embed(self.ends, *given), lambda: arrived)
 
     def backward(
         self, action: Mapping[str, Any], received: _Buffers, sums: StepSums, *, is_weights: bool = False
@@ -414,52 +347,53 @@ class _Device:
         Also the gradients of its layers, unless weight gradients are actions of their own. With `is_weights`, those
         alone; from inputs, they take all the rest as well.
         """
-        part, microbatch_and_key = action["part"], self.microbatch_at(action["microbatch"])
-        layers = _chunk_at(self.chunks, action["chunk"])
-        kept, y = received.kept, received.outputs
-        if self.plan.remat == "full":
-            x = self.input_of(action, received.kept, microbatch_and_key)
-            y, kept = self.run_forward(layers, x, *microbatch_and_key, part)
+        part, given, done = action["part"], self.given(action["microbatch"]), self.nothing[0]
+        layers, recomputes = _chunk_at(self.chunks, action["chunk"]), self.plan.remat == "full"
+        kept, y, rest = received.kept, received.outputs, received.handed
+        if recomputes:
+            y, kept = self.run_forward(layers, self.input_of(part, kept, given), given, part)
         others, (of_ends, totals) = sums._replace(grads=None), sums.grads or (None, None)
 
         def from_loss() -> tuple[StepSums, Any, Any]:
-            of_one = self.sum_loss(y, *microbatch_and_key, with_grads=True)
+            of_one = self.sum_loss(y, *given, with_grads=True)
             ends, floats = of_one.grads
             floats = jax.tree.map(lambda grad, leaf: grad.astype(leaf.dtype), floats, floats_of(y))
             return add_trees(others, of_one._replace(grads=None)), add_trees(of_ends, ends), floats
 
         def through_embed(of_x: Any) -> Any:
-            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *microbatch_and_key)), self.ends)
+            _, pull = jax.vjp(lambda ends: floats_of(self.embed(ends, *given)), self.ends)
             return add_trees(of_ends, pull(of_x)[0])
 
-        of_x, rest = self.nothing[0].gradients, received.handed
-        if not is_weights or self.plan.remat == "full":
+        if not is_weights or recomputes:
             is_last = part == self.plan.num_parts - 1
             found = jax.lax.cond(is_last, from_loss, lambda: (others, of_ends, received.gradients))
-            of_x, rest = self.run_backward(layers, kept, found[2], *microbatch_and_key, part)
+            of_x, rest = self.run_backward(layers, kept, found[2], given, part)
             if not is_weights:
                 others, of_ends = found[:2]
                 of_ends = jax.lax.cond(part == 0, through_embed, lambda _: of_ends, of_x)
-        done = self.nothing[0]
-        if is_weights:
-            rest = self.run_weights(layers, kept, rest, *microbatch_and_key, part)
-        else:
-            done = done._replace(gradients=of_x)
+                done = done._replace(gradients=of_x)
+        if is_weights and (weights := self.passes.weights) is not None:
+
+            def run(_: None, i: Any, own: Any, residuals: Any, handed: Any) -> tuple[None, Any]:
+                return None, weights(own, residuals, handed, *given, i)
+
+            rest = self.over_layers(run, None, part, layers, kept, rest)[1]
         if is_weights or not self.plan.splits_backward:
             totals = jax.tree.map(lambda total, grad: _add_at(total, grad, action["chunk"]), totals, rest)
-        elif self.plan.remat == "none":
+        elif not recomputes:
             done = done._replace(handed=rest)
         return done, others._replace(grads=LayeredParams(of_ends, totals))
 
     @property
     def branches(self) -> list[Callable[..., _Done]]:
-        """By kind of action, from −1 on."""
-        assert (FORWARD, BACKWARD, WEIGHT) == (0, 1, 2)
-        if not self.plan.with_grads:
-            return [self.idle, self.forward]
-        if not self.plan.splits_backward:
-            return [self.idle, self.forward, self.backward]
-        return [self.idle, self.forward, self.backward, functools.partial(self.backward, is_weights=True)]
+        """By kind of action, from −1 on: idle, forward pass, backward pass, weight gradients."""
+        all_kinds: list[Callable[..., _Done]] = [
+            self.idle,
+            self.forward,
+            self.backward,
+            functools.partial(self.backward, is_weights=True),
+        ]
+        return all_kinds[: 2 + self.plan.with_grads + self.plan.splits_backward]
 
 
 def _run_ticks(device: _Device, num_stages: int) -> StepSums:
@@ -477,13 +411,8 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
         x = read_slot(held.inputs, action["input_slot"])
         if recomputes:
             held = held._replace(kept=write_slot(held.kept, action["keeps_slot"], x))
-        received = _Buffers(
-            inputs=x,
-            kept=read_slot(held.kept, action["activation_slot"]),
-            handed=read_slot(held.handed, action["activation_slot"]),
-            outputs=read_slot(held.outputs, action["output_slot"]),
-            gradients=read_slot(held.gradients, action["gradient_slot"]),
-        )
+        reads = ("activation_slot", "activation_slot", "output_slot", "gradient_slot")
+        received = _Buffers(x, *(read_slot(held[1 + i], action[name]) for i, name in enumerate(reads)))
         done, sums = jax.lax.switch(action["kind"] + 1, device.branches, action, received, sums)
         held = held._replace(
             kept=held.kept if recomputes else write_slot(held.kept, action["keeps_slot"], done.kept),
@@ -492,15 +421,16 @@ def _run_ticks(device: _Device, num_stages: int) -> StepSums:
         )
         # A transfer is a rendezvous of all stages: both are at the end of the tick, after all actions.
         if to_next:
-            arriving = jax.lax.ppermute(done.inputs, STAGE_AXIS, to_next)
-            held = held._replace(inputs=write_slot(held.inputs, action["arriving_input_slot"], arriving))
-        if to_next and plan.with_grads:
-            arriving = jax.lax.ppermute(done.gradients, STAGE_AXIS, to_previous)
-            held = held._replace(gradients=write_slot(held.gradients, action["arriving_gradient_slot"], arriving))
+            x = jax.lax.ppermute(done.inputs, STAGE_AXIS, to_next)
+            of_y = jax.lax.ppermute(done.gradients, STAGE_AXIS, to_previous)
+            held = held._replace(
+                inputs=write_slot(held.inputs, action["arriving_input_slot"], x),
+                gradients=write_slot(held.gradients, action["arriving_gradient_slot"], of_y),
+            )
         return (held, sums), None
 
     of_one = none._replace(kept=none.inputs) if recomputes else none
-    held = _Buffers._make(map(buffer_of, of_one, (plan.num_slots[name] for name in _Buffers._fields)))
+    held = _Buffers._make(map(buffer_of, of_one, plan.num_slots))
     (_, sums), _ = jax.lax.scan(tick, (held, no_sums), {name: jnp.asarray(row) for name, row in plan.rows.items()})
     return sums
 
@@ -510,11 +440,7 @@ def _to_chunks(layers: Any, num_stages: int, num_chunks: int) -> Any:
 
     In round r every stage sends one part and receives one. Part p lies on stage p // V, and belongs to stage p mod S.
     """
-
-    def split(leaf: jax.Array) -> jax.Array:
-        return leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:])
-
-    layers = jax.tree.map(split, layers)
+    layers = jax.tree.map(lambda leaf: leaf.reshape(num_chunks, leaf.shape[0] // num_chunks, *leaf.shape[1:]), layers)
     if num_chunks == 1 or num_stages == 1:
         return layers
     stage = jax.lax.axis_index(STAGE_AXIS)
@@ -549,87 +475,6 @@ def _add_at(total: jax.Array, value: jax.Array, index: Any) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(total, added, index, 0)
 
 
-def check_layers_divide(num_layers: int, num_stages: int, num_chunks: int = 1) -> None:
-    """Raises ValueError if L layers do not divide into S stages of V chunks."""
-    if num_stages > num_layers:
-        raise UserError(f"{num_layers} layers do not make {num_stages} stages: a stage has at least one layer")
-    if num_layers % (num_stages * num_chunks):
-        chunks = f" of {num_chunks} chunks" if num_chunks > 1 else ""
-        raise UserError(
-            f"{num_layers} layers do not divide into {num_stages} stages{chunks} of equal size: the number of layers "
-            f"must be a multiple of {num_stages * num_chunks}"
-        )
-
-
-def sum_over_stages(
-    sum_on_device: Callable[[LayeredParams, Any], StepSums],
-    state: TrainState,
-    batch: Any,
-    *,
-    arrange: Callable[[Any], LayeredParams],
-    mesh: Mesh,
-    axis_name: str | tuple[str, ...],
-    rows_along: str | None = None,
-    with_grads: bool = True,
-    param_specs: LayeredParams | None = None,
-    grad_specs: LayeredParams | None = None,
-) -> StepSums:
-    """The sums of a step, from those that each device computes of its stage and its microbatches.
-
-    Args:
-      sum_on_device: of the arranged parameters of its stage, and of microbatches and their keys; its gradients are
-        those of the arranged parameters, in float32 at least. Sums of the loss are 0 on all but the last stage.
-      state: its `params` are `LayeredParams`.
-      batch: of the step.
-      arrange: what a stage computes with, from whole parameters of the stage; linear.
-      mesh: has axes `"data"` and `"stage"`, with Auto axes.
-      axis_name: as for `sum_scheduled`; so are `rows_along`, `with_grads`, `param_specs` and `grad_specs`.
-      rows_along: likewise.
-      with_grads: likewise.
-      param_specs: likewise.
-      grad_specs: likewise.
-    """
-
-    def on_device(params: LayeredParams, microbatches_and_keys: Any) -> StepSums:
-        whole = params if param_specs is None else gather_shards(params, param_specs)
-        sums = count_once(sum_on_device(arrange(whole), microbatches_and_keys), rows_along)
-        if not with_grads:
-            return jax.lax.psum(sums, (*axes_in(axis_name), STAGE_AXIS))
-        _, pull = jax.vjp(arrange, jax.tree.map(wide_zeros, whole))
-        (grads,) = pull(sums.grads)
-        return _reduce(sums._replace(grads=grads), grad_specs, axis_name)
-
-    whole = jax.tree.map(lambda _: PartitionSpec(), state.params)
-    params_lie = staged_specs(whole if param_specs is None else param_specs)
-    grads_lie = params_lie if grad_specs is None else staged_specs(grad_specs)
-    batch_axes = tuple(name for name in axes_in(axis_name) if name != rows_along)
-    on_devices = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(params_lie, PartitionSpec(batch_axes)),
-        out_specs=StepSums._make([PartitionSpec()] * 5 + [grads_lie if with_grads else None]),
-        axis_names=set(mesh.axis_names),
-        # Unchecked, as in `sum_step`; besides, devices take different branches.
-        check_vma=False,
-    )
-    return on_devices(state.params, split_step(state, batch, takes_key=True))
-
-
-def _reduce(sums: StepSums, grad_specs: LayeredParams | None, axis_name: str | tuple[str, ...]) -> StepSums:
-    """Sums over the data shards; of layers not over the stages, which have different ones."""
-    leaves, structure = jax.tree.flatten(sums.grads)
-    dims = sharded_dims(grad_specs, sums.grads, axis_name)
-    sharded = [(place,) for place, dim in enumerate(dims) if dim is not None]
-    leaves = reduce_in_buckets(leaves, sharded, axis_name, dims)
-    whole = [place for place, dim in enumerate(dims) if dim is None]
-    for place, leaf in zip(whole, jax.lax.psum([leaves[place] for place in whole], axis_name), strict=True):
-        leaves[place] = leaf
-    ends, layers = jax.tree.unflatten(structure, leaves)
-    others = jax.lax.psum(sums._replace(grads=None), axis_name)
-    others, ends = jax.lax.psum((others, ends), STAGE_AXIS)
-    return others._replace(grads=LayeredParams(ends, layers))
-
-
 def buffer_of(value: Any, num_slots: int) -> Any:
     """Zeros in the shapes of a value, in as many slots, at least one."""
     return jax.tree.map(lambda leaf: jnp.zeros((max(1, num_slots), *leaf.shape), leaf.dtype), value)
@@ -642,14 +487,8 @@ def read_slot(buffer: Any, slot: Any) -> Any:
 
 def write_slot(buffer: Any, slot: Any, value: Any) -> Any:
     """The buffer with a value in a slot; for slot −1 as it was."""
-
-    def write(leaf: jax.Array, own: jax.Array) -> jax.Array:
-        if not leaf.shape[0]:
-            return leaf
-        before = jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(leaf, jnp.where(slot >= 0, own, before), slot, 0)
-
-    return jax.tree.map(write, buffer, value)
+    kept = jax.tree.map(lambda own, before: jnp.where(slot >= 0, own, before), value, read_slot(buffer, slot))
+    return jax.tree.map(lambda leaf, own: jax.lax.dynamic_update_index_in_dim(leaf, own, slot, 0), buffer, kept)
 
 
 def add_trees(sums: Any, more: Any) -> Any:

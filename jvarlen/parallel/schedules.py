@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int32, Int64, Integer
@@ -18,23 +18,8 @@ from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.layout import ScheduleName
 
 __all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "WEIGHT",
-    "BufferSlots",
-    "Schedule",
-    "Tables",
-    "Timeline",
-    "buffer_slots",
-    "check_chunks",
-    "eager_1f1b",
-    "gpipe",
-    "interleaved",
-    "make_schedule",
-    "one_f_one_b",
-    "schedule_of",
-    "zero_bubble",
-]
+    "BACKWARD", "FORWARD", "WEIGHT", "Schedule", "Tables", "Timeline", "check_chunks", "make_schedule", "schedule_of",
+]  # fmt: skip
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 _KINDS = "FBW"
@@ -43,10 +28,10 @@ _Mode = Literal["lockstep", "phases", "mpmd"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """The actions of every stage in one step. The functions of this module make them.
+    """The actions of every stage in one step; `make_schedule` makes them.
 
     Attributes:
-      name: of the function that made it.
+      name: a word of `Layout`.
       num_stages: S.
       num_microbatches: M.
       num_chunks: V.
@@ -87,11 +72,11 @@ class Schedule:
           ValueError: costs of other kinds, of a wrong shape, or not finite and at least 0; an unknown mode.
 
         Example:
-          >>> timeline = one_f_one_b(4, 8).simulate({"F": 15, "B": 30}, "mpmd")
-          >>> timeline.makespan, timeline.peak_activations.tolist()
-          (495.0, [4, 3, 2, 1])
-          >>> [one_f_one_b(4, 8).simulate({"F": 15, "B": 30}, mode).makespan for mode in ("lockstep", "phases")]
-          [600.0, 795.0]
+          >>> schedule, costs = make_schedule("1f1b", 4, 8), {"F": 15, "B": 30}
+          >>> [schedule.simulate(costs, mode).makespan for mode in ("mpmd", "lockstep", "phases")]
+          [495.0, 600.0, 795.0]
+          >>> schedule.simulate(costs).peak_activations.tolist()
+          [4, 3, 2, 1]
         """
         check_choices(mode=(mode, _Mode))
         kind, durations = self.actions[..., 0], self._durations(costs)
@@ -125,11 +110,11 @@ class Schedule:
 
     def _durations(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "S A"]:
         """The cost of each action."""
-        of_kinds = [np.broadcast_to(cost, self.num_stages) for cost in self._checked_costs(costs, (self.num_stages,))]
-        return np.stack(of_kinds)[self.actions[..., 0], np.arange(self.num_stages)[:, None]]
+        of_kinds = self._checked_costs(costs, (self.num_stages,))
+        return of_kinds[self.actions[..., 0], np.arange(self.num_stages)[:, None]]
 
-    def _checked_costs(self, costs: Mapping[str, Any], shape: tuple[int, ...]) -> list[Float64[np.ndarray, ...]]:
-        """The costs of each kind, which broadcast to a shape."""
+    def _checked_costs(self, costs: Mapping[str, Any], shape: tuple[int, ...]) -> Float64[np.ndarray, "kinds ..."]:
+        """The costs of each kind, broadcast to a shape."""
         if sorted(costs) != sorted(self.kinds):
             raise UserError(f"costs of {self.name} must be of the kinds {', '.join(self.kinds)}, not {sorted(costs)}")
         checked = [np.asarray(costs[kind], np.float64) for kind in self.kinds]
@@ -139,7 +124,7 @@ class Schedule:
                 raise UserError(f"costs of {kind} have shape {cost.shape}; it must be () or broadcast to {shape}")
             if not (np.isfinite(cost) & (cost >= 0)).all():
                 raise UserError(f"costs of {kind} must be finite and at least 0, not {costs[kind]!r}")
-        return checked
+        return np.stack([np.broadcast_to(cost, shape) for cost in checked])
 
     def tables(self) -> Tables:
         """The tables that a program reads when it moves all stages in ticks.
@@ -148,7 +133,7 @@ class Schedule:
           Actions, transfers and buffer slots of every tick and stage.
 
         Example:
-          >>> tables = gpipe(2, 2).tables()
+          >>> tables = make_schedule("gpipe", 2, 2).tables()
           >>> tables.kind.T.tolist()  # a row for each stage
           [[0, 0, -1, -1, 1, 1], [-1, 0, 0, 1, 1, -1]]
           >>> tables.num_inputs, tables.num_activations, tables.num_gradients
@@ -258,182 +243,80 @@ class Tables:
     num_gradients: int
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
-    """GPipe: all forward passes, then all backward passes. A stage holds M activations.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1.
-
-    Returns:
-      The schedule. Its bubble is (S − 1) / (M + S − 1), in lockstep too.
-
-    Raises:
-      ValueError: a number below 1.
-
-    Example:
-      >>> gpipe(4, 8).simulate({"F": 1, "B": 2}).makespan
-      33.0
-
-    References:
-      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism".
-    """
-    return schedule_of("gpipe", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_microbatches))
-
-
-def one_f_one_b(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B: forward and backward passes in turn, as early as the pipeline allows.
-
-    Stage s holds min(M, S − s) activations. In lockstep it is slower than GPipe: while one stage is in a forward pass,
-    its neighbour is in a backward pass, so almost every tick lasts as long as a backward pass.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1.
-
-    Returns:
-      The schedule. Its bubble is (S − 1) / (M + S − 1) in mode `"mpmd"`.
-
-    Raises:
-      ValueError: a number below 1.
-
-    References:
-      Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training".
-    """
-    return schedule_of("one_f_one_b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, num_stages - 1 - s))
-
-
-def eager_1f1b(num_stages: int, num_microbatches: int) -> Schedule:
-    """1F1B for one program: all stages are in forward passes in one tick, and in backward passes in the next.
-
-    Forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not counting
-    ticks in which no stage acts. Stage s holds min(M, 2 (S − s) − 1) activations.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1.
-
-    Returns:
-      The schedule. In lockstep it takes (M + S − 1)(F + B).
-
-    Raises:
-      ValueError: a number below 1.
-
-    Example:
-      >>> eager_1f1b(4, 8).simulate({"F": 15, "B": 30}, "lockstep").makespan
-      495.0
-
-    References:
-      Lepikhin et al. 2020, "GShard", for one program of all stages; Narayanan et al. 2019, "PipeDream".
-    """
-    schedule = schedule_of(
-        "eager_1f1b", num_stages, num_microbatches, lambda s, each: _warm_up(*each, 2 * (num_stages - 1 - s))
-    )
-    kind, microbatch, s = *np.moveaxis(schedule.actions, -1, 0)[:2], np.arange(num_stages)[:, None]
-    ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
-    ticks = np.unique(ticks, return_inverse=True)[1]
-    return dataclasses.replace(schedule, ticks=_frozen(ticks.reshape(kind.shape)))
-
-
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """Interleaved 1F1B: each stage has V chunks of the model, and the bubble is V times smaller.
-
-    Stage s holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. In lockstep it is slower than
-    GPipe, for the reason of `one_f_one_b`.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, a multiple of S.
-      num_chunks: V, at least 1.
-
-    Returns:
-      The schedule, in the order of Megatron-LM and PyTorch. Its bubble is (S − 1) / (V M + S − 1) in mode `"mpmd"`.
-
-    Raises:
-      ValueError: a number below 1, or S does not divide M.
-
-    Example:
-      >>> timeline = interleaved(4, 8, 2).simulate({"F": 1, "B": 2}, "mpmd")
-      >>> timeline.bubble == 3 / 19, timeline.peak_activations.tolist()
-      (True, [11, 9, 7, 5])
-
-    References:
-      Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
-    """
-    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    if num_microbatches % num_stages:
-        raise UserError(
-            f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
-            f"({num_microbatches})"
-        )
-
-    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        return _warm_up(*each, (num_chunks - 1) * num_stages + 2 * (num_stages - 1 - s))
-
-    return schedule_of("interleaved", num_stages, num_microbatches, order, num_chunks=num_chunks)
-
-
-def zero_bubble(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: backward passes split in two, with weight gradients (W) where 1F1B is idle.
-
-    Stage s computes its weight gradients s backward passes late. It holds min(M, S) activations until W, and
-    min(M, S − s) until B.
-
-    Args:
-      num_stages: S, at least 1.
-      num_microbatches: M, at least 1.
-
-    Returns:
-      The schedule. With F = B = W and M ≥ S, its bubble is (S − 1) / (3 M + S − 1), in lockstep too.
-
-    Raises:
-      ValueError: a number below 1.
-
-    Example:
-      >>> zero_bubble(4, 8).simulate({"F": 1, "B": 1, "W": 1}).makespan
-      27.0
-
-    References:
-      Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
-    """
-
-    def order(s: int, each: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        actions = _warm_up(*each, num_stages - 1 - s)
-        weights = each[1].copy()
-        weights[:, 0] = WEIGHT
-        # Weight gradients i follow backward pass i + s, or the last one.
-        behind = np.flatnonzero(actions[:, 0] == BACKWARD)
-        after = behind[np.minimum(np.arange(num_microbatches) + s, num_microbatches - 1)]
-        return np.insert(actions, after + 1, weights, axis=0)
-
-    return schedule_of("zero_bubble", num_stages, num_microbatches, order)
-
-
 def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
     """The schedule of a word of a layout.
 
+    - `"gpipe"`: all forward passes, then all backward passes. A stage holds M activations. Its bubble is
+      (S − 1) / (M + S − 1), in lockstep too.
+    - `"1f1b"`: forward and backward passes in turn, as early as the pipeline allows. Stage s holds min(M, S − s)
+      activations. The bubble is that of GPipe in mode `"mpmd"`. In lockstep it is slower: while one stage is in a
+      forward pass, its neighbour is in a backward pass, so almost every tick lasts as long as a backward pass.
+    - `"eager_1f1b"`: 1F1B for one program. All stages are in forward passes in one tick, and in backward passes in the
+      next: forward pass m of stage s is in tick 2 (s + m), its backward pass in tick 2 (2 (S − 1) − s + m) + 1, not
+      counting ticks in which no stage acts. Stage s holds min(M, 2 (S − s) − 1) activations. In lockstep it takes
+      (M + S − 1)(F + B).
+    - `"interleaved"`: 1F1B with V chunks of the model on each stage, in the order of Megatron-LM and PyTorch. Stage s
+      holds min(M · V, 2 (S − s − 1) + (V − 1) S + 1) activations of one chunk. Its bubble is (S − 1) / (V M + S − 1) in
+      mode `"mpmd"`; in lockstep it is slower, as 1F1B is.
+    - `"zero_bubble"`: ZB-H1, backward passes split in two, with weight gradients (W) where 1F1B is idle: stage s
+      computes them s backward passes late. It holds min(M, S) activations until W, and min(M, S − s) until B. With
+      F = B = W and M ≥ S, its bubble is (S − 1) / (3 M + S − 1), in lockstep too.
+
     Args:
-      name: the word, such as `"1f1b"`.
-      num_stages: S.
-      num_microbatches: M, those of one data shard.
+      name: the word.
+      num_stages: S, at least 1.
+      num_microbatches: M, those of one data shard, at least 1; of `"interleaved"` a multiple of S.
       num_chunks: V; 1 for all but `"interleaved"`.
 
     Returns:
       `Schedule`.
 
     Raises:
-      ValueError: an unknown word; chunks without `"interleaved"`; or it takes a multiple of S microbatches.
+      ValueError: an unknown word; a number below 1; chunks without `"interleaved"`; or it takes a multiple of S
+        microbatches.
 
     Example:
-      >>> make_schedule("1f1b", 2, 4).name
-      'one_f_one_b'
+      >>> make_schedule("gpipe", 4, 8).simulate({"F": 1, "B": 2}).makespan
+      33.0
+      >>> make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "mpmd").peak_activations.tolist()
+      [11, 9, 7, 5]
+
+    References:
+      Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism". Narayanan et
+      al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training". Lepikhin et al. 2020, "GShard", for one
+      program of all stages. Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+      Megatron-LM". Qi et al. 2024, "Zero Bubble Pipeline Parallelism", section 2.3.
     """
     check_choices(schedule=(name, ScheduleName))
+    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches)
     check_chunks(name, num_chunks)
-    if name == "interleaved":
-        return interleaved(num_stages, num_microbatches, num_chunks)
-    make = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_1f1b, "zero_bubble": zero_bubble}[name]
-    return make(num_stages, num_microbatches)
+    if name == "interleaved" and num_microbatches % num_stages:
+        raise UserError(
+            f"interleaved needs a multiple of num_stages ({num_stages}) microbatches, not num_microbatches "
+            f"({num_microbatches})"
+        )
+
+    def order(s: int, forwards: np.ndarray, backwards: np.ndarray) -> np.ndarray:
+        later = num_stages - 1 - s
+        more = {"gpipe": num_microbatches, "eager_1f1b": later, "interleaved": (num_chunks - 1) * num_stages + later}
+        # The warm-up's forward passes, then forward and backward passes in turn, then the remaining backward passes.
+        i, num_warmup = np.arange(len(forwards)), min(later + more.get(name, 0), len(forwards))
+        places = np.concatenate([np.maximum(i, 2 * i - num_warmup), 2 * i + num_warmup + 1])
+        actions = np.concatenate([forwards, backwards])[np.argsort(places, kind="stable")]
+        if name != "zero_bubble":
+            return actions
+        weights = backwards.copy()
+        weights[:, 0] = WEIGHT
+        # Weight gradients i follow backward pass i + s, or the last one.
+        after = np.flatnonzero(actions[:, 0] == BACKWARD)[np.minimum(i + s, num_microbatches - 1)]
+        return np.insert(actions, after + 1, weights, axis=0)
+
+    schedule = schedule_of(name, num_stages, num_microbatches, order, num_chunks)
+    if name != "eager_1f1b":
+        return schedule
+    (kind, microbatch, _), s = np.moveaxis(schedule.actions, -1, 0), np.arange(num_stages)[:, None]
+    ticks = 2 * microbatch + np.where(kind == FORWARD, 2 * s, 4 * (num_stages - 1) - 2 * s + 1)
+    return dataclasses.replace(schedule, ticks=_frozen(np.unique(ticks, return_inverse=True)[1].reshape(kind.shape)))
 
 
 def check_chunks(schedule: ScheduleName, num_chunks: int) -> None:
@@ -448,37 +331,20 @@ def schedule_of(
     name: str,
     num_stages: int,
     num_microbatches: int,
-    order: Callable[[int, tuple[np.ndarray, np.ndarray]], np.ndarray],
+    order: Callable[[int, np.ndarray, np.ndarray], np.ndarray],
     num_chunks: int = 1,
 ) -> Schedule:
-    """The schedule with `order(s, (forwards, backwards))` as the actions of stage s, each in the earliest tick."""
-    check_at_least_one(num_stages=num_stages, num_microbatches=num_microbatches)
+    """The schedule with `order(s, forwards, backwards)` as the actions of stage s, each in the earliest tick."""
     # With chunks, groups of S microbatches go through all chunks before the next group does.
     size = num_stages if num_chunks > 1 else num_microbatches
     group, chunk, member = np.indices((num_microbatches // size, num_chunks, size), np.int32).reshape(3, -1)
     microbatch = group * size + member
     forwards = np.stack([np.full_like(chunk, FORWARD), microbatch, chunk], axis=1)
     backwards = np.stack([np.full_like(chunk, BACKWARD), microbatch, num_chunks - 1 - chunk], axis=1)
-    actions = np.stack([order(s, (forwards, backwards)) for s in range(num_stages)])
+    actions = np.stack([order(s, forwards, backwards) for s in range(num_stages)])
     ticks = _earliest_starts(_received_from(actions), np.ones(actions.shape[:2]))
-    return Schedule(
-        name=name,
-        num_stages=num_stages,
-        num_microbatches=num_microbatches,
-        num_chunks=num_chunks,
-        actions=_frozen(actions),
-        ticks=_frozen(ticks),
-    )
-
-
-def _warm_up(forwards: np.ndarray, backwards: np.ndarray, num_warmup: int) -> np.ndarray:
-    """The warm-up's forward passes, then forward and backward passes in turn, then the remaining backward passes."""
-    num = len(forwards)
-    num_warmup = min(num_warmup, num)
-    place_of_backwards = np.arange(num) * 2 + num_warmup + 1
-    place_of_forwards = np.maximum(np.arange(num), np.arange(num) * 2 - num_warmup)
-    both = np.concatenate([forwards, backwards])
-    return both[np.argsort(np.concatenate([place_of_forwards, place_of_backwards]), kind="stable")]
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    return Schedule(name=name, **sizes, actions=_frozen(actions), ticks=_frozen(ticks))
 
 
 def _place_of(actions: Int32[np.ndarray, "S A 3"]) -> Int64[np.ndarray, "kinds S M V"]:
@@ -548,32 +414,3 @@ def _frozen(values: np.ndarray) -> np.ndarray:
     array = values.astype(np.int32)
     array.setflags(write=False)
     return array
-
-
-class BufferSlots(NamedTuple):
-    """How many of each a stage holds, by buffer of the program; integers, or arrays of several schedules.
-
-    Attributes:
-      inputs: inputs that arrive.
-      kept: what forward passes keep, and what backward passes hand on to weight gradients.
-      outputs: of the last part; only where residuals are kept.
-      gradients: output gradients that arrive.
-    """
-
-    inputs: Any
-    kept: Any
-    outputs: Any
-    gradients: Any
-
-
-def buffer_slots(name: ScheduleName, num_stages: Any, num_microbatches: Any, num_chunks: Any = 1) -> BufferSlots:
-    """The slots of a schedule's buffers (S ≥ 2), without tables; at most one more of `inputs` and `gradients`."""
-    s, m, v = np.asarray(num_stages), np.asarray(num_microbatches), np.asarray(num_chunks)
-    one = np.ones(np.broadcast_shapes(s.shape, m.shape, v.shape), np.int64)
-    if name == "interleaved":
-        kept = np.where(m > s, (v + 1) * s - 1, v * s)
-        return BufferSlots(2 * one, kept, np.minimum(m // s, s * (v - 1) + 1), np.maximum(2, (s + 1) // 2))
-    most = {"gpipe": m, "1f1b": s, "eager_1f1b": 2 * s - 1, "zero_bubble": s}[name]
-    kept = np.minimum(most, m) * one
-    outputs = kept if name in ("gpipe", "zero_bubble") else one
-    return BufferSlots(one, kept, outputs, np.maximum(1, np.minimum(s - 1, m)) * one if name == "zero_bubble" else one)

@@ -35,8 +35,8 @@ def draw_timelines(*timelines: Timeline) -> str:
       An SVG file that suits light and dark surroundings.
 
     Example:
-      >>> from jvarlen.parallel import gpipe
-      >>> svg = draw_timelines(gpipe(2, 3).simulate({"F": 1, "B": 2}))
+      >>> from jvarlen.parallel import make_schedule
+      >>> svg = draw_timelines(make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}))
       >>> svg[:4], "gpipe, lockstep: 12, bubble 25.0%" in svg
       ('<svg', True)
     """

@@ -20,9 +20,16 @@ from jaxtyping import Float64
 from jvarlen.batches.batches import token_batch_spec
 from jvarlen.distributed.layout import Layout, ScheduleName
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, num_layers_of
-from jvarlen.parallel.memory import StateBytes, batch_bytes, memory_bill, state_bytes, temporary_bytes
+from jvarlen.parallel.memory import (
+    BufferSlots,
+    StateBytes,
+    batch_bytes,
+    buffer_slots,
+    memory_bill,
+    state_bytes,
+    temporary_bytes,
+)
 from jvarlen.parallel.microbatch import ArrayBytes, DeviceArrays, OneMicrobatch, shapes_on, stacked_shapes, with_layers
-from jvarlen.parallel.schedules import BufferSlots, buffer_slots
 from jvarlen.planning.buckets import Bucket
 from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
 from jvarlen.training.losses import LossFn

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.parallel import schedules
+from jvarlen.parallel.schedules import make_schedule
 from jvarlen.planning.budget import CostFn
 from jvarlen.targets.cluster import Cluster
 from jvarlen.targets.layout_table import SCHEDULES, LayoutTable
@@ -254,11 +254,7 @@ def _ticks_of(schedule: int, num_stages: int, num_chunks: int, num_microbatches:
             np.array(_ticks_of(schedule, num_stages, num_chunks, num_stages * (_STEADY + i) + rest)) for i in (0, 1)
         )
         return tuple((fewer + (rounds - _STEADY) * (more - fewer)).tolist())
-    if name == "interleaved":
-        made = schedules.interleaved(num_stages, num_microbatches, num_chunks)
-    else:
-        make = {"1f1b": schedules.one_f_one_b, "zero_bubble": schedules.zero_bubble}[name]
-        made = make(num_stages, num_microbatches)
+    made = make_schedule(name, num_stages, num_microbatches, num_chunks)
     present = np.zeros((int(made.ticks.max()) + 1, 3), bool)
     present[made.ticks.ravel(), made.actions[..., 0].ravel()] = True
     return tuple(np.bincount(present @ [1, 2, 4], minlength=8).tolist())

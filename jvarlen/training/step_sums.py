@@ -38,6 +38,7 @@ __all__ = [
     "field_of",
     "microbatches_of",
     "next_extra",
+    "reduce_sums",
     "sharded_dims",
     "split_step",
     "step_key",
@@ -128,12 +129,12 @@ def sum_step(
                 return sums._replace(grads=reduce_in_buckets(sums.grads, buckets, axis_name, dims))
 
             if accumulates_shards:
-                return _reduce(accumulate(one_in_shards, microbatches), (), together, dims, axis_name)
+                return reduce_sums(accumulate(one_in_shards, microbatches), axis_name, dims, (), together)
             is_gathered = any(dim is not None for dim in sharded_dims(param_specs, state.params, axis_name))
             if is_gathered and tap is None:  # gathering reduces what is sharded
-                return _reduce(accumulate(one, microbatches), (), together, dims, axis_name)
+                return reduce_sums(accumulate(one, microbatches), axis_name, dims, (), together)
             sums = accumulate(one, microbatches, last_apart=sizes is not None)
-            return _reduce(sums, buckets, together, dims, axis_name)
+            return reduce_sums(sums, axis_name, dims, buckets, together)
 
         # Unchecked: a checked axis refuses every loop of the loss whose carry starts from a constant, and would put
         # the gradient's all-reduce inside the loop. Other axes of the mesh are left to the compiler.
@@ -211,14 +212,21 @@ def _buckets_of(
     return assign_grad_buckets(shapes.grads, *sizes, order=order), [place for place in used if dims[place] is None]
 
 
-def _reduce(
+def reduce_sums(
     sums: StepSums,
-    buckets: Sequence[Sequence[int]],
-    together: Sequence[int],
-    dims: Sequence[int | None],
     axis_name: str | tuple[str, ...],
+    dims: Sequence[int | None],
+    buckets: Sequence[Sequence[int]] | None = None,
+    together: Sequence[int] | None = None,
 ) -> StepSums:
-    """Sums over the shards; `together` are places of gradients that are reduced with the other sums."""
+    """The sums over the shards: the reduction of every step.
+
+    `dims` are those of `sharded_dims`, `buckets` places of gradients with a collective each (None: each that becomes a
+    shard), and `together` of those that are reduced with the other sums (None: all others).
+    """
+    if buckets is None or together is None:
+        buckets = [(place,) for place, dim in enumerate(dims) if dim is not None]
+        together = [place for place, dim in enumerate(dims) if dim is None]
     leaves, structure = jax.tree.flatten(reduce_in_buckets(sums.grads, buckets, axis_name, dims))
     reduced = sums._replace(grads=[leaves[place] for place in together])
     # Where the compiler keeps buckets apart, it would reduce each of these sums by itself.

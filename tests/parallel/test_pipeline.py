@@ -31,8 +31,9 @@ from jvarlen.parallel import gather_params, init_state
 from jvarlen.parallel import make_eval_step as make_layout_eval_step
 from jvarlen.parallel import make_train_step as make_layout_step
 from jvarlen.parallel.layers import LayeredModel, LayeredParams, layered_loss_fn
+from jvarlen.parallel.memory import buffer_slots
 from jvarlen.parallel.pipeline import sum_scheduled
-from jvarlen.parallel.schedules import buffer_slots, make_schedule
+from jvarlen.parallel.schedules import make_schedule
 from jvarlen.training.step_sums import sum_step
 from tests.conftest import random_dataset
 

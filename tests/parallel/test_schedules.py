@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen import UserError
-from jvarlen.parallel import eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
+from jvarlen.parallel import make_schedule
 
 MODES = ("lockstep", "phases", "mpmd")
 SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
@@ -17,8 +17,8 @@ SIZES = [(1, 1), (1, 4), (2, 3), (4, 8), (4, 2), (3, 3), (8, 20), (5, 1)]
 @st.composite
 def schedules(draw):
     s, m, more = draw(st.integers(1, 6)), draw(st.integers(1, 9)), draw(st.integers(1, 4))
-    simple = st.sampled_from([gpipe, one_f_one_b, eager_1f1b, zero_bubble]).map(lambda make: make(s, m))
-    return draw(simple) if draw(st.booleans()) else interleaved(s, s * draw(st.integers(1, 3)), more)
+    simple = st.sampled_from(["gpipe", "1f1b", "eager_1f1b", "zero_bubble"]).map(lambda name: make_schedule(name, s, m))
+    return draw(simple) if draw(st.booleans()) else make_schedule("interleaved", s, s * draw(st.integers(1, 3)), more)
 
 
 def named_actions(schedule):
@@ -142,7 +142,7 @@ def test_a_program_finds_in_its_buffers_what_it_needs(schedule):
 @pytest.mark.parametrize("name", ["activation_slot", "arriving_input_slot", "arriving_gradient_slot"])
 def test_slots_that_are_shared_too_early_are_found(name):
     """By the program of the test above."""
-    schedule = interleaved(2, 4, 3)
+    schedule = make_schedule("interleaved", 2, 4, 3)
     tables = schedule.tables()
     shared = np.minimum(getattr(tables, name), 0)
     assert (shared != getattr(tables, name)).any()
@@ -153,11 +153,11 @@ def test_slots_that_are_shared_too_early_are_found(name):
 @pytest.mark.parametrize(("s", "m"), SIZES)
 def test_bubbles_and_activations_are_those_of_the_papers(s, m):
     bubble, stages = (s - 1) / (m + s - 1), np.arange(s)
-    classic = one_f_one_b(s, m).simulate({"F": 1, "B": 2}, "mpmd")
+    classic = make_schedule("1f1b", s, m).simulate({"F": 1, "B": 2}, "mpmd")
     assert classic.bubble == bubble
     assert classic.peak_activations.tolist() == np.minimum(m, s - stages).tolist()
     for mode in MODES:
-        simple, eager = (make(s, m).simulate({"F": 1, "B": 2}, mode) for make in (gpipe, eager_1f1b))
+        simple, eager = (make_schedule(name, s, m).simulate({"F": 1, "B": 2}, mode) for name in ("gpipe", "eager_1f1b"))
         assert simple.bubble == eager.bubble == bubble
         assert simple.makespan == eager.makespan == (m + s - 1) * 3
         assert simple.peak_activations.tolist() == [m] * s
@@ -168,7 +168,7 @@ def test_bubbles_and_activations_are_those_of_the_papers(s, m):
     ("s", "m", "v"), [(1, 1, 1), (1, 3, 2), (2, 4, 3), (3, 9, 4), (4, 4, 2), (4, 8, 2), (8, 16, 4)]
 )
 def test_interleaving_makes_the_bubble_v_times_smaller(s, m, v):
-    timeline = interleaved(s, m, v).simulate({"F": 1, "B": 2}, "mpmd")
+    timeline = make_schedule("interleaved", s, m, v).simulate({"F": 1, "B": 2}, "mpmd")
     assert timeline.bubble == (s - 1) / (v * m + s - 1)
     at_most = 2 * (s - np.arange(s) - 1) + (v - 1) * s + 1
     assert timeline.peak_activations.tolist() == np.minimum(m * v, at_most).tolist()
@@ -177,12 +177,12 @@ def test_interleaving_makes_the_bubble_v_times_smaller(s, m, v):
 @pytest.mark.parametrize(("s", "m"), [(1, 1), (1, 5), (2, 2), (2, 7), (4, 4), (4, 8), (8, 8), (8, 20)])
 def test_weight_gradients_fill_bubbles(s, m):
     for mode in ("lockstep", "mpmd"):
-        timeline = zero_bubble(s, m).simulate({"F": 1, "B": 1, "W": 1}, mode)
+        timeline = make_schedule("zero_bubble", s, m).simulate({"F": 1, "B": 1, "W": 1}, mode)
         assert timeline.makespan == 3 * m + s - 1
         assert timeline.bubble == (s - 1) / (3 * m + s - 1)
         assert timeline.peak_activations.tolist() == [s] * s  # of 1F1B, the first stage holds as many
         assert timeline.peak_before_backward.tolist() == (s - np.arange(s)).tolist()
-    few = zero_bubble(4, 2).simulate({"F": 1, "B": 1, "W": 1})
+    few = make_schedule("zero_bubble", 4, 2).simulate({"F": 1, "B": 1, "W": 1})
     assert few.makespan == 3 * 2 + 4 - 1 + 2
     assert few.peak_activations.tolist() == [2] * 4
 
@@ -190,18 +190,20 @@ def test_weight_gradients_fill_bubbles(s, m):
 def test_phases_cost_what_a_compiled_program_took_less_a_twelfth():
     """A program that moved four stages in ticks took, in ms: GPipe 536, eager 1F1B 540, 1F1B 857."""
     costs = {"F": 15, "B": 30}
-    simulated = [make(4, 8).simulate(costs, "phases").makespan for make in (gpipe, eager_1f1b, one_f_one_b)]
+    names = ("gpipe", "eager_1f1b", "1f1b")
+    simulated = [make_schedule(name, 4, 8).simulate(costs, "phases").makespan for name in names]
     assert simulated == [495, 495, 795]
     overheads = np.array([536, 540, 857]) / simulated
     assert (overheads > 1.07).all()
     assert (overheads < 1.10).all()
-    assert one_f_one_b(4, 8).simulate(costs, "lockstep").makespan == 600  # with one transfer a tick
-    assert interleaved(4, 8, 2).simulate({"F": 7.5, "B": 15}).makespan > gpipe(4, 8).simulate(costs).makespan
+    assert make_schedule("1f1b", 4, 8).simulate(costs, "lockstep").makespan == 600  # with one transfer a tick
+    in_chunks = make_schedule("interleaved", 4, 8, 2).simulate({"F": 7.5, "B": 15})
+    assert in_chunks.makespan > make_schedule("gpipe", 4, 8).simulate(costs).makespan
 
 
 def test_costs_differ_by_stage():
     per_stage = {"F": [1, 2, 1], "B": np.array([2, 4, 2])}
-    timeline = gpipe(3, 4).simulate(per_stage, "mpmd")
+    timeline = make_schedule("gpipe", 3, 4).simulate(per_stage, "mpmd")
     assert timeline.makespan == (1 + 4 * 2 + 1) + (2 + 4 * 4 + 2)
     durations = timeline.ends - timeline.starts
     assert durations.sum(axis=1).tolist() == [12, 24, 12]
@@ -209,28 +211,28 @@ def test_costs_differ_by_stage():
 
 
 def test_arrays_cannot_be_changed():
-    for make in (gpipe, eager_1f1b):
-        for array in (make(2, 2).actions, make(2, 2).ticks):
+    for name in ("gpipe", "eager_1f1b"):
+        for array in (make_schedule(name, 2, 2).actions, make_schedule(name, 2, 2).ticks):
             assert array.dtype == np.int32
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 0
 
 
 def test_bad_input_is_named():
-    for make in (gpipe, one_f_one_b, eager_1f1b, zero_bubble):
+    for name in ("gpipe", "1f1b", "eager_1f1b", "zero_bubble"):
         with pytest.raises(UserError, match=r"at least 1 .*: num_stages \(0\), num_microbatches \(-1\)"):
-            make(0, -1)
+            make_schedule(name, 0, -1)
     with pytest.raises(UserError, match=r"at least 1 .*: num_chunks \(0\)"):
-        interleaved(2, 2, 0)
+        make_schedule("interleaved", 2, 2, 0)
     with pytest.raises(UserError, match=r"multiple of num_stages \(4\) microbatches, not num_microbatches \(6\)"):
-        interleaved(4, 6, 2)
+        make_schedule("interleaved", 4, 6, 2)
     with pytest.raises(UserError, match=r"costs of gpipe must be of the kinds F, B, not \['B', 'F', 'W'\]"):
-        gpipe(2, 2).simulate({"F": 1, "B": 1, "W": 1})
+        make_schedule("gpipe", 2, 2).simulate({"F": 1, "B": 1, "W": 1})
     with pytest.raises(UserError, match=r"of zero_bubble must be of the kinds F, B, W, not \['F'\]"):
-        zero_bubble(2, 2).simulate({"F": 1})
+        make_schedule("zero_bubble", 2, 2).simulate({"F": 1})
     with pytest.raises(UserError, match=r"costs of B have shape \(3,\); it must be \(\) or broadcast to \(2,\)"):
-        gpipe(2, 2).simulate({"F": 1, "B": [1, 2, 3]})
+        make_schedule("gpipe", 2, 2).simulate({"F": 1, "B": [1, 2, 3]})
     with pytest.raises(UserError, match=r"costs of F must be finite and at least 0, not -1"):
-        gpipe(2, 2).simulate({"F": -1, "B": 1})
+        make_schedule("gpipe", 2, 2).simulate({"F": -1, "B": 1})
     with pytest.raises(UserError, match=r"mode \('fast'\) must be one of 'lockstep', 'phases', 'mpmd'"):
-        gpipe(2, 2).simulate({"F": 1, "B": 1}, "fast")
+        make_schedule("gpipe", 2, 2).simulate({"F": 1, "B": 1}, "fast")

@@ -10,7 +10,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 from torch.nn import Identity
 
-from jvarlen.parallel import Schedule, eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
+from jvarlen.parallel import Schedule, make_schedule
 
 TRIPLES = [
     (1, 3, 2),
@@ -65,20 +65,20 @@ def torch_calls(make, num_stages: int, num_microbatches: int, s: int) -> list[tu
 
 @pytest.mark.parametrize(("s", "m", "v"), TRIPLES)
 def test_interleaving_is_that_of_torch(s: int, m: int, v: int) -> None:
-    assert order_of(interleaved(s, m, v)) == torch_order(ScheduleInterleaved1F1B, s, m, v)
+    assert order_of(make_schedule("interleaved", s, m, v)) == torch_order(ScheduleInterleaved1F1B, s, m, v)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10)])
 def test_with_one_chunk_it_is_eager(s: int, m: int) -> None:
-    assert order_of(eager_1f1b(s, m)) == torch_order(ScheduleInterleaved1F1B, s, m, 1)
+    assert order_of(make_schedule("eager_1f1b", s, m)) == torch_order(ScheduleInterleaved1F1B, s, m, 1)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 4), (4, 4), (4, 8), (5, 10), (8, 16)])
 def test_zero_bubble_is_the_one_of_torch_with_one_chunk(s: int, m: int) -> None:
-    assert order_of(zero_bubble(s, m)) == torch_order(ScheduleInterleavedZeroBubble, s, m, 1)
+    assert order_of(make_schedule("zero_bubble", s, m)) == torch_order(ScheduleInterleavedZeroBubble, s, m, 1)
 
 
 @pytest.mark.parametrize(("s", "m"), [(1, 3), (2, 2), (4, 4), (4, 8), (3, 7)])
 def test_gpipe_and_1f1b_are_those_of_torch(s: int, m: int) -> None:
-    for make, peer in ((gpipe, ScheduleGPipe), (one_f_one_b, Schedule1F1B)):
-        assert order_of(make(s, m)) == [torch_calls(peer, s, m, stage) for stage in range(s)]
+    for name, peer in (("gpipe", ScheduleGPipe), ("1f1b", Schedule1F1B)):
+        assert order_of(make_schedule(name, s, m)) == [torch_calls(peer, s, m, stage) for stage in range(s)]

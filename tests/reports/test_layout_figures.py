@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jvarlen.parallel import gpipe, interleaved, zero_bubble
+from jvarlen.parallel import make_schedule
 from jvarlen.parallel.memory import MemoryBill
 from jvarlen.reports.layout_figures import draw_memory, draw_timelines
 
@@ -28,7 +28,7 @@ def words(svg):
 
 
 def test_every_action_is_a_bar_where_it_is_in_time():
-    timeline = zero_bubble(3, 4).simulate({"F": 1, "B": 2, "W": [1, 3, 1]}, "mpmd")
+    timeline = make_schedule("zero_bubble", 3, 4).simulate({"F": 1, "B": 2, "W": [1, 3, 1]}, "mpmd")
     svg = draw_timelines(timeline)
     kind = timeline.schedule.actions[..., 0]
     drawn = [bars(svg, colour) for colour in ("first", "second", "third")]
@@ -49,7 +49,7 @@ def test_every_action_is_a_bar_where_it_is_in_time():
 
 
 def test_titles_tell_schedule_mode_time_and_bubble():
-    timelines = [gpipe(2, 3).simulate({"F": 1, "B": 2}, mode) for mode in ("lockstep", "mpmd")]
+    timelines = [make_schedule("gpipe", 2, 3).simulate({"F": 1, "B": 2}, mode) for mode in ("lockstep", "mpmd")]
     shown = words(draw_timelines(*timelines))
     assert [word for word in shown if "gpipe" in word] == [
         "gpipe, lockstep: 12, bubble 25.0%",
@@ -58,19 +58,19 @@ def test_titles_tell_schedule_mode_time_and_bubble():
 
 
 def test_chunks_differ_in_darkness():
-    svg = draw_timelines(interleaved(2, 2, 2).simulate({"F": 1, "B": 1}))
+    svg = draw_timelines(make_schedule("interleaved", 2, 2, 2).simulate({"F": 1, "B": 1}))
     assert len(set(re.findall(r"fill: var\(--first\); fill-opacity: ([\d.]+)", svg))) == 2
 
 
 def test_numbers_are_left_out_where_they_do_not_fit():
-    timelines = [gpipe(2, m).simulate({"F": 1, "B": 1}) for m in (150, 3)]
+    timelines = [make_schedule("gpipe", 2, m).simulate({"F": 1, "B": 1}) for m in (150, 3)]
     assert "149" not in words(draw_timelines(timelines[0]))
     assert words(draw_timelines(timelines[1])).count("2") >= 4
 
 
 @pytest.mark.parametrize("cost", [0, 1e-6, 1e6])
 def test_any_unit_of_time_can_be_drawn(cost):
-    assert len(bars(draw_timelines(gpipe(2, 2).simulate({"F": cost, "B": cost})), "first")) == 4
+    assert len(bars(draw_timelines(make_schedule("gpipe", 2, 2).simulate({"F": cost, "B": cost})), "first")) == 4
 
 
 def test_every_layout_is_a_row_with_its_total():

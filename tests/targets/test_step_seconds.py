@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jvarlen import Bucket
-from jvarlen.parallel import Layout, eager_1f1b, gpipe, interleaved, one_f_one_b, zero_bubble
+from jvarlen.parallel import Layout, make_schedule
 from jvarlen.parallel.wire import Link
 from jvarlen.targets import step_seconds as module
 from jvarlen.targets.cluster import Cluster
@@ -14,7 +14,6 @@ from jvarlen.targets.layout_table import SCHEDULES, layout_table
 from jvarlen.targets.model_costs import AxisTraffic, ModelCosts, PerPass
 from jvarlen.targets.step_seconds import step_seconds
 
-MAKE = {"gpipe": gpipe, "1f1b": one_f_one_b, "eager_1f1b": eager_1f1b, "zero_bubble": zero_bubble}
 NONE = PerPass((), (), ())
 
 
@@ -54,14 +53,14 @@ def seconds_of(text, costs, cluster, microbatches_per_step=8, **options):
     return type(found)(*(part.item() for part in found))
 
 
-@pytest.mark.parametrize("schedule", MAKE)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager_1f1b", "zero_bubble"])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_stages_take_what_the_simulated_schedule_takes(schedule, num_stages):
     of_stage = 8 / num_stages
     costs = {"F": of_stage, "B": 2 * of_stage}
     if schedule == "zero_bubble":
         costs = {"F": of_stage, "B": of_stage, "W": of_stage}
-    simulated = MAKE[schedule](num_stages, 8).simulate(costs, "lockstep")
+    simulated = make_schedule(schedule, num_stages, 8).simulate(costs, "lockstep")
     found = seconds_of(f"data1.stage{num_stages}.{schedule}.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(simulated.makespan)
     assert found.bubble / found.total == pytest.approx(simulated.bubble)
@@ -74,7 +73,7 @@ def test_kept_inputs_run_layers_again():
     whole, kept = (seconds_of(text, model_costs(), unit_cluster()).compute for text in ("data1", "data1.remat_full"))
     assert (whole, kept) == (8 * 8 * 3, 8 * 8 * 4)
     costs = {"F": 2, "B": 4, "W": 6}
-    simulated = zero_bubble(4, 8).simulate(costs, "lockstep")
+    simulated = make_schedule("zero_bubble", 4, 8).simulate(costs, "lockstep")
     assert seconds_of("data1.stage4.zero_bubble", model_costs(), unit_cluster()).total == pytest.approx(
         simulated.makespan
     )
@@ -111,7 +110,7 @@ def test_ticks_of_many_microbatches_are_counted_without_making_them(schedule, mo
 
 
 def test_chunks_make_the_bubble_smaller_only_without_lockstep():
-    made = interleaved(4, 8, 2).simulate({"F": 1, "B": 2}, "lockstep")
+    made = make_schedule("interleaved", 4, 8, 2).simulate({"F": 1, "B": 2}, "lockstep")
     found = seconds_of("data1.stage4.interleaved.virtual2.remat_none", model_costs(), unit_cluster())
     assert found.total == pytest.approx(made.makespan)
 

@@ -33,9 +33,8 @@ class TokenSlices(Schedule):
     def _durations(self, costs: Mapping[str, Any]) -> Float64[np.ndarray, "S A"]:
         shape = self.num_stages, self.num_slices
         costs = {kind: np.reshape(cost, (-1, 1)) if np.ndim(cost) == 1 else cost for kind, cost in costs.items()}
-        of_kinds = np.stack([np.broadcast_to(cost, shape) for cost in self._checked_costs(costs, shape)])
         stage, k = np.arange(self.num_stages)[:, None], self.actions[..., 1] % self.num_slices
-        return of_kinds[self.actions[..., 0], stage, k]
+        return self._checked_costs(costs, shape)[self.actions[..., 0], stage, k]
 
 
 def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> TokenSlices:
@@ -67,5 +66,5 @@ def token_slices(num_stages: int, num_microbatches: int, num_slices: int) -> Tok
     numbers = np.concatenate([m * num_slices + k, m * num_slices + num_slices - 1 - k])
     kinds = np.repeat([FORWARD, BACKWARD], len(m))
     actions = np.stack([kinds, numbers, np.zeros_like(numbers)], axis=1).astype(np.int32)
-    schedule = schedule_of("token_slices", num_stages, num_microbatches * num_slices, lambda s, each: actions)
+    schedule = schedule_of("token_slices", num_stages, num_microbatches * num_slices, lambda *_: actions)
     return TokenSlices(**vars(schedule), num_slices=num_slices)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jvarlen.experimental.operators.cutting import cut_layers
-from jvarlen.parallel import gpipe
+from jvarlen.parallel import make_schedule
 
 
 def stage_costs(costs, layers, first, last):
@@ -54,7 +54,7 @@ def test_the_cut_is_the_best_of_all_with_ties_as_documented(data):
     st.floats(0, 5),
 )
 def test_no_cut_takes_less_time_in_a_pipeline(costs, num_stages, num_microbatches, last):
-    schedule = gpipe(num_stages, num_microbatches)
+    schedule = make_schedule("gpipe", num_stages, num_microbatches)
 
     def seconds(layers):
         of_stage = np.array(stage_costs(costs, layers, 0, last))
