@@ -23,6 +23,7 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
+from jvarlen.experimental import large_plans
 
 SIZES = (10**7, 10**8, 10**9)
 QUICK_SIZES = (10**3, 10**4)
@@ -63,7 +64,11 @@ def plan(path: Path, order: str, out: Path | None) -> dict[str, float | str]:
         lengths = np.asarray(lengths)
     settings = {"max_shapes": 16, "length_multiple": 16, "microbatches_per_step": 8}
     buckets = jvarlen.make_buckets(lengths, 32_768, **settings)
-    made = jvarlen.make_plan(lengths, buckets, microbatches_per_step=8, order=order, seed=1, out=out)
+    options = {"microbatches_per_step": 8, "order": order, "seed": 1}
+    if out is None:
+        made = jvarlen.make_plan(lengths, buckets, **options)
+    else:
+        made = large_plans.plan_on_disk(lengths, buckets, out, **options)
     digest = made.digest
     seconds = time.perf_counter() - begun
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -77,7 +82,7 @@ def open_plan(path: Path, out: Path) -> dict[str, float]:
     ).close()  # imports what loading needs
     samples = Samples(np.load(path))  # in memory: what counts is the plan
     begun = time.perf_counter()
-    opened = jvarlen.Plan.load(out)
+    opened = large_plans.open_plan(out)
     opened_s = time.perf_counter() - begun
     start = int(np.random.default_rng().integers(opened.num_steps))
     begun = time.perf_counter()

@@ -21,7 +21,9 @@ import numpy as np
 from support.timing import digits, report, table, versions_and_hardware
 
 import jvarlen
-from jvarlen.sorting.balance import digest_volume, exchange_volume
+from jvarlen.experimental import large_plans
+from jvarlen.experimental.large_plans.chunk_digests import digest_volume
+from jvarlen.experimental.ordered_file import exchange_volume
 
 SIZES = (1_000_000, 3_000_000, 10_000_000, 30_000_000)
 QUICK_SIZES = (1_000, 3_000)
@@ -45,10 +47,10 @@ def measure(work: str, num_samples: int) -> tuple[float, float]:
         return jvarlen.make_plan(part, buckets, microbatches_per_step=8, order="shuffle")
 
     def distributed(part: np.ndarray) -> object:
-        return jvarlen.plan_distributed(part, buckets, mesh, microbatches_per_step=8, order="shuffle")
+        return large_plans.plan_distributed(part, buckets, mesh, microbatches_per_step=8, order="shuffle")
 
     calls: dict[str, Callable[[np.ndarray], object]] = {
-        "count_lengths": jvarlen.count_lengths,
+        "count_lengths": large_plans.count_lengths,
         "make_plan": make,
         "plan_distributed": distributed,
     }
@@ -115,7 +117,7 @@ def on_paper(of_part: dict[str, tuple[float, float]]) -> list[str]:
         ["`make_buckets` from the counts of all samples", "measured", digits(buckets_s), "", ""],
         ["`plan_distributed`: sort, places, hash", "extrapolated", digits(made[0]), gigabytes(made[1]), ""],
         ["the exchange of the sort", "computed", "", "", gigabytes(sent)],
-        ["the exchange for the digest", "computed", "", "", gigabytes(digest_volume(TOTAL, HOSTS).num_bytes)],
+        ["the exchange for the digest", "computed", "", "", gigabytes(digest_volume(TOTAL, HOSTS)[1])],
         [f"the steps of all, about {digits(num_steps)}", "computed", "", gigabytes(20 * num_steps), ""],
     ]
     return [

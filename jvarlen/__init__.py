@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from jvarlen.planning.streams import StreamBatches, StreamStep, stream_batches
     from jvarlen.runs.config import FitConfig
     from jvarlen.runs.fit import FitResult, fit
-    from jvarlen.sorting.distributed_plan import DistributedPlan, count_lengths, plan_distributed
-    from jvarlen.sorting.ordered_file import write_ordered
     from jvarlen.sorting.sample_sort import local_sort, sample_sort
     from jvarlen.sorting.sharded_rows import shard_local_rows
     from jvarlen.targets.choice import choose_layout
@@ -110,8 +108,6 @@ _NAMES_OF = {
     "planning.streams": ("StreamBatches", "StreamStep", "stream_batches",),
     "runs.config": ("FitConfig",),
     "runs.fit": ("FitResult", "fit",),
-    "sorting.distributed_plan": ("DistributedPlan", "count_lengths", "plan_distributed",),
-    "sorting.ordered_file": ("write_ordered",),
     "sorting.sample_sort": ("local_sort", "sample_sort",),
     "sorting.sharded_rows": ("shard_local_rows",),
     "targets.choice": ("choose_layout",),
@@ -126,12 +122,12 @@ _NAMES_OF = {
 
 __all__ = [
     "Batch", "BatchIterator", "Batches", "Bucket", "Budget", "Cluster", "CompileOptions",
-    "CompiledBuckets", "CostModel", "DistributedPlan", "FitConfig", "FitResult", "Ledger", "Metrics",
+    "CompiledBuckets", "CostModel", "FitConfig", "FitResult", "Ledger", "Metrics",
     "Mixture", "ModelFile", "Order", "PackedBatch", "PackedHistogram", "PackedPairBatch", "Packing",
     "PairBatch", "PairBucket", "Plan", "RecompileError", "StepSamples", "StreamBatches", "StreamStep", "TrainState",
     "UnplannedShapeError", "UserError", "ValuePacing", "WeightedTokens", "agree", "assign_microbatches", "attend",
     "attend_within_segments", "attention_mask", "balance_plan", "batch_by_tokens", "check_lengths", "choose_layout",
-    "choose_row_lengths", "competence_pacing", "compile_buckets", "count_lengths", "data_mesh",
+    "choose_row_lengths", "competence_pacing", "compile_buckets", "data_mesh",
     "discrete_pacing", "exit_code_of_interrupt", "fit", "fit_cost_model", "full_batch", "init_train_state",
     "initialize_processes", "linear_pacing", "load", "load_compiled", "load_stream",
     "local_sort", "lr_scale", "lr_sequence", "make_buckets", "make_eval_step",
@@ -139,10 +135,10 @@ __all__ = [
     "measure_buckets", "measure_cluster", "measure_difficulty", "measure_lengths",
     "mixture_counts", "no_recompiles", "pack_pairs_to_bucket", "pack_samples", "pack_to_bucket",
     "packed_batch_spec", "packed_pair_batch_spec", "packed_row_costs", "pad_pairs_to_bucket", "pad_to_bucket",
-    "padding_mask", "pair_batch_spec", "plan_distributed", "planned_ids_digest", "planned_schedule",
+    "padding_mask", "pair_batch_spec", "planned_ids_digest", "planned_schedule",
     "remembered_interrupts", "replicate", "root_pacing", "sample_order", "sample_sort",
     "scale_by_batch_size", "segment_mask", "shard_local_rows", "stream_batches", "together",
-    "token_batch_spec", "use_compilation_cache", "with_float32_master", "write_ordered",
+    "token_batch_spec", "use_compilation_cache", "with_float32_master", 
 ]
 
 __getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

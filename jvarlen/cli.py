@@ -22,7 +22,11 @@ __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS = {
     "plan": ("runs.page_commands", "PlanCommand", "Print the plan of an epoch for any file of lengths, and save it."),
-    "sort": ("sorting.sort_file", "SortCommand", "Sort a file of lengths or other keys on several devices."),
+    "sort": (
+        "experimental.ordered_file.command",
+        "SortCommand",
+        "Sort a file of lengths or other keys on several devices.",
+    ),
     "train": ("runs.config", "FitConfig", "Train a language model on the built-in corpus or your own data."),
     "report": (
         "runs.page_commands",

@@ -17,8 +17,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
 from jvarlen.distributed.mesh import own_microbatches
+from jvarlen.experimental import large_plans
+from jvarlen.experimental.large_plans import chunk_digests
 from jvarlen.planning import plan_file
-from jvarlen.sorting import chunk_digests
 from tests.sort_inputs import KINDS, keys_of_kind, order_of
 
 
@@ -73,7 +74,7 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     lengths = rng.integers(1, 300, 701)
     cuts = [0, *np.sort(rng.integers(0, 700, count - 1)).tolist(), 701]
     mine = lengths[cuts[rank] : cuts[rank + 1]]
-    distinct, counts = jvarlen.count_lengths(mine)
+    distinct, counts = large_plans.count_lengths(mine)
     microbatches = 2 * mesh.size
     options = {"max_length": 250, "overlong": "truncate", "microbatches_per_step": microbatches}
     buckets = jvarlen.make_buckets(distinct, 600, counts=counts, max_shapes=4, **options)
@@ -84,7 +85,7 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
             "overlong": "truncate" if order == "length" else "drop",
         }  # fmt: skip
         whole = jvarlen.make_plan(lengths, buckets, **options)
-        plan = jvarlen.plan_distributed(mine, buckets, mesh, **options)
+        plan = large_plans.plan_distributed(mine, buckets, mesh, **options)
         assert plan.digest == whole.digest
         assert (plan.num_tokens == whole.num_tokens).all()
         assert len(plan.microbatches) == microbatches // count
@@ -95,12 +96,12 @@ def check_plan(mesh: Mesh, orders: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="processes differ in the plan"):
         jvarlen.load(jvarlen.make_plan(lengths, buckets, **options | {"seed": rank}), Remembering(lengths), mesh=mesh)
     with pytest.raises(ValueError, match="processes differ in the arguments of plan_distributed"):
-        jvarlen.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size, seed=rank)
+        large_plans.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size, seed=rank)
     with pytest.raises(ValueError, match="samples longer than the longest bucket"):
-        jvarlen.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size)
+        large_plans.plan_distributed(mine, buckets, mesh, order="length", microbatches_per_step=mesh.size)
     bad = [0] if rank == 0 else [1]
     options = {"buckets": buckets, "mesh": mesh, "microbatches_per_step": mesh.size}
-    for plan_or_count in (jvarlen.count_lengths, functools.partial(jvarlen.plan_distributed, **options)):
+    for plan_or_count in (large_plans.count_lengths, functools.partial(large_plans.plan_distributed, **options)):
         with pytest.raises(ValueError if rank == 0 else RuntimeError, match="lengths must be at least 1"):
             plan_or_count(bad)
 

@@ -157,20 +157,6 @@ def test_plan_spaces_shapes_and_says_where_they_appear(lengths_file, capsys):
     assert plan.digest in printed
 
 
-def test_plan_is_made_on_disk_under_any_name_but_npz(lengths_file, tmp_path, capsys):
-    args = ["plan", lengths_file, "--max-tokens", "4096", "--order", "shuffle"]
-    assert main([*args, "--out", str(tmp_path / "plan"), "--no-progress"]) == 0
-    on_disk = capsys.readouterr().out
-    assert main([*args, "--out", str(tmp_path / "plan.npz")]) == 0
-    assert on_disk.replace(str(tmp_path / "plan"), "") == capsys.readouterr().out.replace(
-        str(tmp_path / "plan.npz"), ""
-    )
-    assert isinstance(Plan.load(tmp_path / "plan").sample_ids, np.memmap)
-    assert Plan.load(tmp_path / "plan").digest == Plan.load(tmp_path / "plan.npz").digest
-    assert main([*args, "--pack", "--out", str(tmp_path / "plan")]) == 2
-    assert "a name that ends in .npz" in capsys.readouterr().err
-
-
 def test_plan_packs_few_samples_a_row_and_splits_long_ones(lengths_file, capsys):
     settings = "--max-tokens 2048 --max-length 128 --pack --overlong split --max-samples-per-row 3 --order shuffle"
     assert main(["plan", lengths_file, *settings.split(), "--chunks-in-order"]) == 0
@@ -317,7 +303,7 @@ def test_a_ragged_sort_says_that_what_is_sent_depends_on_the_keys(lengths_file, 
     args = ["sort", lengths_file, "--out", str(tmp_path / "order.npy"), "--no-progress"]
     assert main(args) == 0
     assert "; each sent " in capsys.readouterr().out
-    monkeypatch.setattr("jvarlen.sorting.sort_file.has_ragged", lambda mesh, axis_name: True)
+    monkeypatch.setattr("jvarlen.experimental.ordered_file.command.has_ragged", lambda mesh, axis_name: True)
     assert main(args) == 0
     printed = capsys.readouterr().out
     assert "what each sent depends on the keys" in printed
@@ -397,7 +383,7 @@ def test_an_error_of_another_process_is_one_line(lengths_file, tmp_path, capsys,
     def fail(*args, **kwargs):
         raise ProcessesError("could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy")
 
-    monkeypatch.setattr("jvarlen.sorting.sort_file.sort_file", fail)
+    monkeypatch.setattr("jvarlen.experimental.ordered_file.command.sort_file", fail)
     assert main(["sort", lengths_file, "--out", str(tmp_path / "order.npy")]) == 2
     assert capsys.readouterr().err == (
         "jvarlen: could not read the keys: process 1: FileNotFoundError: there is no lengths file x.npy\n"
@@ -411,7 +397,7 @@ def test_a_traceback_is_shown_on_request_and_for_errors_that_are_not_of_the_user
     def fail(*args, **kwargs):
         raise ValueError("a mistake of ours")
 
-    monkeypatch.setattr("jvarlen.sorting.sort_file.sort_file", fail)
+    monkeypatch.setattr("jvarlen.experimental.ordered_file.command.sort_file", fail)
     with pytest.raises(ValueError, match="a mistake of ours"):
         main(["sort", lengths_file])
 

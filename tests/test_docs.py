@@ -30,7 +30,6 @@ PUBLIC_MODULES = [
     "models",
     "parallel",
     "parallel.collectives",
-    "sorting.balance",
     "testing",
     "training.checkpoint",
 ]

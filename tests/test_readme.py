@@ -184,8 +184,9 @@ def test_the_guide_to_token_slices_prints_what_it_shows(capsys):
 
 
 @pytest.mark.slow
-def test_the_guide_to_scale_prints_what_it_shows(capsys):
-    names = assert_prints_what_it_shows("scale.md", capsys)
+def test_the_guide_to_large_plans_prints_what_it_shows(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = assert_prints_what_it_shows(EXPERIMENTAL / "large_plans" / "README.md", capsys)
     assert names["counts"].sum() > 0.9e11
 
 
@@ -279,6 +280,11 @@ def test_the_lines_of_the_sorting_guide_run(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run_guide("sorting.md")
     assert names["lengths"].tolist() == [1, 3, 2]
+
+
+def test_the_lines_of_the_guide_to_the_ordered_file_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_guide(EXPERIMENTAL / "ordered_file" / "README.md")
     assert np.array_equal(np.sort(np.load("order.npy")), np.arange(20_000))
     printed = capsys.readouterr().out
     assert f"{20_000 // jax.device_count():,} to" in printed

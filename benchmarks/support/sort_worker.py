@@ -24,7 +24,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jvarlen
-from jvarlen.sorting.balance import exchange_volume, shard_balance
+from jvarlen.experimental import large_plans
+from jvarlen.experimental.ordered_file.balance import exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
 
@@ -254,7 +255,7 @@ def time_plans(num_samples: int) -> list[dict[str, Any]]:
         calls: dict[str, Call] = {
             "make_plan": lambda options=options: jvarlen.make_plan(lengths, buckets, **options).digest,
             "plan_distributed": lambda options=options: (
-                jvarlen.plan_distributed(lengths, buckets, mesh, **options).digest
+                large_plans.plan_distributed(lengths, buckets, mesh, **options).digest
             ),
         }
         digests = {call() for call in calls.values()}

@@ -10,10 +10,9 @@ import hashlib
 import numpy as np
 from jaxtyping import Int64
 
-from jvarlen.planning.plan import Plan
-from jvarlen.sorting.distributed_plan import DistributedPlan
+from jvarlen.planning.steps import ReadPlan
 
-__all__ = ["IdsDigest", "own_rows", "planned_ids_digest"]
+__all__ = ["IdsDigest", "planned_ids_digest"]
 
 
 class IdsDigest:
@@ -32,23 +31,14 @@ class IdsDigest:
         return self._sha.hexdigest()
 
 
-def own_rows(
-    plan: Plan | DistributedPlan, step: int, microbatches: Int64[np.ndarray, " m"] | None
-) -> Int64[np.ndarray, "m B *P"]:
-    """The ids of a step's rows in these microbatches, None for all; a `DistributedPlan` has its own only."""
-    ids_MxB = plan.rows(step)
-    return ids_MxB if microbatches is None or isinstance(plan, DistributedPlan) else ids_MxB[microbatches]
-
-
 def planned_ids_digest(
-    plan: Plan | DistributedPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
+    plan: ReadPlan, microbatches: Int64[np.ndarray, " m"] | None = None, *, start_step: int = 0
 ) -> str:
     """The hash of the planned rows, which `BatchIterator.ids_digest` must equal at the end of an epoch.
 
     Args:
       plan: the plan of the epoch.
-      microbatches: int64[m], the microbatches of this process, as from `own_microbatches`; None: all, or those that a
-        `DistributedPlan` holds.
+      microbatches: int64[m], the microbatches of this process, as from `own_microbatches`; None: all that the plan has.
       start_step: the step at which loading began.
 
     Returns:
@@ -62,6 +52,6 @@ def planned_ids_digest(
     """
     digest = IdsDigest()
     for step in range(start_step, plan.num_steps):
-        ids_MxB = own_rows(plan, step, microbatches)
+        ids_MxB = plan.own_rows(step, microbatches).ids
         digest.add(step, ids_MxB[ids_MxB >= 0])
     return digest.hexdigest()

@@ -22,13 +22,13 @@ from jvarlen.distributed.layout import Layout
 from jvarlen.distributed.mesh import batch_shardings, mesh_of, own_microbatches
 from jvarlen.distributed.processes import agree
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
-from jvarlen.loading.ids_digest import IdsDigest, own_rows
-from jvarlen.loading.plan_source import AnyPlan, CollateFn, OnMismatch, PlanSource, ReadStep, StepSource, read_sample
+from jvarlen.loading.ids_digest import IdsDigest
+from jvarlen.loading.plan_source import CollateFn, OnMismatch, PlanSource, ReadStep, StepSource, read_sample
 from jvarlen.loading.read_ahead import ReadAhead, end_with_parent
 from jvarlen.loading.shared_memory import check_room
 from jvarlen.planning.lengths import DataSource
+from jvarlen.planning.steps import ReadPlan
 from jvarlen.planning.streams import StreamBatches, StreamStep
-from jvarlen.sorting.distributed_plan import DistributedPlan
 
 __all__ = ["BatchIterator", "Delivered", "PlanSource", "load", "load_stream", "put"]
 
@@ -107,7 +107,7 @@ class BatchIterator(Iterator[Any]):
 
 
 def load(
-    plan: AnyPlan | Callable[[int], AnyPlan],
+    plan: ReadPlan | Callable[[int], ReadPlan],
     dataset: DataSource,
     *,
     mesh: Mesh | None = None,
@@ -125,7 +125,7 @@ def load(
 
     Args:
       plan: the plan of one epoch, or a function from the epoch to its plan, for training over any number of epochs. A
-        `DistributedPlan` needs the mesh that it was made for.
+        plan that holds only this process's rows needs the mesh that it was made for.
       dataset: random access by sample id: `len()` and integer indexing. Its items are passed to `collate`; the default
         takes 1-D integer arrays.
       mesh: the microbatches of a step are spread over the mesh axis "data"; None puts them on the default device. If
@@ -196,16 +196,16 @@ def load(
     return BatchIterator(reading, (read(plan, start_step=0) for plan in planned), planned.close)
 
 
-class _PlanAhead(Iterator[AnyPlan]):
+class _PlanAhead(Iterator[ReadPlan]):
     """The plans of the epochs from `first_epoch` on, each made in a thread while the epoch before it is used."""
 
-    def __init__(self, plan_of_epoch: Callable[[int], AnyPlan], first_epoch: int, num_epochs: int | None):
+    def __init__(self, plan_of_epoch: Callable[[int], ReadPlan], first_epoch: int, num_epochs: int | None):
         self._plan_of_epoch = plan_of_epoch
         self._epochs = itertools.count(first_epoch) if num_epochs is None else iter(range(first_epoch, num_epochs))
         self._planner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="plan")
         self._submit()
 
-    def __next__(self) -> AnyPlan:
+    def __next__(self) -> ReadPlan:
         if self._planned is None:
             raise StopIteration
         plan = self._planned.result()
@@ -263,7 +263,7 @@ def load_stream(
 
 
 def _read_epoch(
-    plan: AnyPlan,
+    plan: ReadPlan,
     *,
     dataset: DataSource,
     collate: CollateFn,
@@ -276,16 +276,9 @@ def _read_epoch(
 ) -> ReadAhead:
     """Starts reading an epoch."""
     num_microbatches = plan.microbatches_per_step
-    own = None if mesh is None else own_microbatches(mesh, num_microbatches)
-    if isinstance(plan, DistributedPlan) and not np.array_equal(
-        plan.microbatches, np.arange(num_microbatches) if own is None else own
-    ):
-        raise UserError(
-            f"the plan was made for a mesh where this process has the microbatches {plan.microbatches.tolist()}"
-        )
-    if mesh is None or not mesh.is_multi_process:
-        own = None
-    else:
+    own = np.arange(num_microbatches) if mesh is None else own_microbatches(mesh, num_microbatches)
+    is_part = mesh is not None and mesh.is_multi_process
+    if is_part:
         agree("the plan", plan.digest)
     source = PlanSource(plan, dataset, collate, own, lengths=lengths, on_mismatch=on_mismatch)
     # Imported here: planning, compiling and training do without Grain.
@@ -310,16 +303,16 @@ def _read_epoch(
             digest.add(step.step, step.ids)
         # On a CPU, JAX would keep using the shared memory that holds the arrays of workers.
         host_batch = jax.tree.map(_copied, step.batch) if num_workers else step.batch
-        batch = put(host_batch, mesh, None if own is None else num_microbatches)
+        batch = put(host_batch, mesh, num_microbatches if is_part else None)
         return Delivered(batch, step.num_samples, step.num_adjusted, None if digest is None else digest.hexdigest())
 
     num_steps = plan.num_steps - start_step
     return ReadAhead(read, deliver, first_step=start_step, num_steps=num_steps, num_workers=num_workers)
 
 
-def _check_ids(plan: AnyPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
+def _check_ids(plan: ReadPlan, step: ReadStep, microbatches: Int64[np.ndarray, " m"] | None) -> None:
     """Raises RuntimeError where other samples were read than planned."""
-    ids_MxB = own_rows(plan, step.step, microbatches)
+    ids_MxB = plan.own_rows(step.step, microbatches).ids
     planned = ids_MxB[ids_MxB >= 0]
     if not np.array_equal(step.ids, planned):
         raise RuntimeError(

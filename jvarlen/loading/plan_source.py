@@ -16,14 +16,11 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_choices, list_first
 from jvarlen._common.worker_errors import portable_error
 from jvarlen.loading.collate import StepSamples, pad_to_bucket
-from jvarlen.loading.ids_digest import own_rows
 from jvarlen.planning.lengths import DataSource, check_lengths, check_pair_lengths
-from jvarlen.planning.plan import Plan
-from jvarlen.sorting.distributed_plan import DistributedPlan
+from jvarlen.planning.steps import ReadPlan
 
-__all__ = ["AnyPlan", "CollateFn", "OnMismatch", "PlanSource", "ReadStep", "StepSource", "read_sample"]
+__all__ = ["CollateFn", "OnMismatch", "PlanSource", "ReadStep", "StepSource", "read_sample"]
 
-AnyPlan = Plan | DistributedPlan
 CollateFn = Callable[[StepSamples], Any]
 OnMismatch = Literal["error", "adjust"]
 
@@ -53,7 +50,7 @@ class PlanSource:
       plan: the plan of one epoch.
       dataset: random access by sample id.
       collate: makes the arrays of one step from its `StepSamples`.
-      microbatches: int64[m], the microbatches of a `Plan` to read; None reads all. A `DistributedPlan` has its own.
+      microbatches: int64[m], the microbatches to read; None reads all that the plan has.
       lengths: as in `load`.
       on_mismatch: as in `load`.
 
@@ -63,7 +60,7 @@ class PlanSource:
 
     def __init__(
         self,
-        plan: AnyPlan,
+        plan: ReadPlan,
         dataset: DataSource,
         collate: CollateFn = pad_to_bucket,
         microbatches: Int64[np.ndarray, " m"] | None = None,
@@ -71,12 +68,12 @@ class PlanSource:
         lengths: npt.ArrayLike | None = None,
         on_mismatch: OnMismatch = "error",
     ):
-        largest_id = int(plan.row_ids.max()) if isinstance(plan, DistributedPlan) else plan.largest_id
-        if largest_id >= len(dataset):
-            raise UserError(f"the plan holds sample {largest_id}, the dataset only {len(dataset)} samples")
+        if plan.largest_id >= len(dataset):
+            raise UserError(f"the plan holds sample {plan.largest_id}, the dataset only {len(dataset)} samples")
         check_choices(on_mismatch=(on_mismatch, OnMismatch))
         if lengths is None and on_mismatch == "adjust":
             raise UserError('on_mismatch="adjust" needs the lengths that the plan was made for')
+        plan.own_rows(0, microbatches)  # raises ValueError now where a plan holds others
         self._plan = plan
         self._dataset = dataset
         self._collate = collate
@@ -109,18 +106,10 @@ class PlanSource:
 
     def _read(self, step: int) -> ReadStep:
         plan = self._plan
-        ids_MxB = own_rows(plan, step, self._microbatches)
+        ids_MxB, starts, num_tokens = plan.own_rows(step, self._microbatches)
         read_ids: list[int] = []
         samples = [self._read_microbatch(ids_B[ids_B >= 0].tolist(), read_ids) for ids_B in ids_MxB]
         ids = np.array(read_ids, np.int64)
-        num_tokens: int | None = int(plan.num_tokens[step])
-        starts = None if isinstance(plan, DistributedPlan) else plan.pieces(step)
-        if starts is not None and self._microbatches is not None:
-            starts = starts[self._microbatches]
-        if isinstance(plan, DistributedPlan):
-            num_tokens = int(plan.own_num_tokens[step])
-        elif self._microbatches is not None:
-            num_tokens = None
         num_adjusted = 0
         if self._lengths is not None:
             num_adjusted = self._compare(ids, samples)
@@ -216,13 +205,13 @@ def read_sample(dataset: Any, sample_id: int) -> Any:
         raise
 
 
-def _planned_lengths(plan: AnyPlan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
+def _planned_lengths(plan: ReadPlan, lengths: npt.ArrayLike) -> Int64[np.ndarray, " N *sides"]:
     """Checked lengths, cut where the plan cuts."""
     checked = check_pair_lengths(lengths) if len(plan.buckets[0].lengths) == 2 else check_lengths(lengths)
     return np.minimum(checked, _longest(plan)) if plan.overlong == "truncate" else checked
 
 
-def _longest(plan: AnyPlan) -> Int64[np.ndarray, " *sides"]:
+def _longest(plan: ReadPlan) -> Int64[np.ndarray, " *sides"]:
     """The length of the longest bucket, or of pairs the longest of each side."""
     lengths = np.max([bucket.lengths for bucket in plan.buckets], axis=0)
     return lengths if len(lengths) == 2 else np.asarray(lengths[0])

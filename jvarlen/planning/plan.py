@@ -11,7 +11,7 @@ import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,10 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_choices
 from jvarlen.planning._kernels import in_parts, take_segments, take_segments_with_sums
-from jvarlen.planning.buckets import AnyBucket, Bucket, PairBucket, check_buckets, make_buckets
+from jvarlen.planning.buckets import AnyBucket, check_buckets, make_buckets
 from jvarlen.planning.budget import Budget, as_budget, given_microbatches
 from jvarlen.planning.grouping import GroupedSamples, Ordering, group_by_bucket, paced_ranks
 from jvarlen.planning.lengths import Overlong, PackedOverlong, check_lengths_for, ends_to_offsets
-from jvarlen.planning.on_disk.raw_plan import PlanFile, is_plan_file, open_plan_file
 from jvarlen.planning.order import (
     Difficulty,
     Order,
@@ -46,7 +45,7 @@ from jvarlen.planning.packing.row_lengths import choose_packed_buckets
 from jvarlen.planning.pair_buckets import make_pair_buckets
 from jvarlen.planning.plan_file import plan_digest, read_plan_file, write_plan_file
 from jvarlen.planning.step_order import CanonicalSteps, canonical_steps, emitted_steps, sum_segments
-from jvarlen.planning.steps import PlannedSteps
+from jvarlen.planning.steps import OwnRows, PlannedSteps
 
 __all__ = ["Plan", "make_plan"]
 
@@ -69,8 +68,6 @@ class Plan(PlannedSteps):
     sample_ids: Int64[np.ndarray, " n"]
     row_offsets: Int64[np.ndarray, " R_plus_1"] | None = None
     piece_starts: Int64[np.ndarray, " n"] | None = None
-
-    _file: ClassVar[PlanFile | None] = None  # of a plan whose arrays are mapped from it
 
     @property
     def num_rows(self) -> int:
@@ -131,6 +128,24 @@ class Plan(PlannedSteps):
         """
         return None if self.piece_starts is None else self._laid_out(self.piece_starts, step)
 
+    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
+        """The rows of a step in some of its microbatches, which a process of several reads.
+
+        Args:
+          step: 0 ≤ step < S.
+          microbatches: int64[m], which of the M; None for all.
+
+        Returns:
+          `OwnRows`.
+
+        Raises:
+          IndexError: no such step.
+        """
+        ids, starts = self.rows(step), self.pieces(step)
+        if microbatches is None or len(microbatches) == self.microbatches_per_step:
+            return OwnRows(ids, starts, int(self.num_tokens[step]))
+        return OwnRows(ids[microbatches], None if starts is None else starts[microbatches], None)
+
     def planned_lengths(self, lengths: Int64[np.ndarray, " N *sides"]) -> Int64[np.ndarray, " n *sides"]:
         """The tokens that each of `sample_ids` was planned with.
 
@@ -179,10 +194,7 @@ class Plan(PlannedSteps):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Reads a plan that `save` wrote, and verifies it; or opens one that `make_plan` wrote.
-
-        Opening takes milliseconds: header, size and modification time are checked, and arrays are mapped from the file.
-        A copy with another modification time is verified first.
+        """Reads a plan that `save` wrote, and verifies it.
 
         Args:
           path: the file.
@@ -195,8 +207,6 @@ class Plan(PlannedSteps):
           ValueError: the file is not a plan, is damaged, of another version, or was edited; the message says what is
             wrong.
         """
-        if is_plan_file(Path(path)):
-            return _of_file(open_plan_file(Path(path)))
         fields = read_plan_file(Path(path))
         return Plan(
             buckets=check_buckets(fields["buckets"].tolist()),
@@ -212,48 +222,6 @@ class Plan(PlannedSteps):
             piece_starts=fields.get("piece_starts"),
         )
 
-    def verify(self, *, progress: bool = True) -> None:
-        """Reads all of a plan that was opened, and compares it with its digests; a plan in memory has nothing to check.
-
-        Args:
-          progress: whether to show a progress bar.
-
-        Raises:
-          ValueError: the file is damaged; the message lists where.
-        """
-        if self._file is not None:
-            self._file.verify(progress)
-
-    def __reduce__(self) -> Any:
-        # Another process opens the same file.
-        return (_open_same, (self._file.path, self.digest)) if self._file is not None else super().__reduce__()
-
-
-def _open_same(path: Path, digest: str) -> Plan:
-    """Opens the plan that another process has opened."""
-    plan = Plan.load(path)
-    if plan.digest != digest:
-        raise UserError(f"{path} was replaced by another plan since it was opened")
-    return plan
-
-
-def _of_file(file: PlanFile) -> Plan:
-    """The plan in an open file."""
-    header, arrays = file.header, file.arrays
-    plan = Plan(
-        buckets=check_buckets(arrays["buckets"].tolist()),
-        microbatches_per_step=header["microbatches_per_step"],
-        overlong=header["overlong"],
-        num_dropped=header["num_dropped"],
-        num_truncated=header["num_truncated"],
-        step_bucket=arrays["step_bucket"],
-        step_offsets=arrays["step_offsets"],
-        num_tokens=arrays["num_tokens"],
-        sample_ids=arrays["sample_ids"],
-    )
-    vars(plan).update(_file=file, digest=header["digest"], largest_id=header["largest_id"])
-    return plan
-
 
 def make_plan(
     lengths: npt.ArrayLike | Packing,
@@ -266,8 +234,6 @@ def make_plan(
     overlong: PackedOverlong = "error",
     seed: int = 0,
     epoch: int = 0,
-    out: str | os.PathLike[str] | None = None,
-    progress: bool = True,
     **budget: Any,
 ) -> Plan:
     """Plans an epoch: every sample exactly once, in steps of the buckets' shapes.
@@ -299,21 +265,16 @@ def make_plan(
         samples `"split"`. A `Packing` has its own rule; pairs are never cut.
       seed: 0 ≤ seed < 2**63.
       epoch: 0 ≤ epoch < 2**63.
-      out: a file to write the plan to, in pieces, for more samples than fit memory: it takes some 1.5 GB, and 60 bytes
-        for each step. Memory-mapped `lengths` are not read at once. To continue after an interruption, repeat the call.
-        For samples of one length and orders by name, without difficulty and pacing.
-      progress: whether to show a progress bar of each stage, with `out`.
       budget: the fields of a `Budget` as keywords, to choose the buckets: `max_tokens` and others. With given buckets
         only `microbatches_per_step`, M, the microbatches of one optimizer update. The plan depends on M, but not on the
         number of devices or processes.
 
     Returns:
-      A `Plan`; with `out`, as `Plan.load` opens it.
+      A `Plan`.
 
     Raises:
       ValueError: arguments that are not as described, or exclude each other; offending samples are listed as id, value,
-        limit. With `out`, also lengths or arguments other than those of the interrupted call.
-      OSError: `out` cannot be written; on a full disk the message says how many bytes are needed.
+        limit.
 
     Example:
       >>> plan = make_plan([3, 1, 4, 2, 8], [(2, 4), (1, 8)], order="length", microbatches_per_step=2)
@@ -342,24 +303,6 @@ def make_plan(
     else:
         num_microbatches = given_microbatches(budget)
         checked = check_buckets(buckets)
-    if out is not None:
-        has_more = isinstance(lengths, Packing) or packing is not None or isinstance(checked[0], PairBucket)
-        if has_more or pacing is not None or difficulty is not None or not isinstance(order.by, str):
-            raise UserError("out is for samples of one length, in an order by name, without difficulty and pacing")
-        from jvarlen.planning.on_disk.out_of_core import plan_out_of_core  # here: few plans need it
-
-        plan_out_of_core(
-            np.asanyarray(lengths),
-            cast("tuple[Bucket, ...]", checked),
-            Path(out),
-            microbatches_per_step=num_microbatches,
-            ordering=Ordering(order, None, seed, epoch),
-            overlong=cast("Overlong", overlong),
-            progress=progress,
-        )
-        plan = Plan.load(out)
-        vars(plan)["new_shape_every"] = int(order.new_shape_every)
-        return plan
     if packing is not None:
         lengths = pack_samples(
             cast("npt.ArrayLike", lengths),

@@ -1,7 +1,7 @@
 """Shape, size and padding of every step of an epoch.
 
-`Plan` and `DistributedPlan` add which samples are in each step. Letters: n samples in the plan, S steps, K
-buckets, M microbatches a step.
+`Plan` adds which samples are in each step. Letters: n samples in the plan, S steps, K buckets, M microbatches a step, m
+of them on this process, B rows of a microbatch, P samples of a row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from jvarlen.planning.buckets import AnyBucket
 from jvarlen.planning.budget import CostFn, checked_cost
 from jvarlen.planning.lengths import PackedOverlong
 
-__all__ = ["BucketFigures", "PlannedSteps", "StepPlan", "bucket_figures", "plan_table"]
+__all__ = ["BucketFigures", "OwnRows", "PlannedSteps", "ReadPlan", "StepPlan", "bucket_figures", "plan_table"]
 
 
 @runtime_checkable
 class StepPlan(Protocol):
-    """What training needs of a plan of any kind: S steps, and what each holds."""
+    """What learning rates need of a plan of any kind: S steps, and what each holds."""
 
     @property
     def num_steps(self) -> int:
@@ -37,6 +37,51 @@ class StepPlan(Protocol):
     @property
     def num_tokens(self) -> Int64[np.ndarray, " S"]:
         """int64[S], real tokens of each step."""
+
+
+class OwnRows(NamedTuple):
+    """The rows of a step in some of its microbatches.
+
+    Attributes:
+      ids: int64[m, B] or int64[m, B, P], as `Plan.rows` has them.
+      starts: int64[m, B, P], as `Plan.pieces` has them, or None.
+      num_tokens: real tokens of these rows; None where that is not known.
+    """
+
+    ids: Int64[np.ndarray, "m B *P"]
+    starts: Int64[np.ndarray, "m B P"] | None
+    num_tokens: int | None
+
+
+class ReadPlan(StepPlan, Protocol):
+    """What loading needs of a plan of any kind, beside that."""
+
+    @property
+    def buckets(self) -> tuple[AnyBucket, ...]:
+        """The static shapes."""
+
+    @property
+    def microbatches_per_step(self) -> int:
+        """M."""
+
+    @property
+    def step_bucket(self) -> Int32[np.ndarray, " S"]:
+        """int32[S], the bucket of each step."""
+
+    @property
+    def overlong(self) -> PackedOverlong:
+        """The rule for samples longer than the longest bucket."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal batches, on all processes."""
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of a sample that this process may read."""
+
+    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
+        """The rows of a step in these microbatches; None: in all that this process has."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

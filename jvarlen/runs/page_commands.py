@@ -56,10 +56,7 @@ class PlanCommand(PlanConfig):
     batch_size_rule: BatchSizeRule = "sqrt"
     """How the learning rate scales with the sequences of a step."""
     out: Path | None = None
-    """Where to save the plan. Under any name but .npz it is made on disk, in pieces: for more samples than fit memory.
-    An interrupted command goes on when it is repeated."""
-    progress: bool = True
-    """Show progress bars of a plan that is made on disk."""
+    """Where to save the plan, a .npz file."""
     compare: bool = False
     """Also print a table of all strategies, packing, and batching without a plan."""
     html: Path | None = None
@@ -81,14 +78,9 @@ class PlanCommand(PlanConfig):
             if path is not None:
                 check_place(path)
         described = None if self.cluster is None or self.model is None else _read_description(self.cluster, self.model)
-        on_disk = None if self.out is None or self.out.suffix == ".npz" else self.out
-        if on_disk is not None and (self.pack or self.pacing != "none"):
-            raise UserError(f"packed and paced plans are made in memory: give {on_disk} a name that ends in .npz")
-        lengths = load_array(self.lengths, "lengths")
-        if on_disk is None:
-            lengths = check_lengths(lengths)
+        lengths = check_lengths(load_array(self.lengths, "lengths"))
         shapes = shapes_for(self, lengths)
-        plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch, out=on_disk, progress=self.progress)
+        plan = epoch_plan(self, shapes, lengths, seed=self.seed, epoch=self.epoch)
         rates = self._learning_rates(plan)
         print(plan.report(rates, cost=self.cost, compile_seconds=self.compile_seconds))
         print(f"digest {plan.digest}")
@@ -96,8 +88,7 @@ class PlanCommand(PlanConfig):
         if comparison is not None:
             print(f"\n{comparison_table(comparison)}")
         if self.out is not None:
-            if on_disk is None:
-                plan.save(self.out)
+            plan.save(self.out)
             print(self.out)
         if described is not None:
             self._choose_layout(plan, *described)

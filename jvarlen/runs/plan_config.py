@@ -218,8 +218,6 @@ def epoch_plan(
     *,
     seed: int,
     epoch: int,
-    out: Path | None = None,
-    progress: bool = True,
 ) -> Plan:
     """The plan of an epoch over int64[N] tokens of samples; rows in random order are packed again in every epoch."""
     order = Order(
@@ -236,8 +234,6 @@ def epoch_plan(
         seed=seed,
         epoch=epoch,
         overlong=plan.bucket_overlong,
-        out=out,
-        progress=progress,
     )
 
 

@@ -16,7 +16,7 @@ from jax import numpy as jnp
 import jvarlen
 from jvarlen import parallel
 from jvarlen.distributed.mesh import batch_shardings
-from jvarlen.experimental import asynchronous, mixed
+from jvarlen.experimental import asynchronous, large_plans, mixed
 from jvarlen.experimental.token_slices import make_sliced_train_step
 from jvarlen.parallel import (
     LayeredModel,
@@ -135,7 +135,7 @@ def lr_sequence(package: str, plan: Any, base: Any, base_batch_size: float, **op
 
 def digest_in_parts(lengths: Any, buckets: Any, num_devices: int, **options: Any) -> str:
     """The digest of a plan of which every process holds its rows only."""
-    return jvarlen.plan_distributed(
+    return large_plans.plan_distributed(
         lengths, buckets, jvarlen.data_mesh(num_devices), **_with_order("jvarlen", options)
     ).digest
 
@@ -144,8 +144,8 @@ def digest_on_disk(lengths: Any, buckets: Any, path: Path, **options: Any) -> st
     """The digest of a plan that is written to `path` in pieces, from lengths in a file."""
     np.save(path.with_suffix(".npy"), np.asarray(lengths))
     lengths_of_file = np.load(path.with_suffix(".npy"), mmap_mode="r")
-    return jvarlen.make_plan(
-        lengths_of_file, buckets, out=path, progress=False, **_with_order("jvarlen", options)
+    return large_plans.plan_on_disk(
+        lengths_of_file, buckets, path, progress=False, **_with_order("jvarlen", options)
     ).digest
 
 

@@ -22,8 +22,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, plan_distributed, stream_batches
+from jvarlen import data_mesh, load, load_stream, make_buckets, make_plan, stream_batches
 from jvarlen.data.tokens import TokenDataset
+from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.loading.ids_digest import IdsDigest, planned_ids_digest
 from jvarlen.loading.loader import PlanSource
 from jvarlen.testing import assert_exactly_once, assert_same_batches

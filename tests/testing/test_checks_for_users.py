@@ -20,10 +20,10 @@ from jvarlen import (
     load,
     make_plan,
     pack_samples,
-    plan_distributed,
     testing,
     token_batch_spec,
 )
+from jvarlen.experimental.large_plans import plan_distributed
 from jvarlen.testing import (
     Partition,
     assert_exactly_once,

@@ -20,8 +20,14 @@ from jvarlen._common.checks import UserError
 from jvarlen._common.files import load_array
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.distributed.processes import gather_arrays, is_main_process, together
-from jvarlen.sorting.balance import ExchangeVolume, ShardBalance, balance_table, exchange_volume, shard_balance
-from jvarlen.sorting.ordered_file import write_ordered
+from jvarlen.experimental.ordered_file.balance import (
+    ExchangeVolume,
+    ShardBalance,
+    balance_table,
+    exchange_volume,
+    shard_balance,
+)
+from jvarlen.experimental.ordered_file.write import write_ordered
 from jvarlen.sorting.sample_sort import local_sort, sample_sort
 from jvarlen.sorting.shard_sort import has_ragged
 from jvarlen.sorting.sharded_rows import shard_local_rows

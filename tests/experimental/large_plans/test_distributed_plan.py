@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Order, count_lengths, data_mesh, lr_sequence, make_buckets, make_plan, plan_distributed
+from jvarlen import Order, data_mesh, lr_sequence, make_buckets, make_plan
+from jvarlen.experimental.large_plans import chunk_digests as module
+from jvarlen.experimental.large_plans import count_lengths, plan_distributed
 from jvarlen.planning.plan_file import plan_digest
-from jvarlen.sorting import chunk_digests as module
 from jvarlen.testing import assert_exactly_once, assert_same_batches
 
 

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jvarlen import Order, Plan, make_buckets, make_plan
+from jvarlen import Order, make_buckets, make_plan
+from jvarlen.experimental.large_plans import open_plan, out_of_core, plan_on_disk, raw_plan, stages
+from jvarlen.experimental.large_plans.__main__ import main
 from jvarlen.planning import plan_file
-from jvarlen.planning.on_disk import out_of_core, raw_plan, stages
 
 ORDERS = ("length", "length_descending", "shuffle", "dataset")
 
@@ -79,10 +80,10 @@ def test_the_plan_on_disk_is_the_one_in_memory(tmp_path_factory, data):
         lengths = np.load(source, mmap_mode="r")
     if overlong == "drop" and (lengths > buckets[-1].length).all():
         with pytest.raises(ValueError, match="leaves no sample"):
-            make_plan(lengths, buckets, out=out, progress=False, **arguments)
+            plan_on_disk(lengths, buckets, out, progress=False, **arguments)
         assert not list(out.parent.iterdir())
         return
-    plan = make_plan(lengths, buckets, out=out, progress=False, **arguments)
+    plan = plan_on_disk(lengths, buckets, out, progress=False, **arguments)
     check_equal(plan, make_plan(lengths, buckets, **arguments))
     plan.verify(progress=False)
     assert list(out.parent.iterdir()) == [out]
@@ -107,7 +108,7 @@ def test_an_interrupted_plan_goes_on_where_it_was(order, block_size, lengths_fil
     monkeypatch.setattr(out_of_core._Kept, "commit", interrupted)
     for _ in range(100):
         try:
-            plan = make_plan(lengths_file, buckets, out=tmp_path / "plan", progress=False, **arguments)
+            plan = plan_on_disk(lengths_file, buckets, tmp_path / "plan", progress=False, **arguments)
             break
         except KeyboardInterrupt:
             assert not (tmp_path / "plan").exists()
@@ -130,10 +131,10 @@ def test_a_call_that_dies_when_the_plan_has_its_name_leaves_the_plan_whole(lengt
     with monkeypatch.context() as patched:
         patched.setattr(out_of_core.shutil, "rmtree", dying)
         with pytest.raises(KeyboardInterrupt):
-            make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
     expected = make_plan(np.asarray(lengths_file), buckets, order="length")
-    check_equal(Plan.load(tmp_path / "plan"), expected)
-    check_equal(make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False), expected)
+    check_equal(open_plan(tmp_path / "plan"), expected)
+    check_equal(plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False), expected)
 
 
 def test_what_was_written_before_the_machine_was_started_again_does_not_count(lengths_file, tmp_path, monkeypatch):
@@ -142,7 +143,7 @@ def test_what_was_written_before_the_machine_was_started_again_does_not_count(le
     ids = tmp_path / ".plan.part" / "grouped" / "ids"
     ids.write_bytes(bytes(ids.stat().st_size))
     monkeypatch.setattr(out_of_core, "_boot", lambda: "another")
-    plan = make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+    plan = plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
     check_equal(plan, make_plan(np.asarray(lengths_file), buckets, order="length"))
 
 
@@ -152,11 +153,11 @@ def test_other_maps_than_of_a_whole_file_are_read_as_arrays(lengths_file, tmp_pa
     for lengths in (private, lengths_file[100:], lengths_file[::2], lengths_file.astype(">u2")):
         buckets = make_buckets(lengths, 200)
         assert buckets == make_buckets(np.array(lengths), 200)
-        plan = make_plan(lengths, buckets, order="length", out=tmp_path / "plan", progress=False)
+        plan = plan_on_disk(lengths, buckets, tmp_path / "plan", order="length", progress=False)
         check_equal(plan, make_plan(np.array(lengths), buckets, order="length"))
     interrupt(lengths_file[:250], buckets, tmp_path / "plan", monkeypatch)
     with pytest.raises(ValueError, match="the lengths changed since planning began"):
-        make_plan(lengths_file[250:], buckets, order="length", out=tmp_path / "plan", progress=False)
+        plan_on_disk(lengths_file[250:], buckets, tmp_path / "plan", order="length", progress=False)
 
 
 def interrupt(lengths, buckets, out, monkeypatch, **arguments):
@@ -164,7 +165,7 @@ def interrupt(lengths, buckets, out, monkeypatch, **arguments):
     with monkeypatch.context() as patched:
         patched.setattr(out_of_core, "_write_ids", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt) as told:
-            make_plan(lengths, buckets, out=out, progress=False, **arguments)
+            plan_on_disk(lengths, buckets, out, progress=False, **arguments)
     assert told.value.__notes__ == [
         f"what is done of the plan is kept in {out.parent}/.plan.part; repeat the call to go on"
     ]
@@ -174,7 +175,7 @@ def test_other_settings_than_those_of_the_interrupted_call_are_named(lengths_fil
     buckets = make_buckets(lengths_file, 200, max_shapes=4)
     interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch, order="shuffle", seed=1)
     with pytest.raises(ValueError, match=r"seed was 1, not 2; longest_first was False, not True.*\.plan\.part"):
-        make_plan(lengths_file, buckets, out=tmp_path / "plan", order=Order("shuffle", longest_first=True), seed=2)
+        plan_on_disk(lengths_file, buckets, tmp_path / "plan", order=Order("shuffle", longest_first=True), seed=2)
 
 
 def test_a_lengths_file_that_changed_is_named(lengths_file, tmp_path, monkeypatch):
@@ -182,7 +183,7 @@ def test_a_lengths_file_that_changed_is_named(lengths_file, tmp_path, monkeypatc
     interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch)
     os.utime(lengths_file.filename)
     with pytest.raises(ValueError, match="the lengths changed since planning began"):
-        make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+        plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
     shutil.rmtree(tmp_path / ".plan.part")
     write = out_of_core._write_ids
 
@@ -197,7 +198,7 @@ def test_a_lengths_file_that_changed_is_named(lengths_file, tmp_path, monkeypatc
     for change in (changing, shortening):
         monkeypatch.setattr(out_of_core, "_write_ids", change)
         with pytest.raises(ValueError, match="the lengths changed while they were planned"):
-            make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
         assert os.listdir(tmp_path) == ["lengths.npy"]
 
 
@@ -207,7 +208,7 @@ def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(le
     with monkeypatch.context() as patched:
         patched.setattr(out_of_core.shutil, "disk_usage", lambda _: usage._replace(free=1_000))
         with pytest.raises(OSError, match=r"planning needs [\d,]+ bytes in .* and 1,000 are free") as full:
-            make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
         assert full.value.errno == errno.ENOSPC
     write = stages.Grouped.append
 
@@ -218,10 +219,10 @@ def test_a_full_disk_names_the_bytes_needed_and_leaves_nothing_under_the_name(le
     with monkeypatch.context() as patched:
         patched.setattr(stages.Grouped, "append", failing)
         with pytest.raises(OSError, match=r"planning needs [\d,]+ bytes in"):
-            make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
     assert not (tmp_path / "plan").exists()
-    plan = make_plan(
-        lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False
+    plan = plan_on_disk(
+        lengths_file, buckets, tmp_path / "plan", order="length", progress=False
     )  # with room, it goes on
     check_equal(plan, make_plan(np.asarray(lengths_file), buckets, order="length"))
 
@@ -231,12 +232,12 @@ def test_only_one_process_writes_a_plan(lengths_file, tmp_path, monkeypatch):
 
     def second_call(*_):
         with pytest.raises(ValueError, match="another process writes"):
-            make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+            plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(out_of_core, "_write_ids", second_call)
     with pytest.raises(KeyboardInterrupt):
-        make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+        plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
 
 
 @pytest.mark.parametrize(
@@ -245,17 +246,17 @@ def test_only_one_process_writes_a_plan(lengths_file, tmp_path, monkeypatch):
         ({"lengths": [3, 0, -1]}, "at least 1 and fit int64: id 1: 0, id 2: -1"),
         ({"lengths": [3, 99, 70]}, r"longer than the longest bucket .*: id 1: 99, id 2: 70 \(limit 61\)"),
         ({"order": "by_colour"}, "order must be one of"),
-        ({"order": np.array([1, 0, 2])}, "out is for samples of one length, in an order by name"),
-        ({"difficulty": [3, 2, 1]}, "out is for samples of one length"),
+        ({"order": np.array([1, 0, 2])}, "of samples of one length, in an order by name"),
+        ({"buckets": [(2, 61, 61)]}, "of samples of one length"),
         ({"lengths": 5}, "1-D"),
         ({"lengths": []}, "empty"),
         ({"lengths": [1.5]}, "integers"),
     ],
 )
 def test_wrong_input_is_listed_and_leaves_nothing(change, message, tmp_path):
-    arguments = {"lengths": [3, 9, 60], "buckets": [(2, 61)], "out": tmp_path / "plan", "progress": False}
+    arguments = {"lengths": [3, 9, 60], "buckets": [(2, 61)], "path": tmp_path / "plan", "progress": False}
     with pytest.raises(ValueError, match=message):
-        make_plan(**(arguments | change))
+        plan_on_disk(**(arguments | change))
     assert not list(tmp_path.iterdir())
 
 
@@ -287,6 +288,16 @@ def test_long_lengths_are_counted():
 
 def test_an_existing_plan_stays_until_the_new_one_is_complete(lengths_file, tmp_path, monkeypatch):
     buckets = make_buckets(lengths_file, 200)
-    old = make_plan(lengths_file, buckets, order="length", out=tmp_path / "plan", progress=False)
+    old = plan_on_disk(lengths_file, buckets, tmp_path / "plan", order="length", progress=False)
     interrupt(lengths_file, buckets, tmp_path / "plan", monkeypatch, order="shuffle")
-    assert Plan.load(Path(tmp_path / "plan")).digest == old.digest
+    assert open_plan(Path(tmp_path / "plan")).digest == old.digest
+
+
+def test_the_command_writes_the_plan_that_is_made_in_memory(lengths_file, tmp_path, capsys):
+    args = [str(lengths_file.filename), str(tmp_path / "plan"), "--max-tokens", "200", "--seed", "3", "--no-progress"]
+    assert main(args) == 0
+    in_memory = make_plan(np.asarray(lengths_file), max_tokens=200, order="shuffle", seed=3)
+    assert open_plan(tmp_path / "plan").digest == in_memory.digest
+    assert f"{in_memory.report()}\ndigest {in_memory.digest}" in capsys.readouterr().out
+    assert main([*args, "--max-length", "9"]) == 2
+    assert "longer than the longest bucket" in capsys.readouterr().err

@@ -19,12 +19,11 @@ from jaxtyping import Float64, Int64, Integer, Shaped
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices, is_integer
 from jvarlen._common.text_table import text_table
 from jvarlen.distributed.mesh import NO_MESH
-from jvarlen.sorting.chunk_digests import digest_block
 from jvarlen.sorting.sample_sort import Layout
 from jvarlen.sorting.shard_sort import num_rounds, send_capacity
 from jvarlen.sorting.sortable_words import index_dtype, word_dtypes
 
-__all__ = ["ExchangeVolume", "ShardBalance", "balance_table", "digest_volume", "exchange_volume", "shard_balance"]
+__all__ = ["ExchangeVolume", "ShardBalance", "balance_table", "exchange_volume", "shard_balance"]
 
 
 class ExchangeVolume(NamedTuple):
@@ -98,36 +97,6 @@ def exchange_volume(
         messages=(p - 1) * (columns + 2 * rounds + 1 + is_float),
         num_bytes=(p - 1) * (rows * sum(word.itemsize for word in words) + other_bytes),
     )
-
-
-def digest_volume(num_samples: int, num_shards: int) -> ExchangeVolume:
-    """What a shard sends to other shards for the digest of `plan_distributed`, by the dense exchange.
-
-    With i an index (4 bytes, or 8 from 2**31 − 1 samples on), n = ⌈N/p⌉, and b the ids of ⌈⌈N/2**20⌉/p⌉ chunks, or N if
-    that is fewer, a shard sends p − 1 times
-
-      (⌈n/p⌉ (deal) + ⌊b/p⌋ + p − 1 (send)) · 2i (position and id) + (p + 1)·i (cuts)
-
-    Then every process receives the digests of all chunks, 40 bytes each with their numbers.
-
-    Args:
-      num_samples: N ≥ 1, none of them dropped, spread evenly.
-      num_shards: p ≥ 1.
-
-    Returns:
-      `ExchangeVolume`.
-
-    Raises:
-      ValueError: arguments that are not as described.
-
-    Example:
-      >>> digest_volume(1_000_000, 2)
-      ExchangeVolume(messages=5, num_bytes=6000020)
-    """
-    check_at_least_one(num_samples=num_samples, num_shards=num_shards)
-    p, index_bytes = num_shards, index_dtype(num_samples).itemsize
-    rows = -(-num_samples // p**2) + send_capacity(digest_block(num_samples, p), p)
-    return ExchangeVolume(5 * (p - 1), (p - 1) * (rows * 2 + p + 1) * index_bytes)
 
 
 class ShardBalance(NamedTuple):

@@ -7,6 +7,7 @@ shape and the place. Letters: M microbatches a step, K buckets, S steps, n sampl
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,7 +16,7 @@ import reprlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int64, Shaped
@@ -23,11 +24,13 @@ from jaxtyping import Int64, Shaped
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import take_space
 from jvarlen._common.progress import progress_bar
+from jvarlen.experimental.large_plans.columns import write_values
 from jvarlen.planning._kernels import run_ahead
-from jvarlen.planning.on_disk.columns import write_values
+from jvarlen.planning.buckets import check_buckets
+from jvarlen.planning.plan import Plan
 from jvarlen.planning.plan_file import DIGEST_CHUNK, chunk_digest, digest_of_chunks, plan_checksum
 
-__all__ = ["PlanFile", "PlanFileWriter", "is_plan_file", "open_plan_file"]
+__all__ = ["MappedPlan", "PlanFileWriter", "open_plan"]
 
 _MAGIC = b"jvarlen-plan-raw"
 _FORMAT_VERSION = 1
@@ -116,86 +119,105 @@ class PlanFileWriter:
         os.utime(self._path, ns=(header["changed_ns"], header["changed_ns"]))
 
 
-class PlanFile(NamedTuple):
-    """An open file of a plan.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MappedPlan(Plan):
+    """A `Plan` whose arrays are mapped from its file: `open_plan` returns it, and `plan_on_disk`.
 
-    Attributes:
-      path: the file.
-      header: its header.
-      arrays: memory maps, by name.
+    It pickles as the name of its file, which another process opens.
     """
 
-    path: Path
-    header: dict[str, Any]
-    arrays: Arrays
+    _path: ClassVar[Path]
+    _header: ClassVar[dict[str, Any]]
 
-    def verify(self, progress: bool = True) -> None:
-        """Compares all arrays with their digests.
+    def verify(self, *, progress: bool = True) -> None:
+        """Reads all of the file, and compares it with its digests.
 
         Args:
           progress: whether to show a progress bar.
 
         Raises:
-          ValueError: some differ; the message lists the chunks of sample ids and their steps.
+          ValueError: the file is damaged; the message lists the chunks of sample ids and their steps.
         """
-        if _read_header(self.path) != self.header:
-            raise UserError(f"{self.path} was replaced since it was opened")
-        ids, offsets = self.arrays["sample_ids"], self.arrays["step_offsets"]
-        bar = progress_bar(total=len(ids), desc="verify plan", unit="sample", unit_scale=True, progress=progress)
-        damaged = []
-        with bar as shown:
-            for chunk, digest in enumerate(_chunk_digests(self.path, self.header["arrays"]["sample_ids"], 0)):
-                first, end = chunk * DIGEST_CHUNK, min((chunk + 1) * DIGEST_CHUNK, len(ids))
-                if digest != self.arrays["chunk_digests"][chunk].tobytes():
-                    steps = np.searchsorted(offsets, [first, end - 1], side="right") - 1
-                    damaged.append(f"places {first:,} to {end - 1:,} (steps {steps[0]:,} to {steps[1]:,})")
-                shown.update(end - first)
-        if damaged:
-            raise UserError(
-                f"{self.path} is damaged: the sample ids differ from their digests at {list_first(damaged)}"
-            )
-        of_all = _digest(self.header["microbatches_per_step"], self.arrays)
-        if of_all != self.header["digest"]:
-            raise UserError(f"{self.path} is damaged: its digest is {of_all}, but it says {self.header['digest']}")
-        if _checksum(of_all, self.arrays, self.header) != self.header["checksum"]:
-            raise UserError(f"{self.path} is damaged: num_tokens differ from their checksum")
+        if _read_header(self._path) != self._header:
+            raise UserError(f"{self._path} was replaced since it was opened")
+        _verify(self._path, self._header, _map_arrays(self._path, self._header["arrays"]), progress)
+
+    def __reduce__(self) -> Any:
+        return _open_same, (self._path, self.digest)
 
 
-def is_plan_file(path: Path) -> bool:
-    """Whether a file begins as such a file; False where there is none."""
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
-    except OSError:
-        return False
+def open_plan(path: str | os.PathLike[str]) -> MappedPlan:
+    """Opens the file of a plan that `plan_on_disk` wrote, in milliseconds, however long it is.
 
-
-def open_plan_file(path: Path) -> PlanFile:
-    """Opens the file of a plan: its header, size and modification time are checked, and its arrays mapped.
-
-    If the time differs, as after copying, all arrays are verified.
+    Header, size and modification time are checked, and the arrays are mapped. If the time differs, as after copying,
+    all of the file is verified first.
 
     Args:
       path: the file.
 
     Returns:
-      `PlanFile`.
+      The plan.
 
     Raises:
-      ValueError: it is damaged, incomplete, or of another version; the message says which.
+      FileNotFoundError: there is no such file.
+      ValueError: it is not such a file, is damaged, incomplete, or of another version; the message says which.
     """
+    path = Path(path).absolute()
     header, found = _read_header(path), path.stat()
     if found.st_size != header["num_bytes"]:
         raise UserError(f"{path} is refused: it has {found.st_size:,} bytes, not {header['num_bytes']:,}")
-    opened = PlanFile(path.absolute(), header, _map_arrays(path, header["arrays"]))
+    arrays = _map_arrays(path, header["arrays"])
     if found.st_mtime_ns // 1000 * 1000 != header["changed_ns"]:
-        opened.verify(progress=False)
-    return opened
+        _verify(path, header, arrays, progress=False)
+    plan = MappedPlan(
+        buckets=check_buckets(arrays["buckets"].tolist()),
+        microbatches_per_step=header["microbatches_per_step"],
+        overlong=header["overlong"],
+        num_dropped=header["num_dropped"],
+        num_truncated=header["num_truncated"],
+        step_bucket=arrays["step_bucket"],
+        step_offsets=arrays["step_offsets"],
+        num_tokens=arrays["num_tokens"],
+        sample_ids=arrays["sample_ids"],
+    )
+    vars(plan).update(_path=path, _header=header, digest=header["digest"], largest_id=header["largest_id"])
+    return plan
+
+
+def _open_same(path: Path, digest: str) -> MappedPlan:
+    """Opens the plan that another process has opened."""
+    plan = open_plan(path)
+    if plan.digest != digest:
+        raise UserError(f"{path} was replaced by another plan since it was opened")
+    return plan
+
+
+def _verify(path: Path, header: dict[str, Any], arrays: Arrays, progress: bool) -> None:
+    """Raises ValueError where arrays differ from their digests."""
+    ids, offsets = arrays["sample_ids"], arrays["step_offsets"]
+    bar = progress_bar(total=len(ids), desc="verify plan", unit="sample", unit_scale=True, progress=progress)
+    damaged = []
+    with bar as shown:
+        for chunk, digest in enumerate(_chunk_digests(path, header["arrays"]["sample_ids"], 0)):
+            first, end = chunk * DIGEST_CHUNK, min((chunk + 1) * DIGEST_CHUNK, len(ids))
+            if digest != arrays["chunk_digests"][chunk].tobytes():
+                steps = np.searchsorted(offsets, [first, end - 1], side="right") - 1
+                damaged.append(f"places {first:,} to {end - 1:,} (steps {steps[0]:,} to {steps[1]:,})")
+            shown.update(end - first)
+    if damaged:
+        raise UserError(f"{path} is damaged: the sample ids differ from their digests at {list_first(damaged)}")
+    of_all = _digest(header["microbatches_per_step"], arrays)
+    if of_all != header["digest"]:
+        raise UserError(f"{path} is damaged: its digest is {of_all}, but it says {header['digest']}")
+    if _checksum(of_all, arrays, header) != header["checksum"]:
+        raise UserError(f"{path} is damaged: num_tokens differ from their checksum")
 
 
 def _read_header(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         begin = file.read(_HEADER_BYTES)
+    if not begin.startswith(_MAGIC):
+        raise UserError(f"{path} is not a plan that was made on disk; Plan.load reads what Plan.save wrote")
     text = begin[len(_MAGIC) + _HASH_BYTES :]
     if len(begin) < _HEADER_BYTES or hashlib.sha256(text).digest() != begin[len(_MAGIC) :][:_HASH_BYTES]:
         raise UserError(f"{path} is refused: its header is damaged")

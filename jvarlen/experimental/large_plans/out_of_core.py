@@ -10,35 +10,25 @@ import contextlib
 import errno
 import itertools
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from filelock import FileLock, Timeout
 from jaxtyping import Int64, Integer
 from tqdm import tqdm
 
-from jvarlen._common.checks import UserError, check_choices
+from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen._common.files import check_place, mapped_file, move_into_place
 from jvarlen._common.progress import progress_bar
-from jvarlen.planning._kernels import run_ahead
-from jvarlen.planning.buckets import Bucket
-from jvarlen.planning.grouping import BucketTable, Ordering
-from jvarlen.planning.lengths import (
-    LengthHistogram,
-    Overlong,
-    check_kind,
-    ends_to_offsets,
-    histogram_of,
-    overlong_counts,
-)
-from jvarlen.planning.on_disk import stages
-from jvarlen.planning.on_disk.columns import PartFiles
-from jvarlen.planning.on_disk.raw_plan import PlanFileWriter
-from jvarlen.planning.on_disk.stages import (
+from jvarlen.experimental.large_plans import stages
+from jvarlen.experimental.large_plans.columns import PartFiles
+from jvarlen.experimental.large_plans.raw_plan import MappedPlan, PlanFileWriter, open_plan
+from jvarlen.experimental.large_plans.stages import (
     Grouped,
     Pieces,
     Source,
@@ -49,42 +39,97 @@ from jvarlen.planning.on_disk.stages import (
     sort_by_block,
     sort_by_length,
 )
-from jvarlen.planning.order import block_order
+from jvarlen.planning._kernels import run_ahead
+from jvarlen.planning.buckets import Bucket, check_buckets
+from jvarlen.planning.grouping import BucketTable, Ordering
+from jvarlen.planning.lengths import (
+    LengthHistogram,
+    Overlong,
+    check_kind,
+    ends_to_offsets,
+    histogram_of,
+    overlong_counts,
+)
+from jvarlen.planning.order import Order, as_order, block_order, check_seed
 from jvarlen.planning.plan_file import DIGEST_CHUNK
 from jvarlen.planning.step_order import canonical_steps, emitted_steps
 
-__all__ = ["plan_out_of_core"]
+__all__ = ["plan_on_disk"]
 
 _VERSION = 1  # of what is kept of an interrupted call
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def plan_out_of_core(
+def plan_on_disk(
+    lengths: Integer[np.ndarray, " N"],
+    buckets: Sequence[tuple[int, int]],
+    path: str | os.PathLike[str],
+    *,
+    microbatches_per_step: int = 1,
+    order: str | Order = "shuffle",
+    seed: int = 0,
+    epoch: int = 0,
+    overlong: Overlong = "error",
+    progress: bool = True,
+) -> MappedPlan:
+    """Writes the plan that `make_plan` makes of the same arguments to a file, in pieces, and opens it.
+
+    It takes some 1.5 GB of memory, and 60 bytes for each step. To continue after an interruption, repeat the call.
+
+    Args:
+      lengths: integers[N], tokens a sample; those of a memory-mapped file are read in pieces.
+      buckets: (rows, length) pairs, lengths strictly ascending.
+      path: the file to write.
+      microbatches_per_step: M.
+      order: a word, or an `Order` by one.
+      seed: 0 ≤ seed < 2**63.
+      epoch: 0 ≤ epoch < 2**63.
+      overlong: as in `make_plan`.
+      progress: whether to show a progress bar of each stage.
+
+    Returns:
+      A `MappedPlan`, with the digest of the plan made in memory.
+
+    Raises:
+      ValueError: arguments that are not as described; lengths that are too long, or have changed since an interrupted
+        call; other arguments than those of that call.
+      OSError: the file cannot be written; on a full disk the message says how many bytes are needed.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     plan = plan_on_disk([3, 1, 4, 8], [(2, 4), (1, 8)], f"{directory}/plan", order="length", progress=False)
+      ...     plan.rows(0).tolist()
+      [[1, 0]]
+    """
+    check_at_least_one(microbatches_per_step=microbatches_per_step)
+    check_seed(seed, epoch)
+    checked, order = check_buckets(buckets), as_order(order)
+    if not isinstance(checked[0], Bucket) or not isinstance(order.by, str) or order.chunks_in_order:
+        raise UserError("a plan on disk is of samples of one length, in an order by name")
+    _write_plan(
+        np.asanyarray(lengths),
+        cast("tuple[Bucket, ...]", checked),
+        Path(path),
+        int(microbatches_per_step),
+        Ordering(order, None, int(seed), int(epoch)),
+        overlong,
+        progress,
+    )
+    plan = open_plan(path)
+    vars(plan)["new_shape_every"] = int(order.new_shape_every)
+    return plan
+
+
+def _write_plan(
     lengths: Integer[np.ndarray, " N"],
     buckets: Sequence[Bucket],
     out: Path,
-    *,
     microbatches_per_step: int,
     ordering: Ordering,
     overlong: Overlong,
     progress: bool,
 ) -> None:
-    """Writes the plan that `make_plan` makes of the same arguments to a file.
-
-    Args:
-      lengths: integers[N]; those of a memory-mapped file are read in pieces.
-      buckets: lengths strictly ascending.
-      out: the file.
-      microbatches_per_step: as in `make_plan`.
-      ordering: neither an array, nor with a difficulty or pacing.
-      overlong: as in `make_plan`.
-      progress: whether to show a progress bar of each stage.
-
-    Raises:
-      ValueError: lengths that are not as described, are too long, or have changed since an interrupted call; other
-        arguments than those of that call.
-      OSError: the disk is full; the message says how many bytes are needed.
-    """
     order = ordering.order
     check_kind(lengths)
     check_choices(overlong=(overlong, Overlong))

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jvarlen import data_mesh, no_recompiles, sample_sort, write_ordered
-from jvarlen.sorting import ordered_file
-from jvarlen.sorting.ordered_file import _exchange, _on_shard_mesh, _sum_parts
+from jvarlen import data_mesh, no_recompiles, sample_sort
+from jvarlen.experimental.ordered_file import write as ordered_file
+from jvarlen.experimental.ordered_file import write_ordered
+from jvarlen.experimental.ordered_file.write import _exchange, _on_shard_mesh, _sum_parts
 from tests import processes
-from tests.run_ordered_file import CASES, OLD, shard_values, values_by_rank
+from tests.experimental.ordered_file.run_ordered_file import CASES, OLD, shard_values, values_by_rank
 
-PROGRAM = Path(__file__).parents[1] / "run_ordered_file.py"
+PROGRAM = Path(__file__).with_name("run_ordered_file.py")
 WITHIN_S = 30  # of a death, as the heartbeat promises
 
 

@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Int64, Integer, Shaped
 
 from jvarlen._common.files import read_slice
+from jvarlen.experimental.large_plans.columns import Column, Columns, PartFiles
 from jvarlen.planning.grouping import BucketTable
 from jvarlen.planning.lengths import LengthHistogram
-from jvarlen.planning.on_disk.columns import Column, Columns, PartFiles
 from jvarlen.planning.order import random_keys, stable_argsort
 from jvarlen.planning.step_order import sum_segments
 

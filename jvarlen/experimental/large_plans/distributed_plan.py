@@ -8,6 +8,7 @@ steps, K buckets, U rows of a microbatch in all steps together.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -21,6 +22,8 @@ from jaxtyping import Int64
 from jvarlen._common.checks import UserError, check_at_least_one, check_choices
 from jvarlen.distributed.mesh import check_shards_divide, num_shards_of, own_microbatches, own_shards
 from jvarlen.distributed.processes import agree, gather_arrays, together
+from jvarlen.experimental.large_plans.chunk_digests import chunk_digests
+from jvarlen.experimental.large_plans.plan_places import Places, make_places, sort_to_places
 from jvarlen.planning.buckets import AnyBucket, Bucket, check_buckets
 from jvarlen.planning.grouping import BucketTable, Ordering
 from jvarlen.planning.lengths import (
@@ -35,9 +38,7 @@ from jvarlen.planning.lengths import (
 from jvarlen.planning.order import Order, as_order, check_seed, random_keys
 from jvarlen.planning.plan_file import digest_of_chunks
 from jvarlen.planning.step_order import canonical_steps, emitted_steps
-from jvarlen.planning.steps import PlannedSteps
-from jvarlen.sorting.chunk_digests import chunk_digests
-from jvarlen.sorting.plan_places import Places, make_places, sort_to_places
+from jvarlen.planning.steps import OwnRows, PlannedSteps
 from jvarlen.sorting.sharded_rows import spread_local_rows
 
 __all__ = ["DistributedPlan", "count_lengths", "plan_distributed"]
@@ -83,6 +84,31 @@ class DistributedPlan(PlannedSteps):
             raise IndexError(f"step {step} of a plan of {self.num_steps} steps")
         first = self.first_rows[step]
         return self.row_ids[first : first + self.buckets[self.step_bucket[step]].rows].T
+
+    @functools.cached_property
+    def largest_id(self) -> int:
+        """The largest of `row_ids`."""
+        return int(self.row_ids.max())
+
+    def own_rows(self, step: int, microbatches: Int64[np.ndarray, " m"] | None = None) -> OwnRows:
+        """As `Plan.own_rows`, of the microbatches of this process.
+
+        Args:
+          step: 0 ≤ step < S.
+          microbatches: int64[m], those of this process; None for the same.
+
+        Returns:
+          `OwnRows`.
+
+        Raises:
+          IndexError: no such step.
+          ValueError: other microbatches than those of this process.
+        """
+        if microbatches is not None and not np.array_equal(microbatches, self.microbatches):
+            raise UserError(
+                f"the plan was made for a mesh where this process has the microbatches {self.microbatches.tolist()}"
+            )
+        return OwnRows(self.rows(step), None, int(self.own_num_tokens[step]))
 
 
 def count_lengths(lengths: npt.ArrayLike) -> tuple[Int64[np.ndarray, " D"], Int64[np.ndarray, " D"]]:

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jvarlen.distributed import processes
 from jvarlen.distributed.processes import agree, initialize_processes
-from jvarlen.sorting import ordered_file
-from jvarlen.sorting.ordered_file import write_ordered
+from jvarlen.experimental.ordered_file import write as ordered_file
+from jvarlen.experimental.ordered_file.write import write_ordered
 
 OLD = "what was there before"
 CASES = [

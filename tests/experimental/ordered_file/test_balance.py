@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jvarlen import data_mesh, local_sort, no_recompiles, sample_sort
-from jvarlen.sorting.balance import balance_table, digest_volume, exchange_volume, shard_balance
-from jvarlen.sorting.chunk_digests import _program, digest_block
+from jvarlen.experimental.large_plans.chunk_digests import _digest_block, _program, digest_volume
+from jvarlen.experimental.ordered_file.balance import balance_table, exchange_volume, shard_balance
 from jvarlen.sorting.sample_sort import sort_shard
 from jvarlen.sorting.shard_sort import Shards
 
@@ -68,7 +68,7 @@ def test_what_is_sent_follows_the_formula(case, num_rows, oversampling, layout, 
 @pytest.mark.parametrize("num_samples", [1, 101, 3_000_000, 2**31])
 def test_what_is_sent_for_the_digest_follows_the_formula(num_samples, num_shards):
     shards = Shards("data", num_shards, 0, ragged=False)
-    program = _program(data_mesh(num_shards), shards, digest_block(num_samples, num_shards))
+    program = _program(data_mesh(num_shards), shards, _digest_block(num_samples, num_shards))
     index = np.int32 if num_samples < 2**31 - 1 else np.int64
     places = (-(-num_samples // num_shards) * num_shards,)
     arguments = (places, f"u{index().itemsize}"), (places, index), ((num_shards,), np.int64), ((num_shards + 1,), index)

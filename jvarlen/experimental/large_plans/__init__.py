@@ -1,0 +1,23 @@
+"""Plans of more samples than fit the memory of one process, with the digest of the plan that `make_plan` makes.
+
+- On disk, made in pieces and opened as memory maps: `columns`, `raw_plan`, `stages`, `out_of_core`.
+- In parts, each process making its own rows: `plan_places`, `chunk_digests`, `distributed_plan`.
+"""
+
+from typing import TYPE_CHECKING
+
+from jvarlen._common.lazy_imports import lazy_imports
+
+if TYPE_CHECKING:
+    from jvarlen.experimental.large_plans.distributed_plan import DistributedPlan, count_lengths, plan_distributed
+    from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
+    from jvarlen.experimental.large_plans.raw_plan import MappedPlan, open_plan
+
+__all__ = ["DistributedPlan", "MappedPlan", "count_lengths", "open_plan", "plan_distributed", "plan_on_disk"]
+
+_NAMES_OF = {  # on disk without JAX
+    "experimental.large_plans.distributed_plan": ("DistributedPlan", "count_lengths", "plan_distributed"),
+    "experimental.large_plans.out_of_core": ("plan_on_disk",),
+    "experimental.large_plans.raw_plan": ("MappedPlan", "open_plan"),
+}
+__getattr__, __dir__ = lazy_imports(__name__, _NAMES_OF)

@@ -1,0 +1,88 @@
+"""`python -m jvarlen.experimental.large_plans lengths.npy plan --max-tokens N` plans on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import tyro
+
+from jvarlen._common.checks import UserError
+from jvarlen._common.files import load_array
+from jvarlen.experimental.large_plans.out_of_core import plan_on_disk
+from jvarlen.planning.buckets import make_buckets
+from jvarlen.planning.lengths import Overlong
+from jvarlen.planning.order import OrderWord
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """Plan an epoch of more samples than fit memory, on disk. An interrupted command goes on when it is repeated."""
+
+    lengths: tyro.conf.Positional[Path]
+    """A .npy file of integers, tokens a sample."""
+    out: tyro.conf.Positional[Path]
+    """The file of the plan."""
+    max_tokens: int
+    """Budget of one microbatch in tokens, padding included."""
+    max_shapes: int = 16
+    """The most buckets, that is, compiled shapes."""
+    max_length: int | None = None
+    """Longest bucket in tokens; None for the longest sample."""
+    overlong: Overlong = "error"
+    """What happens to samples longer than that."""
+    microbatches_per_step: int = 1
+    """Microbatches of one optimizer update, over all devices and accumulation."""
+    row_multiple: int = 1
+    """Rows of a bucket are a multiple of this where the budget allows it."""
+    length_multiple: int = 1
+    """Lengths of buckets are rounded up to a multiple of this."""
+    order: OrderWord = "shuffle"
+    """The order in which samples come."""
+    seed: int = 0
+    """Seed of every shuffle, together with the epoch."""
+    epoch: int = 0
+    """The epoch to plan."""
+    progress: bool = True
+    """Show progress bars."""
+
+    def run(self) -> None:
+        """Plans, and prints the plan."""
+        lengths = load_array(self.lengths, "lengths")
+        buckets = make_buckets(
+            lengths,
+            self.max_tokens,
+            max_shapes=self.max_shapes,
+            max_length=self.max_length,
+            overlong=self.overlong,
+            microbatches_per_step=self.microbatches_per_step,
+            row_multiple=self.row_multiple,
+            length_multiple=self.length_multiple,
+        )
+        plan = plan_on_disk(
+            lengths,
+            buckets,
+            self.out,
+            microbatches_per_step=self.microbatches_per_step,
+            order=self.order,
+            seed=self.seed,
+            epoch=self.epoch,
+            overlong=self.overlong,
+            progress=self.progress,
+        )
+        print(f"{plan.report()}\ndigest {plan.digest}\n{self.out}")
+
+
+def main(args: list[str] | None = None) -> int:
+    """Runs the command; a user's mistake is one line and exit code 2."""
+    try:
+        tyro.cli(Command, args=args).run()
+    except (UserError, OSError) as error:
+        print(f"large_plans: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
