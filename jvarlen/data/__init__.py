@@ -2,11 +2,10 @@
 
 Every dataset gives random access by sample id, and int64 lengths. In reading order:
 
-- `tokens`: samples and datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
+- `tokens`: datasets of tokens. `split`: held-out samples. `stdlib_corpus`: the built-in corpus.
 - `open`, `find_files`: files by path, glob or URL. `line_files`, `arrow_files`, `token_files`: their formats.
-- `marked_text`, `chat_templates`, `records`: text from several fields or chats, and which parts of it are learned.
-- `tokenized`: its tokens. `prompts`: text to tokens and back.
+- `records`: text from several fields or chats, and which parts of it are learned. `tokenizer`: text to tokens and back.
 - `measure`, `sample_workers`, `shard_files`: sample lengths, measured in worker processes; can be resumed.
-- `content_key`, `length_cache`: lengths cached by file content.
+- `length_cache`: keys of file contents, and lengths cached under them.
 - `mixtures`: several datasets as one, with exact counts.
 """

@@ -5,8 +5,9 @@ Directories saved by Hugging Face datasets hold such files. Needs pyarrow, in th
 
 from __future__ import annotations
 
-import json
+import itertools
 import reprlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, list_first, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
-from jvarlen.data.tokens import TokenDataset, check_tokens
+from jvarlen.data.line_files import read_json
+from jvarlen.data.tokens import Dataset, TokenDataset, check_tokens
 
 __all__ = ["ColumnDataset", "ColumnRecords", "holds_messages", "saved_shards"]
 
@@ -29,41 +31,44 @@ class _TokenColumn(NamedTuple):
     offsets: Int64[np.ndarray, " N_plus_1"]
 
 
-class ColumnDataset:
-    """Rows of a column of strings, bytes or lists of integers: a data source.
+class _Reopened(Dataset):
+    """A dataset of files that pickles as its arguments, and is refused by a worker if the files have changed."""
+
+    def __init__(self, paths: Sequence[Path], *arguments: Any):
+        self._arguments = list(paths), *arguments
+        self._num_bytes = [path.stat().st_size for path in paths]
+
+    def __getstate__(self) -> tuple[Any, list[int]]:
+        return self._arguments, self._num_bytes
+
+    def __setstate__(self, state: tuple[Any, list[int]]) -> None:
+        arguments, num_bytes = state
+        for path, expected in zip(arguments[0], num_bytes, strict=True):
+            if path.stat().st_size != expected:
+                raise UserError(f"{path} has changed: it had {expected:,} bytes")
+        type(self).__init__(self, *arguments)
+
+
+class ColumnDataset(_Reopened):
+    """Rows of a column of strings, bytes or lists of integers in files of one format: a data source.
 
     Parquet, CSV and TSV are decoded into memory. The first line of CSV and TSV names the columns, and every value is a
     string, in quotes where it holds a delimiter or a newline. Arrow (a file or a stream; also "Feather") is
     memory-mapped, and uncompressed columns stay on disk. Worker processes open the files themselves.
-
-    Args:
-      paths: the files, whose rows are concatenated; the file extension tells the format. They must not change while in
-        use.
-      field: the name of the column.
-      num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
-
-    Attributes:
-      is_text: whether the rows are strings or bytes, so that the samples are uint8.
-      lengths: int64[N], tokens of every sample.
-
-    Raises:
-      ValueError: pyarrow is missing; a damaged file; no such column, or one of another type; no rows; rows that are
-        empty, null, or hold null tokens or tokens out of range, the first of which are listed.
 
     References:
       The Arrow columnar format, https://arrow.apache.org/docs/format/Columnar.html
     """
 
     def __init__(self, paths: Sequence[Path], field: str, num_values: int | None = None):
-        self._arguments = list(paths), field, num_values
-        self._num_bytes = [path.stat().st_size for path in paths]
+        super().__init__(paths, field, num_values)
         arrays = [array for path in paths for array in _read_arrays(path, field)]
         name = _name(paths)
         kinds = {str(array.type) for array in arrays}
         if len({_is_bytes(array.type) for array in arrays}) > 1:
             raise UserError(f"{name}: column {field!r} must be of one type, not {', '.join(sorted(kinds))}")
         self.is_text = any(_is_bytes(array.type) for array in arrays)
-        starts = np.cumsum([0, *map(len, arrays)])
+        starts = [0, *itertools.accumulate(map(len, arrays))]
         _refuse_rows(name, field, "nulls", [_null_rows(array) for array in arrays], starts)
         columns, null_rows = [], []
         for array in arrays:
@@ -82,59 +87,30 @@ class ColumnDataset:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        part = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return self._parts[part][index - int(self._starts[part])]
-
-    def __getstate__(self) -> tuple[Any, list[int]]:
-        return self._arguments, self._num_bytes
-
-    def __setstate__(self, state: tuple[Any, list[int]]) -> None:
-        arguments, num_bytes = state
-        _check_unchanged(arguments[0], num_bytes)
-        ColumnDataset.__init__(self, *arguments)
+    def read(self, index: int) -> Integer[np.ndarray, " L"]:
+        """The tokens of a row."""
+        part = bisect_right(self._starts, index) - 1
+        return self._parts[part].read(index - self._starts[part])
 
 
-class ColumnRecords:
-    """Rows of several columns: a data source of dicts.
-
-    Columns are read as by `ColumnDataset`, but may be of any type. Worker processes open the files themselves.
-
-    Args:
-      paths: the files, whose rows are concatenated. They must not change while in use.
-      fields: the names of the columns.
-
-    Raises:
-      ValueError: pyarrow is missing; a damaged file; no such column; no rows.
-    """
+class ColumnRecords(_Reopened):
+    """Rows of several columns, read as by `ColumnDataset` but of any type: a data source of dicts."""
 
     def __init__(self, paths: Sequence[Path], fields: Sequence[str]):
-        self._arguments = list(paths), list(fields)
-        self._num_bytes = [path.stat().st_size for path in paths]
+        super().__init__(paths, list(fields))
         self._files = [{field: _read_column(path, field) for field in fields} for path in paths]
-        self._starts = np.cumsum([0, *(len(next(iter(columns.values()))) for columns in self._files)])
+        self._starts = [0, *itertools.accumulate(len(next(iter(columns.values()))) for columns in self._files)]
         if not len(self):
             raise UserError(f"{_name(paths)} holds no rows: at least one is needed")
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self._starts[-1]
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        file = int(np.searchsorted(self._starts, index, side="right")) - 1
-        own = index - int(self._starts[file])
+    def read(self, index: int) -> dict[str, Any]:
+        """The values of a row by column."""
+        file = bisect_right(self._starts, index) - 1
+        own = index - self._starts[file]
         return {field: column[own].as_py() for field, column in self._files[file].items()}
-
-    def __getstate__(self) -> tuple[Any, list[int]]:
-        return self._arguments, self._num_bytes
-
-    def __setstate__(self, state: tuple[Any, list[int]]) -> None:
-        arguments, num_bytes = state
-        _check_unchanged(arguments[0], num_bytes)
-        ColumnRecords.__init__(self, *arguments)
 
 
 def holds_messages(path: Path, field: str) -> bool:
@@ -157,23 +133,16 @@ def holds_messages(path: Path, field: str) -> bool:
 def saved_shards(directory: Path) -> list[Path]:
     """The Arrow files of a dataset that Hugging Face `Dataset.save_to_disk` has saved, in their order.
 
-    A format set on the dataset (`set_format`) does not change the files and has no effect here.
-
-    Args:
-      directory: it holds `state.json`.
-
-    Raises:
-      ValueError: it holds several datasets, the splits of a `DatasetDict`, which are listed; `state.json` is missing or
-        damaged; files are missing or outside the directory; rows are selected by a file of indices, as early versions
-        saved them.
+    A format set on the dataset (`set_format`) does not change the files and has no effect here. Raises ValueError for
+    several datasets, files that are missing or outside the directory, and rows that a file of indices selects.
     """
     if (directory / "dataset_dict.json").is_file():
-        splits = _read_json(directory / "dataset_dict.json").get("splits")
+        splits = read_json(directory / "dataset_dict.json").get("splits")
         names = [str(directory / name) for name in splits if isinstance(name, str)] if isinstance(splits, list) else []
         raise UserError(f"{directory} holds several datasets; take one of them: {list_first(names) or 'none is named'}")
     if not (directory / "state.json").is_file():
         raise UserError(f"{directory} is no dataset that save_to_disk has saved: it holds no state.json")
-    state = _read_json(directory / "state.json")
+    state = read_json(directory / "state.json")
     if state.get("_indices_files") or state.get("_indices_data_files"):
         raise UserError(
             f"{directory} picks its rows by a file of indices: load it with datasets, then save it once more after "
@@ -194,29 +163,11 @@ def saved_shards(directory: Path) -> list[Path]:
     return paths
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from None
-    if not isinstance(read, dict):
-        raise UserError(f"{path} is damaged: it holds no JSON object")
-    return read
-
-
-def _check_unchanged(paths: Sequence[Path], num_bytes: Sequence[int]) -> None:
-    for path, expected in zip(paths, num_bytes, strict=True):
-        if path.stat().st_size != expected:
-            raise UserError(f"{path} has changed: it had {expected:,} bytes")
-
-
 def _name(paths: Sequence[Path]) -> str:
     return str(paths[0] if len(paths) == 1 else paths[0].parent)
 
 
-def _refuse_rows(
-    name: str, field: str, what: str, rows: list[Int64[np.ndarray, " n"]], starts: Int64[np.ndarray, " C_plus_1"]
-) -> None:
+def _refuse_rows(name: str, field: str, what: str, rows: list[Int64[np.ndarray, " n"]], starts: Sequence[int]) -> None:
     """Raises ValueError where there are any rows of any chunk."""
     if any(map(len, rows)):
         listed = list_offenders(np.concatenate([own + start for own, start in zip(rows, starts, strict=False)]))

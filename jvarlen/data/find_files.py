@@ -25,7 +25,7 @@ from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.files import default_cache_dir
 from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.content_key import content_key
+from jvarlen.data.length_cache import content_key
 
 __all__ = ["ENDINGS", "DataFile", "ending_of", "find_files", "is_remote"]
 

@@ -1,14 +1,20 @@
-"""Cache of sample lengths and hashes, keyed by the content of the data."""
+"""Keys of file contents, whatever the files are called, and sample lengths and hashes cached under such keys.
+
+Files are hashed in parts by several threads; hashing releases the GIL.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
+import json
 import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +24,81 @@ from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError
 from jvarlen._common.files import default_cache_dir, write_atomically
-from jvarlen._common.interrupts import is_interrupted
+from jvarlen._common.interrupts import is_interrupted, raise_if_interrupted
 from jvarlen.data.measure import measure_integers
 from jvarlen.data.shard_files import ShardsError
 from jvarlen.data.split import sample_hash
+from jvarlen.data.tokens import Dataset
 from jvarlen.planning.lengths import DataSource
 
-__all__ = ["cached_hashes", "cached_lengths"]
+__all__ = ["cached_hashes", "cached_lengths", "combine_keys", "content_key"]
+
+_FORMAT = b"jvarlen-content-1\0"
+_PART_BYTES = 1 << 26  # part of the key: another size gives other keys
+_READ_BYTES = 1 << 20  # fits a cache, and gives an interrupt its turn
+_MOST_THREADS = 16  # more wait for the disk
 
 _SHARD_SIZE = 65_536  # samples; fewer are measured again sooner than looked after
 _LEAST_FOR_WORKERS = 4_096  # samples; processes take seconds to start
 _SECONDS_BETWEEN_TRIES = 0.1
+
+
+def content_key(*paths: Path) -> str:
+    """The key of the content of files, one after the other; their names do not matter.
+
+    SHA-256 in hex of the hashes of parts of 64 MiB. The files are read, not memory-mapped: one that is truncated
+    meanwhile is a ValueError.
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     one, other = Path(folder, "one"), Path(folder, "other")
+      ...     _ = one.write_bytes(b"same"), other.write_bytes(b"same")
+      ...     content_key(one) == content_key(other) != content_key(one, other)
+      True
+
+    References:
+      Merkle (1988), "A digital signature based on a conventional encryption function": a hash of hashes.
+    """
+    sizes = [path.stat().st_size for path in paths]
+    parts = [
+        (path, start, min(start + _PART_BYTES, size))
+        for path, size in zip(paths, sizes, strict=True)
+        for start in range(0, size, _PART_BYTES)
+    ]
+    whole = hashlib.sha256(_FORMAT)
+    whole.update(json.dumps(sizes).encode())  # where one file ends and the next begins
+    threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="content-key")
+    try:
+        for digest in threads.map(_hash_part, *zip(*parts, strict=True)) if parts else ():
+            whole.update(digest)
+    finally:
+        threads.shutdown(cancel_futures=True)
+    return whole.hexdigest()
+
+
+def combine_keys(*parts: str | None) -> str:
+    """The key of several keys or names together, in their order.
+
+    Example:
+      >>> combine_keys("a", "b") == combine_keys("ab", None)
+      False
+    """
+    return hashlib.sha256(_FORMAT + json.dumps(parts).encode()).hexdigest()
+
+
+def _hash_part(path: Path, start: int, end: int) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < end:
+            raise_if_interrupted()
+            content = file.read(min(_READ_BYTES, end - start))
+            if not content:
+                raise UserError(f"{path} became shorter while it was read")
+            digest.update(content)
+            start += len(content)
+    return digest.digest()
 
 
 def cached_lengths(
@@ -42,87 +112,43 @@ def cached_lengths(
     With many samples, the lengths measured so far are kept in `PATH.lengths-KEY.parts/`, so that an interrupted call
     resumes when it is repeated. If several processes need the same lengths, one measures and the others wait for it.
 
-    Args:
-      dataset: random access to samples that have a `len()`; a ValueError gives the reason if there is no sample under
-        an id.
-      path: the file or directory that the samples come from.
-      key: the hex key of everything that decides the lengths.
-      num_workers: processes that measure, if there are thousands of samples; `dataset` must pickle for them. 0 measures
-        in this process.
-      progress: whether measuring shows a progress bar.
-
-    Returns:
-      int64[N]; 0 for a missing or empty sample. Lengths with zeros are not cached.
-
-    Raises:
-      ValueError: an empty dataset; one that does not pickle, with workers.
-      RuntimeError: a sample cannot be read; see `measure_lengths`.
+    A sample that raises ValueError has length 0. Lengths with zeros are not cached.
     """
-    lengths = _Lengths(dataset)
-    return _cached(_Measurement("lengths", lengths, int, num_workers, progress, lengths.of_range), path, key)
+    read_values = getattr(dataset, "lengths_of", None)
+    return _cached(_Measurement("lengths", _Lengths(dataset), int, num_workers, progress, read_values), path, key)
 
 
 def cached_hashes(dataset: DataSource, path: Path, key: str, *, progress: bool = True) -> Int64[np.ndarray, " N"]:
-    """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`.
-
-    Args:
-      dataset: random access to samples, none of them empty.
-      path: the file or directory that the samples come from.
-      key: the hex key of everything that decides the samples.
-      progress: whether hashing shows a progress bar.
-
-    Returns:
-      int64[N].
-
-    Raises:
-      RuntimeError: a sample cannot be read.
-    """
+    """The `sample_hash` of every sample, cached like the lengths of `cached_lengths`, in `PATH.hashes-KEY.npz`."""
     return _cached(_Measurement("hashes", dataset, sample_hash, 0, progress), path, key)
 
 
 def _cached(measurement: _Measurement, path: Path, key: str) -> Int64[np.ndarray, " N"]:
     path = Path(os.path.abspath(path))  # also `.` has a name then
     kind, num_samples = measurement.kind, len(measurement.dataset)
-    places = [
-        _Place(kind, path.parent, f"{path.name}.{kind}-{key[:16]}"),
-        _Place(kind, default_cache_dir(), f"{kind}-{key[:16]}"),
-    ]
-    kept = _read_first(places, key, num_samples)
+    stems = path.parent / f"{path.name}.{kind}-{key[:16]}", default_cache_dir() / f"{kind}-{key[:16]}"
+    places = [_Place(*(stem.with_name(stem.name + ending) for ending in (".npz", ".parts", ".lock"))) for stem in stems]
+    kept = _read_first(places, kind, key, num_samples)
     if kept is not None:
         return kept
-    if num_samples < _SHARD_SIZE:
-        measured = measurement.measure(None)
-        _keep(places, key, measured)
-        return measured
-    with _own_parts(places) as parts:
-        kept = _read_first(places, key, num_samples, warn=False)  # another process may have measured meanwhile
+    with _own_parts(places) if num_samples >= _SHARD_SIZE else contextlib.nullcontext() as parts:
+        if num_samples >= _SHARD_SIZE:  # another process may have measured meanwhile
+            kept = _read_first(places, kind, key, num_samples, warn=False)
         measured = measurement.measure(parts) if kept is None else kept
         if kept is None:
-            _keep(places, key, measured)
+            _keep(places, kind, key, measured)
         if parts is not None:
             shutil.rmtree(parts, ignore_errors=True)
     return measured
 
 
 class _Place(NamedTuple):
-    kind: str
-    directory: Path
-    name: str
-
-    @property
-    def cache(self) -> Path:
-        return self.directory / f"{self.name}.npz"
-
-    @property
-    def parts(self) -> Path:
-        return self.directory / f"{self.name}.parts"
-
-    @property
-    def lock(self) -> Path:
-        return self.directory / f"{self.name}.lock"
+    cache: Path
+    parts: Path
+    lock: Path
 
 
-class _Lengths:
+class _Lengths(Dataset):
     """The length of every sample; 0 where there is none."""
 
     def __init__(self, dataset: DataSource):
@@ -131,15 +157,11 @@ class _Lengths:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> int:
+    def read(self, index: int) -> int:
         try:
             return len(self._dataset[index])
         except ValueError:
             return 0
-
-    def of_range(self, samples: range) -> list[int] | None:
-        """The lengths of consecutive samples, where the dataset reads them at once."""
-        return self._dataset.lengths_of(samples) if hasattr(self._dataset, "lengths_of") else None
 
 
 class _Measurement(NamedTuple):
@@ -154,16 +176,8 @@ class _Measurement(NamedTuple):
 
     def measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
         """Measures all samples; parts that are damaged are measured again."""
-        try:
-            return self._measure(parts)
-        except ShardsError as error:
-            assert parts is not None
-            warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=5)
-            shutil.rmtree(parts)
-        return self._measure(parts)
-
-    def _measure(self, parts: Path | None) -> Int64[np.ndarray, " N"]:
-        return measure_integers(
+        measure = functools.partial(
+            measure_integers,
             self.dataset,
             self.function,
             self.kind,
@@ -173,6 +187,13 @@ class _Measurement(NamedTuple):
             shard_size=_SHARD_SIZE,
             read_values=self.read_values,
         )
+        try:
+            return measure()
+        except ShardsError as error:
+            assert parts is not None
+            warnings.warn(f"{error}. It is deleted here, and everything is measured again", stacklevel=4)
+            shutil.rmtree(parts)
+        return measure()
 
 
 @contextlib.contextmanager
@@ -199,7 +220,7 @@ def _own_parts(places: list[_Place]) -> Iterator[Path | None]:
 
 
 def _read_first(
-    places: list[_Place], key: str, num_samples: int, *, warn: bool = True
+    places: list[_Place], kind: str, key: str, num_samples: int, *, warn: bool = True
 ) -> Int64[np.ndarray, " N"] | None:
     """What is kept at the first place that has it whole."""
     for place in places:
@@ -208,12 +229,10 @@ def _read_first(
         except OSError:
             continue
         try:
-            return _parse(place.kind, content, key, num_samples)
+            return _parse(kind, content, key, num_samples)
         except Exception as error:  # damage shows in many ways: as zip, as array
             if warn:
-                warnings.warn(
-                    f"{place.cache} holds no {place.kind} to use: {error}. All are measured again", stacklevel=4
-                )
+                warnings.warn(f"{place.cache} holds no {kind} to use: {error}. All are measured again", stacklevel=4)
     return None
 
 
@@ -229,22 +248,22 @@ def _parse(kind: str, content: bytes, key: str, num_samples: int) -> Int64[np.nd
     return values
 
 
-def _keep(places: list[_Place], key: str, values: Int64[np.ndarray, " N"]) -> None:
+def _keep(places: list[_Place], kind: str, key: str, values: Int64[np.ndarray, " N"]) -> None:
     """Writes the cache at the first place that can be written, if there is a sample under every id."""
     if not values.all():
         return
     reasons = []
     for place in places:
         try:
-            place.directory.mkdir(parents=True, exist_ok=True)
+            place.cache.parent.mkdir(parents=True, exist_ok=True)
             with write_atomically(place.cache) as file:
                 seal = np.frombuffer(_seal(key, values), np.uint8)
-                arrays: dict[str, Any] = {"key": np.array(key), "seal": seal, place.kind: values}
+                arrays: dict[str, Any] = {"key": np.array(key), "seal": seal, kind: values}
                 np.savez(file, **arrays)
             return
         except OSError as error:
             reasons.append(str(error))
-    warnings.warn(f"the {places[0].kind} are not kept for the next time: {'; '.join(reasons)}", stacklevel=4)
+    warnings.warn(f"the {kind} are not kept for the next time: {'; '.join(reasons)}", stacklevel=4)
 
 
 def _seal(key: str, values: Int64[np.ndarray, " N"]) -> bytes:

@@ -17,6 +17,7 @@ from jaxtyping import Int64, UInt8
 
 from jvarlen._common.checks import UserError, list_first
 from jvarlen._common.interrupts import raise_if_interrupted
+from jvarlen.data.tokens import Dataset
 from jvarlen.planning._kernels import in_parts
 
 
@@ -30,13 +31,13 @@ with contextlib.suppress(ModuleNotFoundError):
 
     _loads = orjson.loads
 
-__all__ = ["LineDataset", "LineRecords", "first_record"]
+__all__ = ["LineDataset", "parse_record", "read_json"]
 
 _CHUNK_BYTES = 1 << 19  # fits a cache
 _NEWLINE, _RETURN = b"\n\r"
 
 
-class LineDataset:
+class LineDataset(Dataset):
     r"""Lines of a memory-mapped file: a data source of bytes.
 
     Only the offsets of the lines are held in memory. Worker processes map the file themselves.
@@ -80,9 +81,8 @@ class LineDataset:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int) -> UInt8[np.ndarray, " L"]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def read(self, index: int) -> UInt8[np.ndarray, " L"]:
+        """The bytes of a sample."""
         line = self._bytes[self._starts[index] : self._ends[index]]
         if self._field is not None:
             return np.frombuffer(_parse(line.tobytes(), self._field), np.uint8)
@@ -109,14 +109,12 @@ class LineDataset:
                     texts = (_loads(lines[start:end])[self._field] for start, end in zip(starts, ends, strict=True))
                     lengths += [len(text) if text.isascii() else len(text.encode()) for text in texts]
                 except Exception:  # of any type: a line may hold anything, and is looked at more closely
-                    lengths += map(self._length_of, block)
+                    for sample_id in block:
+                        try:
+                            lengths.append(len(self.read(sample_id)))
+                        except ValueError:
+                            lengths.append(0)
         return lengths
-
-    def _length_of(self, sample_id: int) -> int:
-        try:
-            return len(self[sample_id])
-        except ValueError:
-            return 0
 
     @property
     def line_lengths(self) -> Int64[np.ndarray, " N"]:
@@ -133,30 +131,17 @@ class LineDataset:
         self._bytes = _map(self._path)
 
 
-class LineRecords:
-    """The JSON objects of the lines of a file: a data source of dicts.
-
-    Args:
-      path: the file; it must not change while it is in use.
-
-    Raises:
-      ValueError: it has no lines; and, when a record is read, the reason why its line is none.
-    """
-
-    def __init__(self, path: Path):
-        self._lines = LineDataset(path)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return _parse_record(self._lines[index].tobytes())
-
-
-def first_record(path: Path) -> dict[str, Any]:
-    """The JSON object of the first line; raises ValueError if it is none."""
-    with path.open("rb") as file:
-        return _parse_record(file.readline())
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty without a file; raises ValueError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        read = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+    if not isinstance(read, dict):
+        raise UserError(f"{path} is damaged: it holds no JSON object")
+    return read
 
 
 def _map(path: Path) -> UInt8[np.ndarray, " total"]:
@@ -187,8 +172,8 @@ def _find_lines(path: Path, num_bytes: int) -> tuple[Int64[np.ndarray, " N"], In
 
 
 def _parse(line: bytes, field: str) -> bytes:
-    """The text of a JSON line; raises ValueError with a short reason, in one line, if there is none."""
-    record = _parse_record(line)
+    """The text of a JSON line; raises ValueError with the reason if there is none."""
+    record = parse_record(line)
     if field not in record:
         raise UserError(f"no such field, but {list_first(map(reprlib.repr, record)) or 'none'}")
     text = record[field]
@@ -202,7 +187,8 @@ def _parse(line: bytes, field: str) -> bytes:
         raise UserError("half a surrogate pair, which has no UTF-8") from None
 
 
-def _parse_record(line: bytes) -> dict[str, Any]:
+def parse_record(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; raises ValueError with a short reason, in one line, if there is none."""
     try:
         try:
             record = _loads(line)

@@ -5,8 +5,6 @@ Letters: D datasets, c samples that one of them gives to an epoch, N samples of 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -16,7 +14,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from jvarlen._common.checks import UserError, check_at_least_one, is_number, list_first
-from jvarlen.data.tokens import WeightedSamples
+from jvarlen.data.tokens import Dataset, Subset, reweighted
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.order import check_seed, random_keys, stable_argsort
 
@@ -25,7 +23,6 @@ __all__ = ["Mixture", "mixture_counts"]
 # Far beyond the keys of samples and steps, and before those of blocks. From here, sample i of dataset d has the key of
 # its place in all datasets one after the other.
 _FIRST_MIXTURE_KEY = 2**61
-_CONTENT_KEY_NAME = "jvarlen-mixture-1"
 
 
 def mixture_counts(
@@ -84,7 +81,12 @@ def mixture_counts(
 
 def _shares(num_samples: Sequence[int], weights: Sequence[float], total: int | None) -> list[Fraction]:
     """Samples of each dataset in an epoch before rounding; they sum to the total."""
-    _check_weights(num_samples, weights)
+    _check_numbers(num_samples, weights, "weights")
+    if not any(weights):
+        raise UserError("at least one dataset needs a weight above 0")
+    empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
+    if empty:
+        raise UserError(f"datasets without samples cannot have a weight: {list_first(empty)}")
     exact = [Fraction(str(weight)) for weight in weights]  # of a NumPy float32, too, the decimal that is seen
     shares = [weight / sum(exact) for weight in exact]
     if total is None:
@@ -124,7 +126,7 @@ def _next_counts(counts: list[int], shares: list[Fraction], num_epochs: int) -> 
     return after
 
 
-class Mixture:
+class Mixture(Dataset):
     """Several datasets as one data source, without copying.
 
     Without weights it holds every sample of each dataset once, one dataset after the other. With weights, each epoch
@@ -144,10 +146,9 @@ class Mixture:
       epoch: 0 ≤ epoch < 2**63.
       carry: as for `mixture_counts`; needs weights.
       loss_weights: D numbers, finite and at least 0, by which the loss weights of each dataset's tokens are multiplied.
-        None leaves the samples as they are; so does a 1, and other datasets become `WeightedSamples`.
+        None leaves the samples as they are; so does a 1, and samples of other datasets become `WeightedTokens`.
 
     Attributes:
-      datasets: as given, with their loss weights.
       counts: int64[D], samples of each dataset.
       source: int64[N], the dataset of every sample, ascending.
       ids: int64[N], the id of every sample in its dataset.
@@ -177,60 +178,52 @@ class Mixture:
     ):
         check_seed(seed, epoch)
         sizes = [len(dataset) for dataset in datasets]
+        before, counts = [0] * len(sizes), sizes
         if weights is None:
             if num_samples is not None or carry:
                 needy = "carry" if carry else "num_samples"
                 raise UserError(f"{needy} needs weights: without them every sample comes once")
             if not sum(sizes):
                 raise UserError("a mixture needs at least one sample")
-            counts = sizes
         else:
             shares = _shares(sizes, weights, num_samples)
             counts = _rounded(shares)
-        self._content = counts, int(seed), *["carried"] * carry
-        before = [int(epoch) * count for count in counts]
-        if carry:
-            before, counts = _carried_counts(shares, int(epoch))
-        self.counts = np.array(counts, np.int64)
-        self.datasets = tuple(datasets)
+            before = [int(epoch) * count for count in counts]
+            if carry:
+                before, counts = _carried_counts(shares, int(epoch))
         if loss_weights is not None:
             _check_numbers(sizes, loss_weights, "loss weights")
-            weighted = zip(datasets, loss_weights, strict=True)
-            self.datasets = tuple(each if weight == 1 else WeightedSamples(each, weight) for each, weight in weighted)
+        self._loss_weights = loss_weights
+        self.counts = np.array(counts, np.int64)
         self.source = np.repeat(np.arange(len(sizes)), self.counts)
-        starts = np.cumsum([0, *sizes]).tolist()
-        chosen = [
+        starts = np.cumsum([0, *sizes]).tolist()[:-1]
+        ids = [
             _chosen_ids(start, size, first, count, seed)
-            for start, size, first, count in zip(starts, sizes, before, counts, strict=False)
+            for start, size, first, count in zip(starts, sizes, before, counts, strict=True)
         ]
-        self.ids = np.concatenate(chosen)
+        self.ids = np.concatenate(ids)
+        self._datasets = [dataset.dataset if isinstance(dataset, Subset) else dataset for dataset in datasets]
+        self._read_ids = self.ids  # in the datasets of subsets, so that a sample is looked up once
+        if any(isinstance(dataset, Subset) for dataset in datasets):
+            pairs = zip(datasets, ids, strict=True)
+            self._read_ids = np.concatenate([data.ids[own] if isinstance(data, Subset) else own for data, own in pairs])
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self.datasets[self.source[index]][int(self.ids[index])]
+    def read(self, index: int) -> Any:
+        """The sample of its dataset, with its loss weight."""
+        d = self.source[index]
+        sample = self._datasets[d][int(self._read_ids[index])]
+        factor = 1 if self._loss_weights is None else self._loss_weights[d]
+        return sample if factor == 1 else reweighted(sample, factor)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
         """Tokens of every sample; raises AttributeError if a dataset does not know them."""
-        known = [np.asarray(dataset.lengths) for dataset in self.datasets]  # type: ignore[attr-defined]
-        ends = np.cumsum(self.counts)[:-1]
-        return np.concatenate(
-            [lengths[ids] for lengths, ids in zip(known, np.split(self.ids, ends), strict=True)], dtype=np.int64
-        )
-
-    @property
-    def content_key(self) -> str:
-        """SHA-256 in hex of the keys of all datasets, the counts and the seed, the same for all epochs.
-
-        Raises AttributeError if a dataset has none.
-        """
-        keys = [dataset.content_key for dataset in self.datasets]  # type: ignore[attr-defined]
-        content = [_CONTENT_KEY_NAME, keys, *self._content]
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        known = [np.asarray(dataset.lengths) for dataset in self._datasets]  # type: ignore[attr-defined]
+        ids = np.split(self._read_ids, np.cumsum(self.counts)[:-1])
+        return np.concatenate([lengths[own] for lengths, own in zip(known, ids, strict=True)], dtype=np.int64)
 
 
 def _chosen_ids(start: int, size: int, first: int, count: int, seed: int) -> Int64[np.ndarray, " c"]:
@@ -252,12 +245,3 @@ def _check_numbers(num_samples: Sequence[int], weights: Sequence[float], name: s
     wrong = [f"dataset {d}: {w!r}" for d, w in enumerate(weights) if not is_number(w) or not 0 <= w < math.inf]
     if wrong:
         raise UserError(f"{name} must be finite and at least 0: {list_first(wrong)}")
-
-
-def _check_weights(num_samples: Sequence[int], weights: Sequence[float]) -> None:
-    _check_numbers(num_samples, weights, "weights")
-    if not any(weights):
-        raise UserError("at least one dataset needs a weight above 0")
-    empty = [f"dataset {d}" for d, (n, w) in enumerate(zip(num_samples, weights, strict=True)) if w and not n]
-    if empty:
-        raise UserError(f"datasets without samples cannot have a weight: {list_first(empty)}")

@@ -7,7 +7,9 @@ Nothing is skipped silently: an empty sample is an error.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,17 +19,13 @@ from jaxtyping import Int64, Integer
 
 from jvarlen._common.checks import UserError, check_at_least_one
 from jvarlen.data.arrow_files import ColumnDataset, ColumnRecords, holds_messages, saved_shards
-from jvarlen.data.chat_templates import ChatTemplate
-from jvarlen.data.content_key import combine_keys, content_key
 from jvarlen.data.find_files import DataFile, find_files, is_remote
-from jvarlen.data.length_cache import cached_hashes, cached_lengths
-from jvarlen.data.line_files import LineDataset, LineRecords, first_record
-from jvarlen.data.marked_text import MarkedBytes
-from jvarlen.data.records import RecordFormat, RecordTexts
-from jvarlen.data.token_files import open_indexed_tokens, open_token_file
-from jvarlen.data.tokenized import TokenizedDataset
-from jvarlen.data.tokens import Joined, TokenDataset, check_tokens
-from jvarlen.planning.lengths import DataSource
+from jvarlen.data.length_cache import cached_hashes, cached_lengths, combine_keys, content_key
+from jvarlen.data.line_files import LineDataset, parse_record
+from jvarlen.data.records import ChatTemplate, MarkedText, RecordFormat
+from jvarlen.data.token_files import open_arrays, open_indexed_tokens, open_token_file
+from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from jvarlen.data.tokens import Dataset
 from jvarlen.planning.samples import WeightedTokens
 
 __all__ = ["StoredDataset", "open_data"]
@@ -37,7 +35,7 @@ _NUM_BYTES = 256
 _COLUMN_ENDINGS = (".parquet", ".arrow", ".feather", ".csv", ".tsv")
 
 
-class StoredDataset:
+class StoredDataset(Dataset):
     """Samples in files: a data source with known lengths.
 
     Attributes:
@@ -48,25 +46,22 @@ class StoredDataset:
     """
 
     def __init__(
-        self,
-        path: Path | str,
-        samples: DataSource,
-        lengths: Int64[np.ndarray, " N"],
-        num_values: int | None,
-        is_bytes: bool,
-        read_key: Callable[[], str],
-        name_of: Callable[[int], str],
-        read_hashes: Callable[[], Int64[np.ndarray, " N"]],
+        self, path: Path | str, opened: _Opened, tokenizer: FileTokenizer | None, num_workers: int, progress: bool
     ):
-        """`name_of` returns the name of a sample for errors, `read_key` and `read_hashes` the values of properties."""
-        self._read_key = read_key
-        self._read_hashes = read_hashes
         self._path = path
-        self._samples = samples
-        self._name_of = name_of
-        self.lengths = lengths
-        self.num_values = num_values
-        self.is_bytes = is_bytes
+        self._files, self._choice = opened.files, opened.choice
+        self._samples = _Samples(opened, tokenizer)
+        self._tokenizer = tokenizer
+        self._progress = progress
+        self.num_values = opened.num_values if tokenizer is None else tokenizer.num_values
+        self.is_bytes = opened.is_text and tokenizer is None
+        if opened.lengths is not None and tokenizer is None:
+            self.lengths = np.concatenate(opened.lengths)
+        else:
+            self.lengths = cached_lengths(
+                self._samples, self._place_of_caches(), self._lengths_key(), num_workers=num_workers, progress=progress
+            )
+        self._refuse_empty(opened.wanted)
 
     @functools.cached_property
     def content_key(self) -> str:
@@ -75,25 +70,56 @@ class StoredDataset:
         Files with the same content have the same key, wherever they are. They are read for it once, when it is first
         needed.
         """
-        return self._read_key()
+        return combine_keys(self._files_key, self._choice, self._tokenizer.key if self._tokenizer else None)
 
     @functools.cached_property
     def sample_hashes(self) -> Int64[np.ndarray, " N"]:
         """The `sample_hash` of every sample, kept beside the data; see `cached_hashes`."""
-        return self._read_hashes()
-
-    def __getstate__(self) -> dict[str, Any]:
-        of_parent = ("_read_key", "_read_hashes", "sample_hashes")
-        return {name: value for name, value in vars(self).items() if name not in of_parent}
+        # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
+        width = "bytes" if self.num_values is not None and self.num_values <= _NUM_BYTES else "integers"
+        key = combine_keys(self._lengths_key(), width)
+        return cached_hashes(self._samples, self._place_of_caches(), key, progress=self._progress)
 
     def __len__(self) -> int:
-        return len(self._samples)
+        return len(self.lengths)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
+    def read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
+        """The tokens of a sample."""
         try:
-            return self._samples[index]
+            return self._samples.read(index)
         except ValueError as error:  # it was read once, when the lengths were measured
-            raise UserError(f"{self._path} has changed: {self._name_of(index)}: {error}") from None
+            raise UserError(f"{self._path} has changed: {self._samples.name_of(index)}: {error}") from None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "sample_hashes"}
+
+    @functools.cached_property
+    def _files_key(self) -> str:
+        return content_key(*self._files)
+
+    def _lengths_key(self) -> str:
+        return combine_keys(self._files_key, self._choice, self._tokenizer.lengths_key if self._tokenizer else None)
+
+    def _place_of_caches(self) -> Path:
+        """The file or directory beside which lengths are kept: the data, or its copy in the user's caches."""
+        if not is_remote(self._path) and Path(self._path).exists():
+            return Path(self._path)
+        files = self._files
+        return files[0] if len(files) == 1 else Path(os.path.commonpath([file.parent for file in files]))
+
+    def _refuse_empty(self, wanted: str) -> None:
+        """Raises ValueError that lists the samples which are none, and why the first are none."""
+        refused = np.flatnonzero(self.lengths == 0)
+        if not len(refused):
+            return
+        first = []
+        for index in refused[:_MAX_LISTED].tolist():
+            try:
+                self._samples.read(index)
+            except ValueError as error:
+                first.append(f"{self._samples.name_of(index)}: {error}")
+        more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
+        raise UserError(f"{self._path}: {wanted}; mend or remove {'; '.join(first)}{more}")
 
 
 def open_data(
@@ -124,7 +150,7 @@ def open_data(
     files, in the order of their names. URLs such as `s3://bucket/train.jsonl` are read through fsspec. Downloads and
     decompressed files are kept in the user's caches.
 
-    With a tokenizer, text becomes token ids; see `TokenizedDataset`.
+    With a tokenizer, text becomes token ids; see `FileTokenizer`.
 
     Text may come from several fields, or from a list of messages with `role` and `content`; see `RecordFormat`. A chat
     is written by the `chat_template` beside the tokenizer file, if there is one. With `loss_on`, samples are
@@ -172,50 +198,24 @@ def open_data(
     """
     check_at_least_one(block_length=block_length)
     record_format = RecordFormat([field] if isinstance(field, str) else field, template, loss_on)
-    tokenized = None if tokenizer is None else TokenizedDataset([], tokenizer)
-    limit = num_values if tokenized is None else None
-    opened = _Opening(record_format, tokenized, limit, end_token, block_length, progress).open(path)
-    read_content = functools.cache(lambda: content_key(*opened.files))
-    choice = opened.choice
-    if tokenized is not None:
+    from_file = None if tokenizer is None else FileTokenizer(tokenizer)
+    if not is_remote(path) and any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        files = [DataFile(str(shard), shard, ".arrow", shard) for shard in saved_shards(Path(path))]
+    else:
+        files = find_files(path, progress=progress)
+    is_chat = _holds_messages(files[0], record_format)
+    if is_chat or not record_format.is_plain:
+        opened = _open_records(files, record_format, is_chat, from_file)
+    elif files[0].ending in (".npz", ".bin"):
+        opened = _open_tokens(files, None if from_file else num_values, end_token, block_length, progress)
+    else:
+        opened = _open_text(files, record_format.fields[0], None if from_file else num_values)
+    if from_file is not None:
         if not opened.is_text:
             raise UserError(f"{path} holds tokens, not text: the tokenizer {tokenizer} has nothing to do")
-        if num_values is not None and tokenized.num_values > num_values:
-            raise UserError(f"{tokenizer} has {tokenized.num_values:,} ids; at most {num_values:,} are allowed")
-        tokenized = tokenized.with_texts(opened.samples)
-        opened = opened._replace(samples=tokenized, lengths=None, num_values=tokenized.num_values)
-    elif opened.is_marked:
-        opened = opened._replace(samples=MarkedBytes(opened.samples))
-
-    def read_key() -> str:
-        return combine_keys(read_content(), choice, tokenized.key if tokenized is not None else None)
-
-    def read_lengths_key() -> str:
-        return combine_keys(read_content(), choice, tokenized.lengths_key if tokenized is not None else None)
-
-    beside = _place_of_caches(path, opened.files)
-    lengths = opened.lengths
-    if lengths is None:
-        lengths = cached_lengths(opened.samples, beside, read_lengths_key(), num_workers=num_workers, progress=progress)
-    _refuse_empty(path, opened, lengths)
-    # Of bytes and of wider integers hashes differ, and which they are `num_values` decides.
-    width = "bytes" if opened.num_values is not None and opened.num_values <= _NUM_BYTES else "integers"
-
-    def read_hashes() -> Int64[np.ndarray, " N"]:
-        return cached_hashes(opened.samples, beside, combine_keys(read_lengths_key(), width), progress=progress)
-
-    is_bytes = opened.is_text and tokenizer is None
-    return StoredDataset(
-        path, opened.samples, lengths, opened.num_values, is_bytes, read_key, opened.name_of, read_hashes
-    )
-
-
-def _place_of_caches(path: Path | str, files: list[Path]) -> Path:
-    """The file or directory beside which lengths are kept: the data, or its copy in the user's caches."""
-    local = Path(path)
-    if not is_remote(path) and local.exists():
-        return local
-    return files[0] if len(files) == 1 else Path(os.path.commonpath([file.parent for file in files]))
+        if num_values is not None and from_file.num_values > num_values:
+            raise UserError(f"{tokenizer} has {from_file.num_values:,} ids; at most {num_values:,} are allowed")
+    return StoredDataset(path, opened, from_file, num_workers, progress)
 
 
 class _Opened(NamedTuple):
@@ -223,181 +223,164 @@ class _Opened(NamedTuple):
 
     Attributes:
       files: all files that hold them.
+      names: the name of each part, for errors.
+      parts: data sources of records, of the bytes of text or of tokens, one after the other. A ValueError says why
+        there is no sample under an id.
       choice: what else decides which samples they hold: the field, or how tokens are cut; None if there is no choice.
-      samples: a ValueError says why there is no sample under an id.
-      lengths: int64[N], 0 for a missing sample; None if they must be measured.
-      is_text: whether they are bytes of text.
+      is_text: whether they are text.
       num_values: all tokens are below it; None if unknown.
       wanted: what every sample must be.
-      name_of: returns the name of a sample.
-      is_marked: whether samples are `MarkedText`.
+      lengths: int64[n] of each part, 0 for a missing sample; None if they must be measured.
+      is_lines: whether samples are counted from 1, as lines are.
+      format: of records; None for text or tokens.
     """
 
     files: list[Path]
+    names: list[str]
+    parts: Sequence[Any]
     choice: str | None
-    samples: DataSource
-    lengths: Int64[np.ndarray, " N"] | None
     is_text: bool
     num_values: int | None
     wanted: str
-    name_of: Callable[[int], str]
-    is_marked: bool = False
+    lengths: list[Int64[np.ndarray, " n"]] | None = None
+    is_lines: bool = False
+    format: RecordFormat | None = None
 
 
-class _Opening(NamedTuple):
-    """How files are opened; the fields are those of `open_data`, with a tokenizer of no texts yet."""
+class _Samples(Dataset):
+    """The samples of files, one file after the other, as tokens."""
 
-    format: RecordFormat
-    tokenized: TokenizedDataset | None
-    num_values: int | None
-    end_token: int | None
-    block_length: int
-    progress: bool
+    def __init__(self, opened: _Opened, tokenizer: FileTokenizer | None):
+        self._parts, self._names, self._is_lines = opened.parts, opened.names, opened.is_lines
+        self._starts = [0, *itertools.accumulate(map(len, opened.parts))]
+        self._to_sample: Callable[[Any], Any] | None = None
+        if opened.format is not None:
+            self._to_sample = functools.partial(_render, opened.format, tokenizer or ByteTokenizer())
+        elif tokenizer is not None:
+            self._to_sample = functools.partial(_tokenize, tokenizer)
 
-    @property
-    def field(self) -> str:
-        """The only field of plain text."""
-        return self.format.fields[0]
+    def __len__(self) -> int:
+        return self._starts[-1]
 
-    def open(self, path: Path | str) -> _Opened:
-        """The samples of a path, one file after the other."""
-        if not is_remote(path) and any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
-            shards = saved_shards(Path(path))
-            files = [DataFile(str(shard), shard, ".arrow", shard) for shard in shards]
-        else:
-            files = find_files(path, progress=self.progress)
-        if not self.format.is_plain or self._holds_messages(files[0]):
-            return self._open_records(files)
-        if files[0].ending in _COLUMN_ENDINGS:
-            columns = self._open_columns([file.path for file in files])
-            return columns._replace(files=[file.source for file in files])
-        return _join(files, [self._open_file(file) for file in files])
+    def read(self, index: int) -> Any:
+        part = bisect_right(self._starts, index) - 1
+        sample = self._parts[part].read(index - self._starts[part])
+        return sample if self._to_sample is None else self._to_sample(sample)
 
-    def _holds_messages(self, file: DataFile) -> bool:
-        """Whether the only field of a file holds chats, by its type or by the first line."""
-        if file.ending in _COLUMN_ENDINGS:
-            return len(self.format.fields) == 1 and holds_messages(file.path, self.field)
-        if file.ending != ".jsonl" or len(self.format.fields) > 1:
-            return False
-        try:
-            return isinstance(first_record(file.path).get(self.field), list)
-        except ValueError:  # which reading the lines will tell
-            return False
+    def name_of(self, index: int) -> str:
+        """The name of a sample, for errors."""
+        part = bisect_right(self._starts, index) - 1
+        own = index - self._starts[part]
+        name = f"line {own + 1}" if self._is_lines else f"id {own}"
+        return name if len(self._parts) == 1 else f"{self._names[part]} {name}"
 
-    def _open_records(self, files: Sequence[DataFile]) -> _Opened:
-        if files[0].ending != ".jsonl" and files[0].ending not in _COLUMN_ENDINGS:
-            raise UserError(
-                f"{files[0].name} has no fields: fields, template and loss_on go with JSON lines and columns"
-            )
-        record_format = self.format
-        tokenized = self.tokenized
-        if tokenized is not None and record_format.takes_chat_template and self._holds_messages(files[0]):
-            chat = ChatTemplate.beside(tokenized.path, tokenized.special_tokens)
-            record_format = record_format.with_chat_template(chat)
-        what = ", ".join(map(repr, record_format.fields))
-        wanted = f"every record must have text or messages in {what}"
-
-        def opened(records: DataSource, of_files: Sequence[DataFile], name_of: Callable[[int], str]) -> _Opened:
-            texts = RecordTexts(records, record_format)
-            sources = [file.source for file in of_files]
-            return _Opened(sources, record_format.key, texts, None, True, _NUM_BYTES, wanted, name_of, True)
-
-        if files[0].ending in _COLUMN_ENDINGS:
-            return opened(ColumnRecords([file.path for file in files], record_format.fields), files, _id)
-        return _join(files, [opened(LineRecords(file.path), [file], _line) for file in files])
-
-    def _open_file(self, file: DataFile) -> _Opened:
-        path = file.path
-        if file.ending == ".npz":
-            dataset = _open_arrays(path, self.num_values)
-            return _Opened([path], None, dataset, dataset.lengths, False, self.num_values, "tokens", _id)
-        if file.ending == ".bin":
-            return self._open_tokens(path)
-        files = [file.source]
-        lines = LineDataset(path, self.field if file.ending == ".jsonl" else None)
-        if file.ending == ".txt":
-            return _Opened(files, None, lines, lines.line_lengths, True, _NUM_BYTES, "every line must be text", _line)
-        wanted = f"every line must be a JSON object with text in the field {self.field!r}"
-        return _Opened(files, self.field, lines, None, True, _NUM_BYTES, wanted, _line)
-
-    def _open_tokens(self, path: Path) -> _Opened:
-        index = path.with_suffix(".idx")
-        if index.is_file():
-            dataset = open_indexed_tokens(path, num_values=self.num_values, progress=self.progress)
-            return _Opened([path, index], None, dataset, dataset.lengths, False, self.num_values, "tokens", _id)
-        dataset = open_token_file(
-            path,
-            end_token=self.end_token,
-            block_length=self.block_length,
-            num_values=self.num_values,
-            progress=self.progress,
-        )
-        choice = f"blocks of {self.block_length}" if self.end_token is None else f"documents by {self.end_token}"
-        return _Opened([path], choice, dataset, dataset.lengths, False, self.num_values, "tokens", _id)
-
-    def _open_columns(self, paths: list[Path]) -> _Opened:
-        columns = ColumnDataset(paths, self.field, self.num_values)
-        num_values = _NUM_BYTES if columns.is_text else self.num_values
-        wanted = f"every row of the column {self.field!r} must be text"
-        return _Opened(paths, self.field, columns, columns.lengths, columns.is_text, num_values, wanted, _id)
+    def lengths_of(self, samples: range) -> list[int] | None:
+        """The lengths of consecutive samples, 0 where there is none; None if they cannot be read at once."""
+        if self._to_sample is not None or not all(hasattr(part, "lengths_of") for part in self._parts):
+            return None
+        lengths: list[int] = []
+        for part, start in zip(self._parts, self._starts, strict=False):
+            own = range(max(samples.start - start, 0), min(samples.stop - start, len(part)))
+            lengths += part.lengths_of(own) if own else []
+        return lengths
 
 
-def _join(files: Sequence[DataFile], opened: Sequence[_Opened]) -> _Opened:
-    """Several files of one format as one."""
-    if len(opened) == 1:
-        return opened[0]
-    samples = Joined([each.samples for each in opened])
-    known = [each.lengths for each in opened if each.lengths is not None]
-    return opened[0]._replace(
-        files=[path for each in opened for path in each.files],
-        samples=samples,
-        lengths=np.concatenate(known) if known else None,
-        name_of=functools.partial(_name_in, [file.name for file in files], opened[0].name_of, samples.locate),
+def _tokenize(tokenizer: FileTokenizer, text: Integer[np.ndarray, " L"]) -> Any:
+    """The sample of the bytes of a text."""
+    try:
+        return tokenizer.sample(MarkedText(text.tobytes().decode()))
+    except UnicodeDecodeError as error:
+        raise UserError(f"not UTF-8 at byte {error.start}") from None
+
+
+def _render(record_format: RecordFormat, tokenizer: Tokenizer, record: Any) -> Any:
+    """The sample of a record, or of its line of JSON."""
+    if isinstance(record, np.ndarray):
+        record = parse_record(record.tobytes())
+    return tokenizer.sample(record_format.render(record))
+
+
+def _holds_messages(file: DataFile, record_format: RecordFormat) -> bool:
+    """Whether the only field of a file holds chats, by its type or by the first line."""
+    (field, *others) = record_format.fields
+    if others or file.ending not in (*_COLUMN_ENDINGS, ".jsonl"):
+        return False
+    if file.ending in _COLUMN_ENDINGS:
+        return holds_messages(file.path, field)
+    try:
+        with file.path.open("rb") as lines:
+            return isinstance(parse_record(lines.readline()).get(field), list)
+    except ValueError:  # which reading the lines will tell
+        return False
+
+
+def _open_records(
+    files: Sequence[DataFile], record_format: RecordFormat, is_chat: bool, tokenizer: FileTokenizer | None
+) -> _Opened:
+    ending = files[0].ending
+    if ending != ".jsonl" and ending not in _COLUMN_ENDINGS:
+        raise UserError(f"{files[0].name} has no fields: fields, template and loss_on go with JSON lines and columns")
+    if tokenizer is not None and record_format.takes_chat_template and is_chat:
+        chat = ChatTemplate.beside(tokenizer.path, tokenizer.special_tokens)
+        record_format = record_format.with_chat_template(chat)
+    paths = [file.path for file in files]
+    is_lines = ending == ".jsonl"
+    parts = [LineDataset(path) for path in paths] if is_lines else [ColumnRecords(paths, record_format.fields)]
+    return _Opened(
+        [file.source for file in files],
+        [file.name for file in files],
+        parts,
+        record_format.key,
+        is_text=True,
+        num_values=_NUM_BYTES,
+        wanted=f"every record must have text or messages in {', '.join(map(repr, record_format.fields))}",
+        is_lines=is_lines,
+        format=record_format,
     )
 
 
-def _name_in(
-    names: list[str], name_of: Callable[[int], str], locate: Callable[[int], tuple[int, int]], index: int
-) -> str:
-    d, own = locate(index)
-    return f"{names[d]} {name_of(own)}"
+def _open_text(files: Sequence[DataFile], field: str, num_values: int | None) -> _Opened:
+    paths, sources, names = (
+        [file.path for file in files],
+        [file.source for file in files],
+        [file.name for file in files],
+    )
+    if files[0].ending in _COLUMN_ENDINGS:
+        columns = ColumnDataset(paths, field, num_values)
+        wanted = f"every row of the column {field!r} must be text"
+        most = _NUM_BYTES if columns.is_text else num_values
+        return _Opened(sources, names, [columns], field, columns.is_text, most, wanted, [columns.lengths])
+    if files[0].ending == ".txt":
+        texts = [LineDataset(path) for path in paths]
+        lengths = [lines.line_lengths for lines in texts]
+        return _Opened(sources, names, texts, None, True, _NUM_BYTES, "every line must be text", lengths, True)
+    lines = [LineDataset(path, field) for path in paths]
+    wanted = f"every line must be a JSON object with text in the field {field!r}"
+    return _Opened(sources, names, lines, field, True, _NUM_BYTES, wanted, None, True)
 
 
-def _line(index: int) -> str:
-    return f"line {index + 1}"
-
-
-def _id(index: int) -> str:
-    return f"id {index}"
-
-
-def _refuse_empty(path: Path | str, opened: _Opened, lengths: Int64[np.ndarray, " N"]) -> None:
-    """Raises ValueError that lists the samples which are none, and why the first are none."""
-    refused = np.flatnonzero(lengths == 0)
-    if not len(refused):
-        return
-    first = []
-    for index in refused[:_MAX_LISTED].tolist():
-        try:
-            opened.samples[index]
-        except ValueError as error:
-            first.append(f"{opened.name_of(index)}: {error}")
-    more = f" and {len(refused) - len(first):,} more" if len(refused) > len(first) else ""
-    raise UserError(f"{path}: {opened.wanted}; mend or remove {'; '.join(first)}{more}")
-
-
-def _open_arrays(path: Path, num_values: int | None) -> TokenDataset:
-    with path.open("rb") as file:  # NumPy leaves a file that it opened itself open when the file is damaged
-        try:
-            stored = np.load(file, allow_pickle=False)
-            tokens, offsets = stored["tokens"], stored["offsets"]
-        except Exception as error:  # damage shows in many ways: as zip, as compressed data, as array
-            raise UserError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
-    for name, array in (("tokens", tokens), ("offsets", offsets)):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
-    try:
-        (dataset,) = check_tokens([TokenDataset(tokens, offsets.astype(np.int64))], num_values)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from None
-    return dataset
+def _open_tokens(
+    files: Sequence[DataFile], num_values: int | None, end_token: int | None, block_length: int, progress: bool
+) -> _Opened:
+    sources: list[Path] = []
+    parts: list[Any] = []
+    choices: list[str | None] = []
+    for file in files:
+        path, index = file.path, file.path.with_suffix(".idx")
+        sources.append(path)
+        choices.append(None)
+        if file.ending == ".npz":
+            parts.append(open_arrays(path, num_values))
+        elif index.is_file():
+            sources.append(index)
+            parts.append(open_indexed_tokens(path, num_values=num_values, progress=progress))
+        else:
+            choices[-1] = f"blocks of {block_length}" if end_token is None else f"documents by {end_token}"
+            parts.append(
+                open_token_file(
+                    path, end_token=end_token, block_length=block_length, num_values=num_values, progress=progress
+                )
+            )
+    lengths = [part.lengths for part in parts]
+    names = [file.name for file in files]
+    return _Opened(sources, names, parts, choices[0], False, num_values, "tokens", lengths)

@@ -1,29 +1,52 @@
 """Records of several fields, and chats, as texts of which parts are learned.
 
-Records are untrusted: a bad one is a ValueError with the reason.
+Records and the templates that come with tokenizers are untrusted: a bad one is a ValueError with the reason. Templates
+run in Jinja's sandbox.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import functools
 import itertools
 import json
 import reprlib
 import string
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 
 from jvarlen._common.checks import UserError, list_first
-from jvarlen.data.chat_templates import ChatTemplate
-from jvarlen.data.marked_text import MarkedText
-from jvarlen.planning.lengths import DataSource
+from jvarlen.data.line_files import read_json
 
-__all__ = ["RecordFormat", "RecordTexts"]
+__all__ = ["ChatTemplate", "MarkedText", "RecordFormat"]
 
-_JOINT = "\n"
 _MESSAGE = "{role}: {content}\n"
 _MESSAGE_NAMES = ("role", "content")
+_TODAY = date(2024, 7, 26)  # of templates that write it: a sample must have the same tokens whenever it is read
+
+
+class MarkedText(NamedTuple):
+    """A text of which parts are learned.
+
+    Attributes:
+      text: all of it.
+      learned: the characters that are learned, as ascending ranges (start, end); None for all.
+      has_special_tokens: whether special tokens are written in the text, so that a tokenizer must not add any.
+    """
+
+    text: str
+    learned: tuple[tuple[int, int], ...] | None = None
+    has_special_tokens: bool = False
+
+    def is_learned(self, start: int, end: int) -> bool:
+        """Whether any of these characters is learned."""
+        return self.learned is None or any(first < end and start < last for first, last in self.learned)
 
 
 class RecordFormat:
@@ -85,7 +108,11 @@ class RecordFormat:
         self.fields = fields
         self._loss_on = frozenset(loss_on)
         self._message = parts if parts is not None and is_of_messages else _parse_template(_MESSAGE)
-        self._parts = parts if parts is not None and not is_of_messages else _joined(fields)
+        self._parts = (
+            parts
+            if parts is not None and not is_of_messages
+            else [("\n" if i else "", f) for i, f in enumerate(fields)]
+        )
         self._chat: ChatTemplate | None = None
         self.takes_chat_template = template is None
         self.key = json.dumps([fields, template, sorted(loss_on)])
@@ -104,30 +131,27 @@ class RecordFormat:
         return other
 
     def render(self, record: dict[str, Any]) -> MarkedText:
-        """The text of a record.
-
-        Args:
-          record: values by field name.
-
-        Returns:
-          The text, with what is learned of it.
-
-        Raises:
-          ValueError: the record lacks a field, or it is no text; messages that are none, or that the chat template
-            rejects.
-        """
+        """The text of a record; raises ValueError if it lacks a field, is empty, or holds what is no text or chat."""
         missing = [field for field in self.fields if field not in record]
         if missing:
             names = list_first(map(repr, missing))
             raise UserError(f"no such field {names}, but {list_first(map(reprlib.repr, record)) or 'none'}")
         first = record[self.fields[0]]
         if len(self.fields) == 1 and isinstance(first, list):
-            return self._render_chat(first)
-        texts = {field: _text_of(field, record[field]) for field in self.fields}
-        return _marked(_filled(self._parts, texts, self._loss_on), self._loss_on)
+            marked = self._render_chat(first)
+        else:
+            texts = {field: _text_of(field, record[field]) for field in self.fields}
+            marked = _marked(_filled(self._parts, texts, self._loss_on), self._loss_on)
+        if not marked.text:
+            raise UserError("empty")
+        return marked
 
     def _render_chat(self, messages: list[Any]) -> MarkedText:
-        _check_messages(messages)
+        if not messages:
+            raise UserError("no messages")
+        for i, message in enumerate(messages):
+            if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in _MESSAGE_NAMES):
+                raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
         if self._chat is not None:
             return self._chat.render(messages, self._loss_on)
         pieces = []
@@ -137,29 +161,7 @@ class RecordFormat:
         return _marked(pieces, self._loss_on)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordTexts:
-    """The texts of records: a data source of `MarkedText`.
-
-    Attributes:
-      records: random access to dicts.
-      format: how they become texts.
-    """
-
-    records: DataSource
-    format: RecordFormat
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def __getitem__(self, index: int) -> MarkedText:
-        marked = self.format.render(self.records[index])
-        if not marked.text:
-            raise UserError("empty")
-        return marked
-
-
-_Parts = list[tuple[str, str | None]]  # a literal, and the name of the field after it
+_Parts = Sequence[tuple[str, str | None]]  # a literal, and the name of the field after it
 
 
 def _parse_template(template: str) -> _Parts:
@@ -174,10 +176,6 @@ def _parse_template(template: str) -> _Parts:
     if not any(name is not None for _, name in parts):
         raise UserError(f"the template {template!r} has no field, such as {{answer}}")
     return parts
-
-
-def _joined(fields: Sequence[str]) -> _Parts:
-    return [(_JOINT if place else "", field) for place, field in enumerate(fields)]
 
 
 def _filled(parts: _Parts, texts: dict[str, Any], learned: frozenset[str]) -> list[tuple[str, bool]]:
@@ -215,9 +213,109 @@ def _text_of(field: str, value: Any) -> str:
     return value
 
 
-def _check_messages(messages: list[Any]) -> None:
-    if not messages:
-        raise UserError("no messages")
-    for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(isinstance(message.get(name), str) for name in _MESSAGE_NAMES):
-            raise UserError(f"message {i + 1} has no role and content that are strings: {reprlib.repr(message)}")
+class ChatTemplate:
+    """The chat template that comes with a tokenizer, in Jinja, with the texts of the tokenizer's special tokens.
+
+    References:
+      Hugging Face, "Chat templates", https://huggingface.co/docs/transformers/chat_templating
+    """
+
+    def __init__(self, source: str, special_tokens: Iterable[str] = (), variables: dict[str, str] | None = None):
+        self._arguments = source, sorted(special_tokens), variables or {}
+        self.key = json.dumps(self._arguments, sort_keys=True)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template is no Jinja template: {error}") from None
+
+    @classmethod
+    def beside(cls, tokenizer: Path, special_tokens: Iterable[str]) -> ChatTemplate | None:
+        """The template in `chat_template.jinja` or `tokenizer_config.json` beside a tokenizer file, if there is one."""
+        config, own = tokenizer.with_name("tokenizer_config.json"), tokenizer.with_name("chat_template.jinja")
+        settings = read_json(config)
+        source = settings.get("chat_template")
+        if isinstance(source, list):  # several by name
+            named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
+            source = named.get("default")
+        if own.is_file():
+            source = own.read_text(errors="replace")
+        if not isinstance(source, str):
+            return None
+        tokens = {name: value for name, value in settings.items() if name.endswith("_token")}
+        texts = {name: value["content"] if isinstance(value, dict) else value for name, value in tokens.items()}
+        variables = {name: text for name, text in texts.items() if isinstance(text, str)}
+        try:
+            return cls(source, special_tokens, variables)
+        except UserError as error:
+            raise UserError(f"{own if own.is_file() else config}: {error}") from None
+
+    def render(self, messages: list[dict[str, Any]], loss_on: frozenset[str]) -> MarkedText:
+        """The text of a chat; of messages of the roles `loss_on`, the content and the token after it are learned."""
+        text = self._fill(messages)
+        if not loss_on:
+            return MarkedText(text, None, True)
+        # Where contents begin is found with others that occur nowhere else.
+        marks = [f"\ue000{i}\ue001" for i in range(len(messages))]
+        marked = self._fill([{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)])
+        learned, written, rest = [], "", marked
+        for i, (message, mark) in enumerate(zip(messages, marks, strict=True)):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise UserError(f"the chat template leaves out message {i + 1}, of role {message['role']!r}")
+            written += before
+            content = message["content"]
+            if not text.startswith(written + content):
+                content = content.strip()  # as many templates do
+            if not text.startswith(written + content):
+                raise UserError(f"the chat template changes the content of message {i + 1}: loss_on cannot find it")
+            start = len(written)
+            written += content
+            if message["role"] in loss_on:
+                learned.append((start, self._end_of(text, len(written))))
+        return MarkedText(text, tuple(learned), True)
+
+    def _fill(self, messages: list[dict[str, Any]]) -> str:
+        try:
+            return self._template.render(messages=messages, add_generation_prompt=False, **self._arguments[2])
+        except Exception as error:  # the template may do anything
+            raise UserError(f"the chat template rejects it: {error}") from None
+
+    def _end_of(self, text: str, end: int) -> int:
+        """The end of the special token that follows, or `end`."""
+        start = end + len(text[end:]) - len(text[end:].lstrip())
+        fitting = [token for token in self._arguments[1] if token and text.startswith(token, start)]
+        return start + max(map(len, fitting)) if fitting else end
+
+    def __getstate__(self) -> Any:
+        return self._arguments
+
+    def __setstate__(self, state: Any) -> None:
+        ChatTemplate.__init__(self, *state)
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tags around what a model writes; here they change nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 has it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """What chat templates of Hugging Face may use."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None, **_: Any) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": _TODAY.strftime}
+    return environment

@@ -1,6 +1,6 @@
-"""Files of tokens as other trainers write them: flat `.bin` files, and Megatron's `.bin` with an `.idx`.
+"""Files of tokens: `.npz`, and as other trainers write them flat `.bin` files, and Megatron's `.bin` with an `.idx`.
 
-They are memory-mapped and untrusted: what does not fit together is a ValueError with the path.
+`.bin` files are memory-mapped. All are untrusted: what does not fit together is a ValueError with the path.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jaxtyping import Int64, Integer
 from jvarlen._common.checks import UserError, list_offenders
 from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen._common.progress import progress_bar
-from jvarlen.data.tokens import TokenDataset
+from jvarlen.data.tokens import TokenDataset, check_tokens
 
-__all__ = ["TokenFile", "open_indexed_tokens", "open_token_file"]
+__all__ = ["TokenFile", "open_arrays", "open_indexed_tokens", "open_token_file"]
 
 _CHUNK_TOKENS = 1 << 24
 _DETECTED_WORDS = 1 << 16
@@ -30,20 +30,7 @@ _INDEX_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenFile(TokenDataset):
-    """Samples of a memory-mapped file of tokens.
-
-    Worker processes map the file themselves.
-
-    Args:
-      path: the file; it must not change while it is in use.
-      dtype: of its tokens.
-      offsets: int64[N+1], where its samples begin and end, as for `TokenDataset`.
-      num_values: tokens must be below it; None for no limit. Up to 256, the samples are uint8.
-      progress: whether checking the tokens shows a progress bar.
-
-    Raises:
-      ValueError: offsets that do not fit the file; tokens out of range, the first of which are listed.
-    """
+    """Samples of a memory-mapped file of tokens, which worker processes map themselves; uint8 if `num_values` ≤ 256."""
 
     def __init__(
         self,
@@ -59,8 +46,9 @@ class TokenFile(TokenDataset):
         self._is_narrow = num_values is not None and num_values <= 256
         _check_values(self, path, num_values, progress)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
-        tokens = super().__getitem__(index)
+    def read(self, index: int) -> Integer[np.ndarray, " L"]:
+        """The tokens of a sample."""
+        tokens = super().read(index)
         return tokens.astype(np.uint8, copy=False) if self._is_narrow else tokens
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,18 +74,7 @@ def open_token_file(
     The file does not tell which of the two. They are taken as uint32 if in the beginning of the file every second
     16-bit word is below 16, as in ids below 2**20, and the other words are not.
 
-    Args:
-      path: the file.
-      end_token: the token that ends a document. A sample is a document with its end token. None: samples are blocks.
-      block_length: tokens of a block; the last one may be shorter.
-      num_values: tokens must be below it; then all of them are checked. None for no limit.
-      progress: whether reading all tokens shows a progress bar.
-
-    Returns:
-      A data source with `lengths`; every token of the file is in exactly one sample.
-
-    Raises:
-      ValueError: an empty file, or one of a size that is no multiple of that of a token; tokens out of range.
+    Samples are documents with the `end_token` that ends each, or without one blocks, the last of which may be shorter.
 
     Example:
       >>> import tempfile
@@ -111,7 +88,10 @@ def open_token_file(
     num_bytes = path.stat().st_size
     if num_bytes % 2 or not num_bytes:
         raise UserError(f"{path} holds {num_bytes:,} bytes, which are no 16-bit or 32-bit tokens: it may be cut short")
-    dtype = _flat_dtype(_map(path, "<u2"))
+    words = _map(path, "<u2")
+    low, high = words[:_DETECTED_WORDS:2], words[1:_DETECTED_WORDS:2]
+    is_wide = len(words) >= _LEAST_WORDS and high.max() < _MOST_HIGH_WORD <= low.max()
+    dtype = "<u4" if is_wide else "<u2"
     if num_bytes % np.dtype(dtype).itemsize:
         raise UserError(f"{path} holds 32-bit tokens, but {num_bytes:,} bytes: it may be cut short")
     tokens = _map(path, dtype)
@@ -126,17 +106,6 @@ def open_indexed_tokens(path: Path, *, num_values: int | None = None, progress: 
     """Opens a `.bin` of tokens by the `.idx` beside it, as Megatron-LM writes the two.
 
     A sample is a document, with all of its sequences; documents without tokens are left out.
-
-    Args:
-      path: the `.bin`.
-      num_values: tokens must be below it; then all of them are checked. None for no limit.
-      progress: whether checking the tokens shows a progress bar.
-
-    Returns:
-      A data source with `lengths`.
-
-    Raises:
-      ValueError: an index that is damaged or is of another file; tokens out of range.
 
     References:
       Megatron-LM, `megatron/core/datasets/indexed_dataset.py`, version 1 of the format.
@@ -154,14 +123,26 @@ def open_indexed_tokens(path: Path, *, num_values: int | None = None, progress: 
     return TokenFile(path, dtype, np.unique(np.append(0, ends)), num_values, progress)
 
 
+def open_arrays(path: Path, num_values: int | None) -> TokenDataset:
+    """Opens an `.npz` of `tokens` and `offsets`; raises ValueError if they do not fit together."""
+    with path.open("rb") as file:  # NumPy leaves a file that it opened itself open when the file is damaged
+        try:
+            stored = np.load(file, allow_pickle=False)
+            tokens, offsets = stored["tokens"], stored["offsets"]
+        except Exception as error:  # damage shows in many ways: as zip, as compressed data, as array
+            raise UserError(f"{path} is no readable .npz of the arrays tokens and offsets: {error}") from None
+    for name, array in (("tokens", tokens), ("offsets", offsets)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise UserError(f"{path}: {name} must be 1-D integers, not {array.dtype}{list(array.shape)}")
+    try:
+        (dataset,) = check_tokens([TokenDataset(tokens, offsets.astype(np.int64))], num_values)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    return dataset
+
+
 def _map(path: Path, dtype: npt.DTypeLike) -> Integer[np.ndarray, " total"]:
     return np.memmap(path, dtype, "r").view(np.ndarray)  # slices of a memmap are slow
-
-
-def _flat_dtype(words: Integer[np.ndarray, " twice"]) -> str:
-    low, high = words[:_DETECTED_WORDS:2], words[1:_DETECTED_WORDS:2]
-    is_wide = len(words) >= _LEAST_WORDS and high.max() < _MOST_HIGH_WORD <= low.max()
-    return "<u4" if is_wide else "<u2"
 
 
 def _document_offsets(

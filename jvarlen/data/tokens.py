@@ -1,8 +1,8 @@
-"""Datasets of tokens in memory, and subsets of datasets."""
+"""Datasets: of tokens in memory, with loss weights, and some samples of others."""
 
 from __future__ import annotations
 
-import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,17 +15,26 @@ from jvarlen._common.interrupts import raise_if_interrupted
 from jvarlen.planning.lengths import DataSource
 from jvarlen.planning.samples import WeightedTokens, to_tokens
 
-__all__ = [
-    "Joined",
-    "Subset",
-    "TokenDataset",
-    "WeightedSamples",
-    "as_data_source",
-    "check_tokens",
-]
+__all__ = ["Dataset", "Subset", "TokenDataset", "WeightedSamples", "as_data_source", "check_tokens", "reweighted"]
 
 
-class TokenDataset:
+class Dataset(ABC):
+    """Random access by sample id, 0 to N − 1: subclasses say how many samples there are and read one."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Any:
+        """The sample of an id that is known to exist."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.read(index)
+
+
+class TokenDataset(Dataset):
     """Samples of different lengths in one flat array: a random-access data source.
 
     Args:
@@ -49,9 +58,8 @@ class TokenDataset:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def read(self, index: int) -> Integer[np.ndarray, " L"]:
+        """The tokens of a sample."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
     @property
@@ -74,7 +82,7 @@ class TokenDataset:
         return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]))
 
 
-class Subset:
+class Subset(Dataset):
     """Some samples of a dataset, in any order, without copying: a data source.
 
     Args:
@@ -88,30 +96,31 @@ class Subset:
     """
 
     def __init__(self, dataset: DataSource, ids: Int64[np.ndarray, " n"]):
-        self._dataset = dataset
-        self._ids = ids
+        self.dataset: DataSource = dataset
+        self.ids: Int64[np.ndarray, " n"] = ids
+        if isinstance(dataset, Subset):  # so that a sample is looked up once
+            self.dataset, self.ids = dataset.dataset, dataset.ids[ids]
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self.ids)
 
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._dataset[int(self._ids[index])]
+    def read(self, index: int) -> Any:
+        """The sample of the dataset."""
+        return self.dataset[int(self.ids[index])]
 
     @property
     def lengths(self) -> Int64[np.ndarray, " n"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
-        return self._dataset.lengths[self._ids]  # type: ignore[attr-defined]
+        return self.dataset.lengths[self.ids]  # type: ignore[attr-defined]
 
 
-class WeightedSamples:
+class WeightedSamples(Dataset):
     """A dataset whose samples count differently in the loss, without copying: a data source of `WeightedTokens`.
 
     Args:
       dataset: random access to the samples; each is tokens, as for `to_tokens`, or `WeightedTokens`.
-      sample_weights: a number for all samples, or numbers[N], finite and at least 0. The loss weights of a sample's
-        tokens, 1 where it has none, are multiplied by that of the sample.
+      sample_weights: numbers[N], finite and at least 0. The loss weights of a sample's tokens, 1 where it has none, are
+        multiplied by that of the sample.
 
     Raises:
       ValueError: another number of weights than of samples, or weights that are not as described; they are listed.
@@ -124,11 +133,11 @@ class WeightedSamples:
 
     def __init__(self, dataset: DataSource, sample_weights: npt.ArrayLike):
         weights: np.ndarray = np.asarray(sample_weights, np.float64)
-        if weights.shape not in ((), (len(dataset),)):
-            raise UserError(f"{len(dataset)} samples need one weight, or as many, not {weights.shape}")
-        is_wrong = np.atleast_1d(~((weights >= 0) & (weights < np.inf)))
+        if weights.shape != (len(dataset),):
+            raise UserError(f"{len(dataset)} samples need as many weights, not {weights.shape}")
+        is_wrong = ~((weights >= 0) & (weights < np.inf))
         if is_wrong.any():
-            wrong = zip(np.flatnonzero(is_wrong).tolist(), np.atleast_1d(weights)[is_wrong].tolist(), strict=True)
+            wrong = zip(np.flatnonzero(is_wrong).tolist(), weights[is_wrong].tolist(), strict=True)
             listed = list_first(f"id {i}: {weight}" for i, weight in wrong)
             raise UserError(f"sample weights must be finite and at least 0: {listed}")
         self._dataset = dataset
@@ -137,84 +146,25 @@ class WeightedSamples:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> WeightedTokens:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        sample, weight = self._dataset[index], float(self._weights[index] if self._weights.ndim else self._weights)
-        if isinstance(sample, WeightedTokens):
-            return WeightedTokens(sample.tokens, sample.weights * weight)
-        tokens = to_tokens(sample)
-        return WeightedTokens(tokens, np.full(len(tokens), weight, np.float32))
+    def read(self, index: int) -> WeightedTokens:
+        """The weighted sample."""
+        return reweighted(self._dataset[index], float(self._weights[index]))
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
         """Tokens of every sample; raises AttributeError if the dataset does not know them."""
         return self._dataset.lengths  # type: ignore[attr-defined]
 
-    @property
-    def content_key(self) -> str:
-        """SHA-256 in hex of the dataset's key and the weights; raises AttributeError if the dataset has none."""
-        key: str = self._dataset.content_key  # type: ignore[attr-defined]
-        return hashlib.sha256(key.encode() + self._weights.astype("<f8").tobytes()).hexdigest()
+
+def reweighted(sample: Any, factor: float) -> WeightedTokens:
+    """The sample with loss weights multiplied by a factor; they are 1 where it has none."""
+    if isinstance(sample, WeightedTokens):
+        return WeightedTokens(sample.tokens, sample.weights * factor)
+    tokens = to_tokens(sample)
+    return WeightedTokens(tokens, np.full(len(tokens), factor, np.float32))
 
 
-class Joined:
-    """Datasets one after the other, without copying: a data source.
-
-    Args:
-      datasets: random access to the samples of each; sample ids continue from one to the next.
-
-    Example:
-      >>> joined = Joined([["a", "b"], [], ["c"]])
-      >>> len(joined), joined[2], joined.locate(2)
-      (3, 'c', (2, 0))
-    """
-
-    def __init__(self, datasets: Sequence[DataSource]):
-        self._datasets = tuple(datasets)
-        self._starts = np.cumsum([0, *map(len, datasets)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        d, own = self.locate(index)
-        return self._datasets[d][own]
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Where a sample is.
-
-        Args:
-          index: its id.
-
-        Returns:
-          The number of its dataset, and its id there.
-        """
-        d = int(np.searchsorted(self._starts, index, side="right")) - 1
-        return d, index - int(self._starts[d])
-
-    def lengths_of(self, samples: range) -> list[int] | None:
-        """The lengths of consecutive samples, if all datasets read them at once.
-
-        Args:
-          samples: their ids.
-
-        Returns:
-          A list of integers, 0 where there is no sample; None if a dataset has no such method.
-        """
-        if not all(hasattr(dataset, "lengths_of") for dataset in self._datasets):
-            return None
-        lengths: list[int] = []
-        while len(lengths) < len(samples):
-            d, own = self.locate(samples.start + len(lengths))
-            end = min(len(self._datasets[d]), own + len(samples) - len(lengths))
-            lengths += self._datasets[d].lengths_of(range(own, end))  # type: ignore[attr-defined]
-        return lengths
-
-
-class _Tokens:
+class _Tokens(Dataset):
     """The samples of any dataset as arrays of tokens."""
 
     def __init__(self, dataset: DataSource):
@@ -223,15 +173,12 @@ class _Tokens:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+    def read(self, index: int) -> Integer[np.ndarray, " L"] | WeightedTokens:
         sample = self._dataset[index]
         return sample if isinstance(sample, WeightedTokens) else to_tokens(sample)
 
     @property
     def lengths(self) -> Int64[np.ndarray, " N"]:
-        """The lengths that the dataset knows; raises AttributeError if it knows none."""
         return self._dataset.lengths  # type: ignore[attr-defined]
 
 
@@ -264,32 +211,15 @@ def as_data_source(dataset: DataSource) -> DataSource:
 
 
 def check_tokens(parts: Sequence[TokenDataset], num_values: int | None) -> list[TokenDataset]:
-    """Checks samples that lie in several flat arrays, one after the other, and narrows them.
-
-    Args:
-      parts: the samples.
-      num_values: tokens must be below it; None for no limit.
-
-    Returns:
-      The same samples; uint8 where `num_values` is at most 256.
-
-    Raises:
-      ValueError: no samples, empty ones, or tokens out of range; the first are listed.
-
-    Example:
-      >>> [part.tokens.dtype.name for part in check_tokens([TokenDataset(np.array([7]), np.array([0, 1]))], 256)]
-      ['uint8']
-    """
-    starts = np.cumsum([0, *map(len, parts)])
-    if not starts[-1]:
+    """The samples of several flat arrays, uint8 if `num_values` ≤ 256; raises ValueError that lists bad samples."""
+    starts = np.cumsum([0, *map(len, parts)])[:-1]
+    if not sum(map(len, parts)):
         raise UserError("it holds no samples: at least one is needed")
-    empty = np.concatenate(
-        [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=False)]
-    )
-    if len(empty):
-        raise UserError(f"samples must not be empty: {list_offenders(empty)}")
+    empty = [np.flatnonzero(part.lengths == 0) + start for part, start in zip(parts, starts, strict=True)]
+    if any(map(len, empty)):
+        raise UserError(f"samples must not be empty: {list_offenders(np.concatenate(empty))}")
     ids, values = [], []
-    for part, start in zip(parts, starts, strict=False):
+    for part, start in zip(parts, starts, strict=True):
         raise_if_interrupted()
         if part.tokens.dtype == np.uint8 and (num_values is None or num_values >= 256):
             continue

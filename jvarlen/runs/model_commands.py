@@ -14,7 +14,7 @@ from jaxtyping import Int32
 from jvarlen import __version__, models
 from jvarlen._common.checks import UserError, check_at_least, list_first
 from jvarlen._common.files import check_place, write_atomically
-from jvarlen.data.prompts import ByteCodec, TextCodec, TokenizerCodec
+from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from jvarlen.distributed.launch import DeviceConfig, launch
 from jvarlen.models.config import TransformerConfig
 from jvarlen.runs.config import FitConfig, is_run_dir, load_config
@@ -133,7 +133,7 @@ class ExportCommand:
         metadata = {"jvarlen": __version__, "num_steps": str(trained.num_steps)}
         tokenizer = self.tokenizer or trained.settings.tokenizer
         if tokenizer is not None:
-            codec = TokenizerCodec(tokenizer)
+            codec = FileTokenizer(tokenizer)
             metadata["tokenizer"] = tokenizer.read_text(encoding="utf-8")
             if (end_token := _end_token(trained, codec)) is not None:
                 metadata["end_token"] = str(end_token)
@@ -177,30 +177,30 @@ def _read_trained(run_dir: Path, which: Literal["latest", "best"]) -> _Trained:
     return _Trained(settings, model, params, arrays, place.num_steps_done)
 
 
-def _codec_of(trained: _Trained, given: Path | None) -> TextCodec:
+def _codec_of(trained: _Trained, given: Path | None) -> Tokenizer:
     """Between text and the run's tokens, by the given tokenizer or the run's own."""
     tokenizer = given or trained.settings.tokenizer
     if tokenizer is not None:
-        return TokenizerCodec(tokenizer)
+        return FileTokenizer(tokenizer)
     if trained.model.vocab_size != _NUM_BYTES:
         raise UserError(
             f"the run's {trained.model.vocab_size:,} tokens are no bytes, and its settings name no tokenizer: give one"
         )
-    return ByteCodec()
+    return ByteTokenizer()
 
 
-def _end_token(trained: _Trained, codec: TextCodec) -> int | None:
+def _end_token(trained: _Trained, codec: Tokenizer) -> int | None:
     """The token that ends a sample, if the model can write it."""
     end = trained.settings.end_token if trained.settings.end_token is not None else codec.end_token
     return end if end is not None and end < trained.model.vocab_size else None
 
 
-def _encode(codec: TextCodec, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:
+def _encode(codec: Tokenizer, prompts: dict[str, str], vocab_size: int, longest: int) -> list[Int32[np.ndarray, " L"]]:
     """The tokens of the prompts; raises ValueError that lists prompts without, too long, or of unknown tokens."""
     encoded, wrong = [], []
     for name, text in prompts.items():
         try:
-            tokens = codec.encode(text)
+            tokens = codec.prompt(text)
         except UserError as error:
             wrong.append(f"{name}: {error}")
             continue
@@ -214,7 +214,7 @@ def _encode(codec: TextCodec, prompts: dict[str, str], vocab_size: int, longest:
     return encoded
 
 
-def _text_of(codec: TextCodec, prompt: Int32[np.ndarray, " L"], new: Int32[np.ndarray, " n"], stop: str | None) -> str:
+def _text_of(codec: Tokenizer, prompt: Int32[np.ndarray, " L"], new: Int32[np.ndarray, " n"], stop: str | None) -> str:
     """The prompt and what continues it, up to the stop."""
     text = codec.decode(np.concatenate([prompt, new]))
     end = text.find(stop, len(codec.decode(prompt))) if stop else -1

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from jvarlen.data import content_key as content_keys
-from jvarlen.data.content_key import combine_keys, content_key
+from jvarlen.data import length_cache
+from jvarlen.data.length_cache import combine_keys, content_key
 
 
 def write(path, content):
@@ -26,8 +26,8 @@ def expected_key(contents, part_bytes):
 @pytest.mark.parametrize("sizes", [[0], [1], [7], [8], [9], [8, 0, 17], [40, 1]])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_the_key_is_the_hash_of_the_hashes_of_parts(tmp_path, monkeypatch, sizes, num_threads):
-    monkeypatch.setattr(content_keys, "_PART_BYTES", 8)
-    monkeypatch.setattr(content_keys, "_READ_BYTES", 3)
+    monkeypatch.setattr(length_cache, "_PART_BYTES", 8)
+    monkeypatch.setattr(length_cache, "_READ_BYTES", 3)
     monkeypatch.setattr("os.cpu_count", lambda: num_threads)
     contents = [np.random.default_rng(size).bytes(size) for size in sizes]
     paths = [write(tmp_path / f"{i}", content) for i, content in enumerate(contents)]
@@ -44,14 +44,14 @@ def test_names_do_not_count_but_every_byte_and_every_border_does(tmp_path):
 
 def test_a_file_that_was_cut_meanwhile_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="a became shorter while it was read"):
-        content_keys._hash_part(write(tmp_path / "a", b"abc"), 0, 4)
+        length_cache._hash_part(write(tmp_path / "a", b"abc"), 0, 4)
 
 
 def test_an_interrupt_ends_hashing(tmp_path, monkeypatch):
     def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(content_keys, "raise_if_interrupted", interrupt)
+    monkeypatch.setattr(length_cache, "raise_if_interrupted", interrupt)
     with pytest.raises(KeyboardInterrupt):
         content_key(write(tmp_path / "a", b"abc"))
 

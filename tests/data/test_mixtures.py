@@ -198,30 +198,6 @@ def test_it_reaches_a_worker_whole():
     assert [sample.tobytes() for sample in copy] == [sample.tobytes() for sample in mixture]
 
 
-class Keyed(list):
-    """A dataset that knows the key of its content."""
-
-    def __init__(self, samples, key):
-        super().__init__(samples)
-        self.content_key = key
-
-
-def test_the_content_key_tells_contents_counts_and_seeds_apart_but_not_epochs():
-    a, b = Keyed("ab", "1" * 64), Keyed("xyz", "2" * 64)
-    mixtures = [
-        Mixture([a, b]),
-        Mixture([b, a]),
-        Mixture([a]),
-        Mixture([a, Keyed("xyz", "3" * 64)]),
-        Mixture([a, b], [1, 1], num_samples=2),
-        Mixture([a, b], [1, 2], num_samples=3),
-        Mixture([a, b], [1, 1], num_samples=2, seed=1),
-    ]
-    assert len({mixture.content_key for mixture in mixtures}) == len(mixtures)
-    assert Mixture([a, b], epoch=1).content_key == Mixture([a, b]).content_key
-    assert not hasattr(Mixture([a, "pq"]), "content_key")
-
-
 @pytest.mark.parametrize("order", ["length", "shuffle"])
 def test_a_plan_trains_each_dataset_with_its_exact_count(order):
     rng = np.random.default_rng(0)
@@ -252,16 +228,7 @@ def test_every_sample_can_have_a_weight_of_its_own():
     assert weighted.lengths.tolist() == [2, 1, 3]
     mixture = Mixture([weighted, plain], [1, 1], num_samples=6, loss_weights=[2, 1])
     assert mixture[0].weights.tolist() == [0.5, 0.5]
-    with pytest.raises(ValueError, match="3 samples need one weight"):
+    with pytest.raises(ValueError, match="3 samples need as many weights"):
         WeightedSamples(plain, [1, 2])
     with pytest.raises(ValueError, match=r"id 1: -1\.0, id 2: nan"):
         WeightedSamples(plain, [1, -1, np.nan])
-
-
-def test_loss_weights_are_part_of_what_a_dataset_holds():
-    class Keyed(list):
-        content_key = "key"
-
-    datasets = [Keyed([[1], [2]]), Keyed([[3], [4]])]
-    keys = {Mixture(datasets, loss_weights=weights).content_key for weights in (None, [1, 1], [1, 0.5], [0.5, 1])}
-    assert len(keys) == 3

@@ -57,7 +57,7 @@ def test_a_text_is_mapped_and_not_held(tmp_path):
     dataset = open_data(write(tmp_path / "t.txt", b"abc\nde\n"))
     with pytest.raises(ValueError, match="read-only"):
         dataset[0][0] = 0
-    assert isinstance(dataset._samples._bytes.base, np.memmap)
+    assert isinstance(dataset._samples._parts[0]._bytes.base, np.memmap)
     assert b"abc" not in pickle.dumps(dataset), "a worker maps the file itself"
     assert samples_of(pickle.loads(pickle.dumps(dataset))) == [b"abc", b"de"]
 

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jvarlen.data.prompts import ByteCodec, TokenizerCodec
-from jvarlen.data.tokenized import TokenizedDataset
+from jvarlen.data.records import MarkedText
+from jvarlen.data.tokenizer import ByteTokenizer, FileTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -35,11 +35,12 @@ def save_tokenizer(path, template=None):
 )
 def test_a_prompt_begins_as_a_sample_and_does_not_end(tmp_path, template, prefix, suffix):
     path = save_tokenizer(tmp_path / "tokenizer.json", template)
-    codec = TokenizerCodec(path)
-    for text, sample in zip(TEXTS, TokenizedDataset(TEXTS, path), strict=True):
-        assert [*codec.encode(text).tolist(), *suffix] == sample.tolist()
+    codec = FileTokenizer(path)
+    for text in TEXTS:
+        sample = codec.sample(MarkedText(text))
+        assert [*codec.prompt(text).tolist(), *suffix] == sample.tolist()
         assert codec.decode(sample) == text
-    assert codec.encode("").tolist() == prefix
+    assert codec.prompt("").tolist() == prefix
     assert codec.end_token == (suffix[0] if suffix else None)
 
 
@@ -49,23 +50,23 @@ def test_a_prompt_begins_as_a_sample_and_does_not_end(tmp_path, template, prefix
 def test_without_an_added_end_token_it_is_that_of_the_configuration(tmp_path, eos_token, expected):
     path = save_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
-    assert TokenizerCodec(path).end_token == expected
+    assert FileTokenizer(path).end_token == expected
 
 
 def test_what_is_damaged_or_missing_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"there is no tokenizer file .*tokenizer\.json"):
-        TokenizerCodec(tmp_path / "tokenizer.json")
+        FileTokenizer(tmp_path / "tokenizer.json")
     path = save_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"tokenizer_config\.json is damaged"):
-        TokenizerCodec(path)
+        _ = FileTokenizer(path).end_token
 
 
 def test_bytes_are_those_of_utf_8():
-    codec = ByteCodec()
+    codec = ByteTokenizer()
     for text in [*TEXTS, ""]:
-        assert codec.encode(text).tolist() == list(text.encode())
-        assert codec.decode(codec.encode(text)) == text
+        assert codec.prompt(text).tolist() == list(text.encode())
+        assert codec.decode(codec.prompt(text)) == text
     assert codec.decode(np.array([255, 97])) == "\ufffda"
     with pytest.raises(ValueError, match="half a surrogate pair"):
-        codec.encode("\ud800")
+        codec.prompt("\ud800")

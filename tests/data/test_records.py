@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from jvarlen import FitConfig, UserError, WeightedTokens
 from jvarlen.cli import main
-from jvarlen.data.chat_templates import ChatTemplate
 from jvarlen.data.open import open_data
-from jvarlen.data.records import RecordFormat
+from jvarlen.data.records import ChatTemplate, RecordFormat
 from jvarlen.data.split import sample_hash
 from jvarlen.runs.config import DataConfig
 

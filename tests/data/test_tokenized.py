@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jvarlen.data.measure import known_lengths
 from jvarlen.data.open import open_data
+from jvarlen.data.records import MarkedText
 from jvarlen.data.split import split_held_out
-from jvarlen.data.tokenized import TokenizedDataset
+from jvarlen.data.tokenizer import FileTokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers  # noqa: E402
@@ -55,16 +55,16 @@ def expected_ids(path, texts=TEXTS):
     return [tokenizer.encode(text).ids for text in texts]
 
 
-@pytest.mark.parametrize(
-    "convert", [str, str.encode, lambda text: np.frombuffer(text.encode(), np.uint8)], ids=["str", "bytes", "array"]
-)
-def test_samples_are_the_ids_of_their_text(path, convert):
-    dataset = TokenizedDataset([convert(text) for text in TEXTS], path)
-    assert ids_of(dataset) == expected_ids(path)
-    assert len(dataset[0]) < len(TEXTS[0])
-    assert dataset[0].dtype == np.int32
-    assert dataset.num_values == NUM_IDS
-    assert known_lengths(dataset, progress=False).tolist() == list(map(len, expected_ids(path)))
+def samples(path, texts=TEXTS):
+    tokenizer = FileTokenizer(path)
+    return [tokenizer.sample(MarkedText(text)) for text in texts]
+
+
+def test_samples_are_the_ids_of_their_text(path):
+    assert [sample.tolist() for sample in samples(path)] == expected_ids(path)
+    assert len(samples(path)[0]) < len(TEXTS[0])
+    assert samples(path)[0].dtype == np.int32
+    assert FileTokenizer(path).num_values == NUM_IDS
 
 
 def test_special_tokens_are_those_of_the_post_processor(path):
@@ -75,7 +75,7 @@ def test_special_tokens_are_those_of_the_post_processor(path):
             tokenizer, "post_processor", processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
         ),
     )
-    assert ids_of(TokenizedDataset(TEXTS, path)) == [[0, *ids] for ids in plain]
+    assert ids_of(samples(path)) == [[0, *ids] for ids in plain]
 
 
 def test_nothing_is_truncated_or_padded_whatever_the_file_says(path):
@@ -83,14 +83,13 @@ def test_nothing_is_truncated_or_padded_whatever_the_file_says(path):
     changed(path, lambda tokenizer: tokenizer.enable_truncation(2))
     changed(path, lambda tokenizer: tokenizer.enable_padding(length=50))
     assert expected_ids(path) != plain
-    assert ids_of(TokenizedDataset(TEXTS, path)) == plain
+    assert ids_of(samples(path)) == plain
 
 
 def test_a_worker_loads_the_tokenizer_itself_and_refuses_another(path):
-    dataset = TokenizedDataset(TEXTS, path)
-    pickled = pickle.dumps(dataset)
+    pickled = pickle.dumps(FileTokenizer(path))
     assert len(pickled) < 1000
-    assert ids_of(pickle.loads(pickled)) == ids_of(dataset)
+    assert pickle.loads(pickled).sample(MarkedText("a")).tolist() == samples(path, ["a"])[0].tolist()
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(ValueError, match=r"tokenizer\.json has changed"):
         pickle.loads(pickled)
@@ -116,31 +115,30 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path, content):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
-        TokenizedDataset(TEXTS, path)
+        FileTokenizer(path)
     with pytest.raises(FileNotFoundError, match=r"other\.json"):
-        TokenizedDataset(TEXTS, tmp_path / "other.json")
+        FileTokenizer(tmp_path / "other.json")
 
 
 def test_ids_that_the_file_does_not_count_are_refused(path):
     template = processors.TemplateProcessing(single="<x> $A", special_tokens=[("<x>", 2**32 - 1)])
     changed(path, lambda tokenizer: setattr(tokenizer, "post_processor", template))
     with pytest.raises(ValueError, match=r"token 4294967295, but .*tokenizer\.json has only 294 ids"):
-        TokenizedDataset(TEXTS, path)[0]
+        samples(path)
 
 
-def test_what_is_no_text_is_refused(path):
-    samples = [b"ab\xff", np.arange(3), "\ud800", 7]
-    dataset = TokenizedDataset(samples, path)
-    reasons = ["not UTF-8 at byte 2", "no text, but tokens of int64", "fails on the text", "a sample must be text"]
-    for index, reason in enumerate(reasons):
-        with pytest.raises(ValueError, match=reason):
-            dataset[index]
+def test_what_is_no_text_is_refused(tmp_path, path):
+    with pytest.raises(ValueError, match="fails on the text"):
+        samples(path, ["\ud800"])
+    (tmp_path / "t.txt").write_bytes(b"ab\xff")
+    with pytest.raises(ValueError, match="line 1: not UTF-8 at byte 2"):
+        open_data(tmp_path / "t.txt", tokenizer=path, progress=False)
 
 
 def test_what_is_needed_is_said_where_the_package_is_missing(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"tokenizer\.json can only be read with tokenizers: pip install"):
-        TokenizedDataset(TEXTS, path)
+        FileTokenizer(path)
 
 
 def write_texts(tmp_path):
@@ -173,7 +171,7 @@ def test_lengths_are_kept_for_a_tokenizer_and_measured_anew_for_another(tmp_path
     (data, *_) = write_texts(tmp_path)
     lengths = open_data(data, tokenizer=path, progress=False).lengths
     with monkeypatch.context() as patched:
-        patched.setattr(TokenizedDataset, "__getitem__", lambda self, index: pytest.fail("tokenized again"))
+        patched.setattr(FileTokenizer, "sample", lambda self, text: pytest.fail("tokenized again"))
         assert open_data(data, tokenizer=path, progress=False).lengths.tolist() == lengths.tolist()
     key = open_data(data, tokenizer=path, progress=False).content_key
     template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])

@@ -1,0 +1,237 @@
+"""Text to tokens and back: by bytes, or by a file of the package tokenizers, in the extra `data`.
+
+A prompt begins as a sample begins and does not end: of the special tokens that the tokenizer adds to a sample, it gets
+those before the text and not those after it. The tokenizer file is untrusted: a bad one is a ValueError with its path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Int32, Integer, UInt8
+
+from jvarlen._common.checks import UserError
+from jvarlen.data.length_cache import combine_keys, content_key
+from jvarlen.data.line_files import read_json
+from jvarlen.data.records import MarkedText
+from jvarlen.planning.samples import WeightedTokens
+
+__all__ = ["ByteTokenizer", "FileTokenizer", "Tokenizer"]
+
+
+class Tokenizer(Protocol):
+    """Between text and tokens.
+
+    Attributes:
+      num_values: all tokens are below it.
+      end_token: the token that ends a sample; None if there is none.
+    """
+
+    num_values: int
+
+    @property
+    def end_token(self) -> int | None:
+        """As above."""
+
+    def sample(self, text: MarkedText) -> Integer[np.ndarray, " L"] | WeightedTokens:
+        """The tokens of a sample, weighted where only a part is learned; raises ValueError if there are none."""
+
+    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
+        """The tokens of a prompt; raises ValueError if the text has none."""
+
+    def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
+        """The text of tokens, without special tokens."""
+
+
+class ByteTokenizer:
+    """Tokens that are the bytes of UTF-8; a `Tokenizer`.
+
+    Example:
+      >>> tokenizer = ByteTokenizer()
+      >>> tokenizer.prompt("ö").tolist(), tokenizer.decode(np.array([195, 182, 195]))
+      ([195, 182], 'ö�')
+    """
+
+    num_values = 256
+    end_token: int | None = None
+
+    def sample(self, text: MarkedText) -> UInt8[np.ndarray, " L"] | WeightedTokens:
+        """The bytes of a text."""
+        tokens = _text_bytes(text.text)
+        if text.learned is None:
+            return tokens
+        weights = np.zeros(len(tokens), np.float32)
+        for start, end in text.learned:
+            first = len(text.text[:start].encode())
+            weights[first : first + len(text.text[start:end].encode())] = 1
+        return _weighted(tokens, weights)
+
+    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
+        """The bytes of a text."""
+        return _text_bytes(text).astype(np.int32)
+
+    def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
+        """The text of bytes; what is no UTF-8 becomes U+FFFD."""
+        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class FileTokenizer:
+    """Tokens of a tokenizer file; a `Tokenizer`.
+
+    Special tokens, such as those for the beginning and end of a sentence, are added by the post-processor in the file,
+    if it has one. Truncation and padding in the file are ignored: a sample keeps all its tokens and gets no others.
+    Worker processes load the file themselves.
+
+    The token that ends a sample is the first that the tokenizer adds after a text. If it adds none, it is the
+    `eos_token` of a `tokenizer_config.json` beside the file.
+
+    Args:
+      path: a file of the package `tokenizers`, `tokenizer.json` by custom; it must not change while in use.
+
+    Attributes:
+      num_values: the number of ids: the greatest plus 1.
+      key: hex key of the file.
+      special_tokens: the texts of its special tokens.
+
+    Raises:
+      ValueError: tokenizers is missing; the file is not a tokenizer.
+      FileNotFoundError: there is no such file.
+
+    Example:
+      >>> import tempfile
+      >>> from tokenizers import Tokenizer, models, pre_tokenizers
+      >>> tokenizer = Tokenizer(models.WordLevel({"a": 0, "plan": 1, "?": 2}, unk_token="?"))
+      >>> tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     tokenizer.save(f"{folder}/tokenizer.json")
+      ...     from_file = FileTokenizer(Path(folder, "tokenizer.json"))
+      >>> from_file.sample(MarkedText("another plan")), from_file.num_values
+      (array([2, 1], dtype=int32), 3)
+
+    References:
+      Hugging Face tokenizers, https://huggingface.co/docs/tokenizers
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        if not path.is_file():  # nor what can be read without end
+            raise FileNotFoundError(f"there is no tokenizer file {path}")
+        self.key = content_key(path)
+        self._tokenizer = _load(path)
+        self.num_values = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if not 1 <= self.num_values <= np.iinfo(np.int32).max:
+            last = self.num_values - 1
+            raise UserError(f"{path}: ids of tokens must fit int32, and there must be one; they end at {last}")
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added if token.special)
+
+    def sample(self, text: MarkedText) -> Int32[np.ndarray, " L"] | WeightedTokens:
+        """The ids of a text."""
+        with _only_value_errors(f"{self.path} fails on the text"):
+            encoded = self._tokenizer.encode(text.text, add_special_tokens=not text.has_special_tokens)
+            ids = encoded.ids
+        if not ids:
+            raise UserError("no tokens, by this tokenizer")
+        if max(ids) >= self.num_values:
+            raise UserError(f"token {max(ids)}, but {self.path} has only {self.num_values} ids")
+        tokens = np.array(ids, np.int32)
+        if text.learned is None:
+            return tokens
+        weights: list[bool] = []
+        for start, end in encoded.offsets:  # a token that was added is learned if the one before it is
+            weights.append(bool(weights) and weights[-1] if start == end else text.is_learned(start, end))
+        return _weighted(tokens, weights)
+
+    def prompt(self, text: str) -> Int32[np.ndarray, " L"]:
+        """The tokens that a sample with this beginning has at its beginning."""
+        with _only_value_errors(f"{self.path} fails on the text"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array([*self._added[0], *ids], np.int32)
+
+    def decode(self, tokens: Integer[np.ndarray, " L"]) -> str:
+        """The text of tokens, without special tokens."""
+        with _only_value_errors(f"{self.path} fails on the tokens"):
+            return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    @functools.cached_property
+    def end_token(self) -> int | None:
+        """The token that ends a sample; None if there is none."""
+        if self._added[1]:
+            return self._added[1][0]
+        end = read_json(self.path.with_name("tokenizer_config.json")).get("eos_token")
+        text = end.get("content") if isinstance(end, dict) else end
+        return self._tokenizer.token_to_id(text) if isinstance(text, str) else None
+
+    @functools.cached_property
+    def _added(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after a text."""
+        with _only_value_errors(f"{self.path} fails on a text of its own tokens"):
+            if not self._tokenizer.num_special_tokens_to_add(False):
+                return [], []
+            for text in itertools.chain("a", self._tokenizer.get_vocab(with_added_tokens=False)):
+                encoded = self._tokenizer.encode(text)
+                own = [i for i, sequence in enumerate(encoded.sequence_ids) if sequence is not None]
+                if own:
+                    return encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]
+        return [], []
+
+    @functools.cached_property
+    def lengths_key(self) -> str:
+        """What decides the lengths besides the texts: the file, and the version of its package."""
+        import tokenizers
+
+        return combine_keys(self.key, tokenizers.__version__)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_tokenizer"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if content_key(self.path) != self.key:
+            raise UserError(f"{self.path} has changed")
+        self._tokenizer = _load(self.path)
+
+
+def _text_bytes(text: str) -> UInt8[np.ndarray, " L"]:
+    """The UTF-8 of a text; raises ValueError if it has none."""
+    try:
+        return np.frombuffer(text.encode(), np.uint8)
+    except UnicodeEncodeError:
+        raise UserError("half a surrogate pair, which has no UTF-8") from None
+
+
+def _weighted(tokens: Integer[np.ndarray, " L"], weights: Any) -> WeightedTokens:
+    if not any(weights):
+        raise UserError("no token to learn from")
+    return WeightedTokens(tokens, weights)
+
+
+def _load(path: Path) -> Any:
+    """The tokenizer of a file, without truncation and padding; raises ValueError if it is none."""
+    try:
+        import tokenizers  # here: an extra
+    except ModuleNotFoundError:
+        raise UserError(f"{path} can only be read with tokenizers: pip install 'jvarlen[data]'") from None
+    with _only_value_errors(f"{path} is no tokenizer of the package tokenizers"):
+        tokenizer = tokenizers.Tokenizer.from_str(path.read_bytes().decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode("")  # what is added to every text is looked up only here
+    return tokenizer
+
+
+@contextlib.contextmanager
+def _only_value_errors(said: str) -> Iterator[None]:
+    """Within, errors of the package, which are plain Exceptions or panics of its Rust, become ValueErrors."""
+    try:
+        yield
+    except (OSError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic is no Exception
+        raise UserError(f"{said}: {error}") from None
